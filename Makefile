@@ -1,0 +1,69 @@
+# make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
+# make train DATA=path                  the same on a text file or a folder of text files of your own
+# make test | lint | bench | bench-gpu | clean
+#
+# PYTHON=python3.12                     the interpreter that .venv is created from
+# RANKS=4                               how many processes `make train` starts
+# VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+DATA ?=
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+# One rank per visible GPU, else two on CPU, which share its cores.
+COUNT_RANKS := import torch; print(torch.cuda.device_count() or 2)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint types bench bench-gpu clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+# torch comes first and by exact version: a range would let the resolver fetch several builds of it, gigabytes each.
+# TORCH=system leaves it out and drops its pin, so that nothing replaces the torch that is there.
+$(VENV)/.compile_muon: pyproject.toml constraints.txt
+	$(BIN)/python -m pip --version || $(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
+ifeq ($(TORCH),system)
+	$(BIN)/python -c "import torch"
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+else
+	cp constraints.txt $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt "$(TORCH)" setuptools
+endif
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
+	touch $@
+
+train: $(VENV)/.compile_muon
+	ranks=$${RANKS:-$$($(BIN)/python -c "$(COUNT_RANKS)")}; \
+	cores=$$(getconf _NPROCESSORS_ONLN); \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > ranks ? cores / ranks : 1))}; \
+	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$$ranks \
+	    examples/train_gpt.py --config examples/config.json $(if $(DATA),--data "$(DATA)") $(TRAIN_ARGS)
+
+test: $(VENV)/.compile_muon
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.compile_muon
+	$(BIN)/ruff check .
+	$(MAKE) --no-print-directory types
+
+# mypy sees the package as it is installed, through links: compile_muon/ with passes/ and kernels/ inside it.
+types: $(VENV)/.compile_muon
+	rm -rf .mypy_view && mkdir -p .mypy_view/compile_muon
+	ln -s ../../compile_muon/* ../../passes ../../kernels .mypy_view/compile_muon/
+	cd .mypy_view && $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compile_muon
+
+bench: $(VENV)/.compile_muon
+	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.compile_muon
+	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

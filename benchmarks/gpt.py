@@ -1,0 +1,109 @@
+"""The model and the data of the benchmark: a byte-level GPT over this Python's own standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the model and of one rank's batch; a rank takes `context * batch` tokens a step."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+
+
+PRESETS = {
+    "full": Shape(layers=12, width=256, heads=8, context=512, batch=16),
+    "small": Shape(layers=4, width=256, heads=8, context=256, batch=4),
+    "tiny": Shape(layers=2, width=64, heads=4, context=64, batch=4),
+}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, without biases in the linear layers."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, context, width))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+class GPT(nn.Module):
+    """`model(tokens, targets)` is the mean cross entropy; both are int64 of shape [batch, context].
+
+    The names `token_embed`, `position_embed` and `lm_head` are chosen for DeepSpeed, which assigns
+    AdamW by the substrings "embed" and "lm_head": so every contender gives Muon the same matrices.
+    """
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.token_embed = nn.Embedding(VOCABULARY, shape.width)
+        self.position_embed = nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.lm_head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.apply(_initialize)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embed(tokens) + self.position_embed(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _initialize(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
+def muon_names(model: nn.Module) -> list[str]:
+    """The hidden matrices: what every Muon contender must give to Muon, nothing more and nothing less."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim >= 2 and "embed" not in name and "lm_head" not in name
+    ]
+
+
+def read_corpus(limit: int = 4 << 20) -> Tensor:
+    """The first `limit` bytes of the standard library's sources in name order, as uint8."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= limit:
+            break
+    return torch.frombuffer(text[:limit], dtype=torch.uint8)
+
+
+def sample_batch(corpus: Tensor, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random windows: tokens and the targets one byte ahead, both [batch, context] int64."""
+    starts = torch.randint(len(corpus) - shape.context - 1, (shape.batch,), generator=generator)
+    windows = torch.stack([corpus[start : start + shape.context + 1] for start in starts.tolist()]).long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,0 +1,189 @@
+"""Time a training step: ours, DeepSpeed Muon, FSDP2 + AdamW, DDP + Muon and bare compute, in one run.
+
+    python benchmarks/train_step.py                                  # the record: 10 M parameters, 2 ranks
+    python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
+
+Every contender trains the same GPT from the same weights on the same bytes. Each trial runs in freshly
+started rank processes; the trials of all repeats are shuffled, so that a slow minute of the machine hits
+all contenders alike. Reported are medians over all timed steps, the slowest rank's time counting for each.
+"compile" is the first step's time over a median step's: cold with an empty Inductor cache, warm with
+the cache of the first repeat. Bytes are the kernel's count of what a rank's sockets sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from contenders import ALL_STAGES, CONTENDERS, NO_STAGE
+from gpt import PRESETS
+from launch import Trial, run
+from report import as_json, draw, judge, print_report, summarize
+from rich.console import Console
+
+_RESULTS = Path(__file__).with_name("results")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=list(ALL_STAGES), choices=ALL_STAGES)
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--preset", default="full", choices=list(PRESETS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones; the first compiles")
+    parser.add_argument("--repeats", type=int, default=2, help="trials of each contender and stage")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the trials")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a rank")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one trial")
+    parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET.json")
+    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    options = parser.parse_args(argv)
+    for name in ("ranks", "steps", "warmup", "repeats", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
+    options.json = options.json or _RESULTS / f"train_step_{options.preset}.json"
+    options.png = options.png or options.json.with_suffix(".png")
+    return options
+
+
+def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
+    """All trials, shuffled within each repeat, so that a contender's repeats are spread over the run."""
+    runnable = []
+    for name in options.contenders:
+        missing = CONTENDERS[name].missing()
+        if missing:
+            console.print(f"[yellow]skipping {name}[/yellow]: {missing}", soft_wrap=True)
+        else:
+            runnable.append(name)
+    enough_gpus = options.device == "cuda" and torch.cuda.device_count() >= options.ranks
+    order = random.Random(options.seed)
+    trials: list[Trial] = []
+    for repeat in range(options.repeats):
+        batch = [
+            Trial(
+                contender=name,
+                stage=stage,
+                repeat=repeat,
+                ranks=options.ranks,
+                preset=options.preset,
+                warmup=options.warmup,
+                steps=options.steps,
+                device=options.device,
+                backend="nccl" if enough_gpus else "gloo",
+                ns_method=options.ns_method,
+                weigh=repeat == 0,
+                timeout_s=options.timeout,
+            )
+            for name in runnable
+            for stage in (NO_STAGE, *options.stages)
+            if stage in CONTENDERS[name].stages
+        ]
+        order.shuffle(batch)
+        trials += batch
+    return trials
+
+
+def run_all(trials: list[Trial], options: argparse.Namespace, console: Console, work: Path) -> list[dict]:
+    """Run the trials in order; a contender that fails at a stage is not tried there again."""
+    records: list[dict] = []
+    failed: set[tuple[str, int]] = set()
+    for number, trial in enumerate(trials, start=1):
+        key = (trial.contender, trial.stage)
+        if key in failed:
+            continue
+        name = trial.contender if trial.stage == NO_STAGE else f"{trial.contender} stage {trial.stage}"
+        slug = name.replace(" ", "-")
+        record = run(trial, work / f"{slug}-{trial.repeat}", work / "inductor" / slug, options.threads)
+        records.append(record)
+        head = f"[{number}/{len(trials)}] {name}"
+        if record["error"]:
+            failed.add(key)
+            console.print(f"[red]{head} failed: {record['error']}[/red]", soft_wrap=True)
+            console.print("\n".join(record["log"]), markup=False, soft_wrap=True)
+        else:
+            steps = " ".join(f"{s:.3f}" for s in record["step_s"])
+            console.print(f"{head}: first {record['first_step_s']:.1f} s, then {steps} s", highlight=False)
+    return records
+
+
+def describe(options: argparse.Namespace) -> dict:
+    """What a reader needs to judge or repeat the numbers."""
+    versions: dict[str, str | None] = {}
+    for package in ("torch", "compile_muon", "deepspeed"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else _processor(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "dtype": "float32",
+        "shape": vars(PRESETS[options.preset]),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if argv is None else argv)
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    trials = plan_trials(options, console)
+    if not trials:
+        console.print("[red]nothing to run: no chosen contender is available at a chosen stage[/red]")
+        return 1
+    about = describe(options)
+    with tempfile.TemporaryDirectory(prefix="train_step_") as scratch:
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=options.logs)) if options.logs else Path(scratch)
+        records = run_all(trials, options, console, work)
+    shape = PRESETS[options.preset]
+    rows = summarize(records, shape.context * shape.batch * options.ranks)
+    verdicts = judge(rows)
+    parameters = next((r["parameters"] for r in records if not r["error"]), 0)
+    title = (
+        f"{shape.layers}-layer GPT, {parameters / 1e6:.1f} M parameters, {shape.context * shape.batch:,} tokens per "
+        f"rank and step, {options.ranks} ranks, float32, {about['device']}, torch {torch.__version__}"
+    )
+    print_report(console, rows, verdicts, title)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(about | as_json(rows, verdicts) | {"samples": records}, indent=1) + "\n")
+    console.print(f"samples: {options.json}", soft_wrap=True)
+    if rows:
+        draw(rows, title, options.png)
+        console.print(f"chart:   {options.png}", soft_wrap=True)
+    return 1 if any(record["error"] for record in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""compile_muon: ZeRO data parallelism and the Muon optimizer as part of torch.compile's graphs.
+
+    model, optimizer = compile_muon.initialize(model, "config.json")
+
+or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_zero")``.
+"""
+
+from compile_muon.checkpoint import load_checkpoint, save_checkpoint
+from compile_muon.config import Config
+from compile_muon.errors import ConfigError, LedgerError, MuonZeroError, NonFiniteError, UnsupportedModelError
+from compile_muon.initialize import initialize
+from compile_muon.optimizer import MuonZero
+from compile_muon.summary import Summary
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "LedgerError",
+    "MuonZero",
+    "MuonZeroError",
+    "NonFiniteError",
+    "Summary",
+    "UnsupportedModelError",
+    "initialize",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+__version__ = "0.1.0"

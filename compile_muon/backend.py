@@ -1,0 +1,185 @@
+"""The torch.compile backend: ``torch.compile(model, backend="muon_zero")``.
+
+Inductor's own pipeline with three places of ours in it: the partition function (joint passes, then PyTorch's min-cut
+partitioner), and the inner compilers of forward and backward graphs (half passes, then Inductor's code generation, or
+none at all under ``options={"codegen": "eager"}``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from compile_muon import passes
+from compile_muon.errors import ConfigError
+from compile_muon.frame import BackwardGraph, Codegen, ForwardGraph
+from compile_muon.frame_options import FrameOptions
+from compile_muon.passes import JOINT_PASSES, Half, run_passes
+from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
+from compile_muon.passes.torch_private import (
+    autograd_cache_disabled,
+    compile_fx,
+    compile_fx_inner,
+    make_partitioner,
+)
+
+__all__ = ["muon_zero"]
+
+_IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
+_CODEGENS = ("inductor", "eager")
+
+
+def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
+    """Options of ``torch.compile(..., options=...)``.
+
+    Raises:
+        ConfigError: unknown option or value.
+    """
+    known = {"codegen", "dump", "nvtx", "bucket_mb"}
+    values = dict(options or {})
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {sorted(known)}"
+            raise ConfigError(f"options[{name!r}] = {values[name]!r}: unknown option; {remedy}")
+    codegen = values.get("codegen", "inductor")
+    if codegen not in _CODEGENS:
+        raise ConfigError(f"options['codegen'] = {codegen!r}: unknown code generator; use one of {_CODEGENS}")
+    bucket = values.get("bucket_mb", 25)
+    if not isinstance(bucket, int | float) or isinstance(bucket, bool) or bucket <= 0:
+        raise ConfigError(f"options['bucket_mb'] = {bucket!r}: not a size; give megabytes > 0")
+    dump = values.get("dump")
+    return FrameOptions(
+        codegen=codegen,
+        dump=None if dump is None else Path(dump),
+        nvtx=bool(values.get("nvtx", False)),
+        bucket_bytes=int(bucket * 2**20),
+    )
+
+
+def _has_markers(gm: GraphModule) -> bool:
+    targets = (UNSHARD, torch.ops.muon_zero.unshard)
+    graphs = (m for m in gm.modules() if isinstance(m, GraphModule))
+    return any(node.target in targets for sub in graphs for node in sub.graph.nodes)
+
+
+class _Frame:
+    """Compilation of one frame; lives as long as its compiled code."""
+
+    def __init__(self, options: FrameOptions, name: str) -> None:
+        self.options = options
+        self.name = name
+        self.trained: frozenset[str] = frozenset()
+        self.forward_outputs = 0
+
+    def partition(
+        self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        """Rewrite and partition the joint graph: being called is what gives the frame a backward."""
+        gm = run_passes(gm, JOINT_PASSES, self.options.context(Half.JOINT, self.name))
+        reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+        self.trained = frozenset(node.args[1].name for node in reductions)
+        self.forward_outputs = num_fwd_outputs
+        return min_cut_rematerialization_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+
+    def forward(
+        self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen, *, inference: bool = False
+    ) -> Callable[[list[Any]], Any]:
+        """Compile a forward or inference graph."""
+        ctx = self.options.context(Half.INFERENCE if inference else Half.FORWARD, self.name)
+        ctx.facts["user_outputs"] = self.forward_outputs
+        return ForwardGraph(gm, inputs, ctx, codegen, self.options, frozenset() if inference else self.trained)
+
+    def backward(self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Callable[[list[Any]], Any]:
+        """Keep a backward graph; its lowerings compile when they are first needed."""
+        return BackwardGraph(gm, inputs, self.options, self.name, codegen)
+
+
+def _eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Run the graph as it stands."""
+    return make_boxed_func(gm.forward)
+
+
+def _compile_inductor(gm: GraphModule, inputs: Sequence[Any], frame: _Frame) -> Callable[..., Any]:
+    def inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
+        def codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            return _boxed(compile_fx_inner(gm, inputs, **kwargs))
+
+        if kwargs.get("is_backward"):
+            return frame.backward(gm, inputs, codegen)
+        return frame.forward(gm, inputs, codegen, inference=bool(kwargs.get("is_inference")))
+
+    patches = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
+    with autograd_cache_disabled():
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+
+
+def _boxed(code: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return code if getattr(code, "_boxed_call", False) else make_boxed_func(code)
+
+
+def _compile_eager(gm: GraphModule, inputs: Sequence[Any], frame: _Frame) -> Callable[..., Any]:
+    def forward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return frame.forward(gm, inputs, _eager_codegen)
+
+    def inference(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return frame.forward(gm, inputs, _eager_codegen, inference=True)
+
+    def backward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return frame.backward(gm, inputs, _eager_codegen)
+
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=frame.partition,
+        decompositions={},
+    )
+    with autograd_cache_disabled():
+        return compiler(gm, inputs)
+
+
+def muon_zero(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo frame; the entry point behind ``backend="muon_zero"``.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs.
+        options: ``codegen`` ("inductor" or "eager"), ``dump`` (folder for readable graphs), ``nvtx``, ``bucket_mb``.
+        mode: not supported; Inductor's own configuration applies.
+    Raises:
+        ConfigError: unknown options.
+    """
+    if mode not in (None, "default"):
+        raise ConfigError(f"mode = {mode!r}: muon_zero has no modes; set torch._inductor.config instead")
+    frame_options = _parse_options(options)
+    if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
+        warnings.warn(
+            'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '
+            "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first",
+            stacklevel=2,
+        )
+    frame = _Frame(frame_options, f"frame{next(_frame_numbers):04d}")
+    if frame_options.codegen == "eager":
+        return _compile_eager(gm, example_inputs, frame)
+    return _compile_inductor(gm, example_inputs, frame)
+
+
+#: only names dumps; nothing depends on it
+_frame_numbers = itertools.count()

@@ -1,0 +1,318 @@
+"""The frame ledger: which gradients are owed, and which backward may carry the update.
+
+A frame has a backward exactly if AOTAutograd partitioned its joint graph. Each forward visit of a partitioned frame
+owes one backward visit for every parameter it reads. A parameter is *settled* when nothing is owed for it any more, and
+the settled moment that ends the step's last micro-batch is its *boundary*: only there may a compiled backward
+orthogonalize, and only if the parameter was read exactly once since it was last settled (autograd sums the
+contributions of several reads before anyone can see them apart). Everything else stays a raw gradient, and
+``optimizer.step()`` finishes it.
+
+The update in backward is a transaction: the graph returns the new momentum, the ledger keeps it as *pending*, and only
+``step()`` commits it. A backward whose gradients are thrown away (``autograd.grad`` for an input, an exception, a
+non-finite step) therefore leaves no trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compile_muon.errors import LedgerError
+from compile_muon.frame_options import FrameOptions
+from compile_muon.passes import Lowering
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.spec import ParamSpec
+
+__all__ = ["Decision", "Ledger", "ParamState", "Pending", "like_parameter", "local_tensor", "state_of"]
+
+_STATE_ATTRIBUTE = "_muon_zero_state"
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The shard behind a DTensor; a plain tensor is its own shard."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
+    """``shard`` as the kind of tensor that ``param.grad`` is."""
+    if not isinstance(param, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _version(grad: Tensor) -> tuple[int, int, int]:
+    """Identity and version counters of a gradient: any edit or replacement changes it."""
+    return id(grad), grad._version, local_tensor(grad)._version
+
+
+@dataclass
+class Pending:
+    """An update that a backward computed and ``step()`` has not committed yet.
+
+    Args:
+        momentum: new momentum of the shard.
+        norm_squared: 0-dim, squared norm of the raw gradient shard behind the direction.
+        version: what the gradient looked like when autograd delivered it; None until then.
+    """
+
+    momentum: Tensor
+    norm_squared: Tensor
+    version: tuple[int, int, int] | None = None
+
+
+@dataclass(eq=False)
+class ParamState:
+    """One parameter's tensors and its line in the ledger.
+
+    Args:
+        name: qualified name in the model.
+        param: the ``nn.Parameter`` users see (a DTensor where sharded).
+        spec: static facts; ``text`` is their encoding.
+        state: momentum of the shard (Muon) or an empty tensor; passed to every marker, identifies the parameter.
+        hyper: ``[2]`` fp32 ``(1 - momentum, momentum)``.
+        replica: full weight in compute dtype (stages 1 and 2), else None.
+    """
+
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+    state: Tensor
+    hyper: Tensor
+    replica: Tensor | None
+    ledger: Ledger
+    distributed: bool = False
+    text: str = ""
+    owed: int = 0
+    reads: int = 0
+    settled: int = 0
+    eager_read: bool = False
+    reduced: bool = False
+    unreduced: Tensor | None = None
+    pending: Pending | None = None
+    stale_direction: weakref.ref[Tensor] | None = None
+    refreshed_version: int = -1
+
+    def __post_init__(self) -> None:
+        self.text = self.spec.encode()
+        self.refreshed_version = self.local._version
+        setattr(self.state, _STATE_ATTRIBUTE, weakref.ref(self))
+
+    @property
+    def local(self) -> Tensor:
+        """The master shard."""
+        return local_tensor(self.param)
+
+    @property
+    def momentum(self) -> Tensor:
+        """Momentum of the shard; only Muon parameters have one."""
+        return self.state
+
+    def gradient(self) -> Tensor | None:
+        """The local gradient shard, or None."""
+        return None if self.param.grad is None else local_tensor(self.param.grad)
+
+    def gradient_is_ours(self) -> bool:
+        """Whether an update lowering can account for what ``.grad`` holds now.
+
+        At stages 0, 2 and 3 it takes ``.grad`` as the sum of earlier micro-batches. At stage 1 that sum is kept
+        unreduced, and ``.grad`` holds zeros between boundaries; anything else there came from elsewhere.
+        """
+        if self.param.grad is None:
+            self.reduced = False
+            return True
+        return self.spec.stage != 1 or (self.unreduced is not None and not self.reduced)
+
+    def note_direction(self) -> None:
+        """``.grad`` holds the direction of a step that is done; another backward must not add to it."""
+        self.stale_direction = None if self.param.grad is None else weakref.ref(self.param.grad)
+
+    def close(self) -> None:
+        """Forget everything about the step that ended."""
+        self.owed = self.reads = self.settled = 0
+        self.eager_read = self.reduced = False
+        self.unreduced = None
+        self.pending = None
+
+
+def state_of(tensor: object) -> ParamState | None:
+    """The parameter whose ``state`` tensor this is, or None."""
+    reference = getattr(tensor, _STATE_ATTRIBUTE, None)
+    return None if reference is None else reference()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a backward visit does.
+
+    Args:
+        lowering: variant of the backward graph to run.
+        with_prior: whether sums of earlier micro-batches go in.
+    """
+
+    lowering: Lowering
+    with_prior: bool
+
+
+@dataclass(eq=False)
+class Ledger:
+    """Balances visits for the parameters of one optimizer.
+
+    Args:
+        accumulation_steps: settled micro-batches per step, or None when unknown.
+        update_in_backward: whether a backward may orthogonalize at all.
+        states: the optimizer's parameters.
+        traffic: what compiled graphs, steps and refreshes of this process sent so far.
+        accumulating: inside :meth:`accumulate`.
+        refresh: gathers the resident weights anew (stages 1 and 2).
+        before_backward: called before a backward graph runs.
+        options: of the frame compiled last; the step graph uses them too.
+    """
+
+    accumulation_steps: int | None
+    update_in_backward: bool
+    states: list[ParamState] = field(default_factory=list)
+    traffic: Traffic = field(default_factory=Traffic)
+    accumulating: bool = False
+    refresh: Callable[[], None] | None = None
+    before_backward: Callable[[], None] | None = None
+    options: FrameOptions | None = None
+
+    # ------------------------------------------------------------------ visits
+
+    def visit_forward(self, state: ParamState) -> None:
+        """A partitioned frame that trains this parameter ran forward: a backward visit is owed."""
+        state.owed += 1
+        state.reads += 1
+
+    def visit_backward(self, states: Sequence[ParamState], updates: Sequence[bool]) -> Decision:
+        """A partitioned frame is about to run backward: settle, and choose the lowering.
+
+        Args:
+            states: parameters whose gradients the frame produces.
+            updates: which of them the frame could orthogonalize.
+        Raises:
+            LedgerError: a gradient arrives for a parameter whose update is already made, or whose ``.grad`` still
+                holds the previous step's direction.
+        """
+        for state in states:
+            self._refuse_late_gradient(state)
+        if self.before_backward is not None:
+            self.before_backward()
+        boundary, clean = True, True
+        for state in states:
+            owed = state.owed
+            state.owed = max(0, owed - 1)
+            settled_now = owed == 1
+            clean &= settled_now and state.reads == 1 and not state.eager_read and state.gradient_is_ours()
+            if settled_now:
+                state.reads = 0
+                state.settled += not self.accumulating
+            boundary &= settled_now and not self.accumulating and self._at_boundary(state)
+        if not boundary:
+            # Without a known boundary every backward reduces: `.grad` is then right whenever step() comes.
+            unknown = self.accumulation_steps is None and not self.accumulating
+            lowering = Lowering.REDUCE if unknown else Lowering.ACCUMULATE
+        elif self.update_in_backward and clean and any(updates):
+            lowering = Lowering.UPDATE
+        else:
+            lowering = Lowering.REDUCE
+        for state in states:
+            state.reduced = state.reduced or lowering is Lowering.REDUCE
+        return Decision(lowering, self._has_prior(states, updates, lowering))
+
+    def _at_boundary(self, state: ParamState) -> bool:
+        return self.accumulation_steps is not None and state.settled >= self.accumulation_steps
+
+    @staticmethod
+    def _has_prior(states: Sequence[ParamState], updates: Sequence[bool], lowering: Lowering) -> bool:
+        if lowering is Lowering.ACCUMULATE:
+            return False
+        unreduced = any(state.unreduced is not None for state in states)
+        raw = lowering is Lowering.UPDATE and any(
+            state.param.grad is not None for state, update in zip(states, updates, strict=True) if update
+        )
+        return unreduced or raw
+
+    @staticmethod
+    def _refuse_late_gradient(state: ParamState) -> None:
+        if state.pending is not None and state.param.grad is None:
+            state.pending = None  # its direction was thrown away (autograd.grad, zero_grad): nothing happened
+        if state.pending is not None:
+            raise LedgerError(
+                f"a gradient for {state.name!r} arrived after its Muon update of this step was made in backward; "
+                "tell the optimizer about every micro-batch: gradient_accumulation_steps=N, "
+                "`with optimizer.accumulate():` around all but the last, or update='step'"
+            )
+        direction = state.stale_direction() if state.stale_direction is not None else None
+        if direction is not None and state.param.grad is direction:
+            raise LedgerError(
+                f"the gradient of {state.name!r} still holds the Muon direction of the previous step; "
+                "call optimizer.zero_grad() between step() and the next backward"
+            )
+
+    def read_eagerly(self, state: ParamState) -> None:
+        """A weight was read outside a compiled graph: its gradient arrives on a path the ledger does not see."""
+        self.keep_fresh(state)
+        if torch.is_grad_enabled() and state.param.requires_grad:
+            state.eager_read = True
+
+    def delivered(self, state: ParamState) -> None:
+        """Autograd finished writing ``state.param.grad``: remember what the direction looks like."""
+        if state.pending is not None and state.pending.version is None and state.param.grad is not None:
+            state.pending.version = _version(state.param.grad)
+
+    def check_untouched(self, state: ParamState) -> None:
+        """Raise if the direction in ``.grad`` is not what backward delivered."""
+        if state.pending is None or state.param.grad is None:
+            return
+        if state.pending.version != _version(state.param.grad):
+            raise LedgerError(
+                f"the gradient of {state.name!r} was edited between backward and step(), but it already is a Muon "
+                "direction and scaling it would scale the update; clip with gradient_clipping=..., or edit "
+                "gradients under update='step'"
+            )
+
+    def add_gradient(self, state: ParamState, shard: Tensor) -> None:
+        """Add a raw gradient of the local shard to ``.grad``."""
+        gradient = state.gradient()
+        if gradient is not None:
+            gradient.add_(shard)
+        else:
+            state.param.grad = like_parameter(state.param, shard)
+
+    def keep_fresh(self, state: ParamState) -> None:
+        """Refresh the resident weights if a shard was edited since they were gathered (a loaded checkpoint, say)."""
+        if state.replica is not None and state.local._version != state.refreshed_version and self.refresh is not None:
+            self.refresh()
+
+    def count(self, traffic: Traffic) -> None:
+        """Add what a graph sent and computed."""
+        self.traffic = self.traffic + traffic
+
+    # ------------------------------------------------------------------ step
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backwards inside are not the step's last: gradients only accumulate."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    def balance(self) -> int:
+        """Visits still owed, over all parameters."""
+        return sum(state.owed for state in self.states)
+
+    def close(self) -> None:
+        """End of a step: visits left over are closed."""
+        for state in self.states:
+            state.close()

@@ -1,0 +1,93 @@
+"""The step graph: what is still raw at ``optimizer.step()``, orthogonalized all at once.
+
+It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled once
+per set of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+
+from compile_muon.frame_options import FrameOptions
+from compile_muon.ledger import ParamState
+from compile_muon.passes import HALF_PASSES, Half, run_passes
+from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes.markers import ORTHOGONALIZE
+from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
+
+__all__ = ["StepGraphs"]
+
+#: sets of parameters that get generated code; later ones (a new set every step) run the rewritten graph as it is
+_MAX_COMPILED = 8
+
+
+@dataclass
+class _Compiled:
+    run: Callable[[list[Any]], Any]
+    traffic: Traffic
+
+
+def _build(states: Sequence[ParamState], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
+    """Placeholders (gradients, momenta, the shared hyper tensor), one marker each, directions as outputs."""
+    graph = Graph()
+    inputs: list[Any] = []
+
+    def placeholder(name: str, like: Tensor) -> torch.fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = fake.from_tensor(like, static_shapes=True)
+        inputs.append(node.meta["val"])
+        return node
+
+    grads = [placeholder(f"grad_{i}", s.local.detach()) for i, s in enumerate(states)]
+    momenta = [placeholder(f"momentum_{i}", s.momentum) for i, s in enumerate(states)]
+    hyper = placeholder("hyper", states[0].hyper)
+    directions = []
+    for grad, momentum, state in zip(grads, momenta, states, strict=True):
+        node = graph.call_function(ORTHOGONALIZE, (grad, momentum, hyper, state.text))
+        node.meta["val"] = grad.meta["val"]
+        directions.append(node)
+    graph.output(tuple(directions))
+    return GraphModule(torch.nn.Module(), graph), inputs
+
+
+@dataclass
+class StepGraphs:
+    """Compiled step graphs by set of parameters."""
+
+    _compiled: dict[tuple[str, ...], _Compiled] = field(default_factory=dict)
+
+    def orthogonalize(
+        self, states: Sequence[ParamState], grads: Sequence[Tensor], options: FrameOptions
+    ) -> tuple[list[Tensor], list[Tensor], Traffic]:
+        """Muon directions of ``grads`` (local shards).
+
+        Returns:
+            ``(directions, new momenta, traffic)``; nothing is modified.
+        """
+        key = (options.codegen, *(state.name for state in states))
+        if key not in self._compiled:
+            if len(self._compiled) >= _MAX_COMPILED:
+                options = replace(options, codegen="eager")
+            self._compiled[key] = self._compile(states, options)
+        compiled = self._compiled[key]
+        results = compiled.run([*grads, *(state.momentum for state in states), states[0].hyper])
+        return list(results[: len(states)]), list(results[len(states) :]), compiled.traffic
+
+    def _compile(self, states: Sequence[ParamState], options: FrameOptions) -> _Compiled:
+        fake = FakeTensorMode()
+        with fresh_context(fake):
+            gm, inputs = _build(states, fake)
+            gm = run_passes(gm, HALF_PASSES, options.context(Half.STEP, f"step{len(self._compiled)}"))
+            traffic = measure_traffic(gm, world=states[0].spec.world, rank=states[0].spec.rank)
+            if options.codegen == "eager":
+                return _Compiled(make_boxed_func(gm.forward), traffic)
+            run = compile_fx_inner(gm, inputs, is_inference=True)
+        return _Compiled(run, traffic)

@@ -1,0 +1,128 @@
+"""What ``optimizer.summary()`` tells: one row per parameter, and totals."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from compile_muon.assignment import Assignment
+from compile_muon.config import Config
+from compile_muon.ledger import ParamState
+from compile_muon.passes.costs import bytes_sent, owner_work
+from compile_muon.passes.spec import ParamSpec, decode_dtype
+
+__all__ = ["Row", "Summary", "summarize"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter.
+
+    Args:
+        name, shape, algorithm, reason: as assigned.
+        exchange: strategy of the Muon update, "-" otherwise.
+        bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks (formula).
+        multiply_adds: Newton-Schulz work over all its matrices, once (formula).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    algorithm: str
+    reason: str
+    exchange: str
+    bytes_sent: float
+    multiply_adds: float
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Printable with ``print`` and with rich.
+
+    Args:
+        rows: one per parameter, in model order.
+        stage, world_size: ZeRO stage and ranks.
+        update: "backward" where backward may carry the update, else "step".
+    """
+
+    rows: tuple[Row, ...]
+    stage: int
+    world_size: int
+    update: str
+
+    def _count(self, algorithm: str) -> int:
+        return sum(row.numel for row in self.rows if row.algorithm == algorithm)
+
+    @property
+    def muon_parameters(self) -> int:
+        """Elements that Muon updates."""
+        return self._count("muon")
+
+    @property
+    def adamw_parameters(self) -> int:
+        """Elements that AdamW updates."""
+        return self._count("adamw")
+
+    def __rich__(self) -> Table:
+        table = Table(
+            title=f"MuonZero: stage {self.stage}, world {self.world_size}, update in {self.update}; "
+            f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements"
+        )
+        for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            numbers = (f"{row.bytes_sent:,.0f}", f"{row.multiply_adds:,.0f}") if row.algorithm == "muon" else ("-", "-")
+            table.add_row(row.name, shape, row.algorithm, row.exchange, *numbers, row.reason)
+        return table
+
+    def __str__(self) -> str:
+        buffer = io.StringIO()
+        Console(file=buffer, width=160).print(self)
+        return buffer.getvalue()
+
+
+def _exchange_bytes(spec: ParamSpec) -> float:
+    muon = spec.muon
+    if muon is None:
+        return 0.0
+    # at stage 0 every rank already holds the whole gradient
+    strategy = muon.exchange if spec.sharded else {"owner": "owner_whole"}.get(muon.exchange, "local")
+    itemsize = decode_dtype(muon.dtype).itemsize
+    return muon.batch * bytes_sent(strategy, muon.rows, muon.cols, world=spec.world, itemsize=itemsize)
+
+
+def _row(state: ParamState, assignment: Assignment) -> Row:
+    muon = state.spec.muon
+    work = 0.0 if muon is None else muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+    return Row(
+        name=state.name,
+        shape=state.spec.shape,
+        algorithm=assignment.algorithm,
+        reason=assignment.reason,
+        exchange="-" if muon is None else muon.exchange,
+        bytes_sent=_exchange_bytes(state.spec),
+        multiply_adds=work,
+    )
+
+
+def summarize(states: Sequence[ParamState], assignments: dict[str, Assignment], config: Config) -> Summary:
+    """Collect the rows of a sharded model."""
+    in_backward = config.zero.update != "step" and not config.zero.barriers()
+    return Summary(
+        rows=tuple(_row(state, assignments[state.name]) for state in states),
+        stage=config.zero.stage,
+        world_size=states[0].spec.world,
+        update="backward" if in_backward else "step",
+    )

@@ -1,0 +1,23 @@
+"""Newton–Schulz and the two elementwise halves of a Muon step, behind one interface per idea.
+
+Everything above this package calls only what is listed here. The arithmetic behind `newton_schulz` is chosen in one
+place, `compile_muon.kernels.dispatch`.
+"""
+
+from .apply import muon_apply
+from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
+from .dispatch import resolve_dtype, resolve_method
+from .momentum import muon_momentum
+from .newton_schulz import newton_schulz, newton_schulz_list
+
+__all__ = [
+    "COEFFICIENTS",
+    "CoefficientSet",
+    "muon_apply",
+    "muon_momentum",
+    "newton_schulz",
+    "newton_schulz_list",
+    "resolve_coefficients",
+    "resolve_dtype",
+    "resolve_method",
+]

@@ -1,0 +1,73 @@
+"""The last line of a Muon step: decay the parameters, then move them along their directions."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["muon_apply"]
+
+# On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@torch.no_grad()
+def muon_apply(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    scales: Sequence[float],
+) -> None:
+    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p, update u and scale.
+
+    Updates have their parameter's shape, any strides and any floating dtype. `lr` is a number or a one-element tensor,
+    which is never read on the host (no synchronization, nothing baked into a traced graph). Decay uses the unscaled lr.
+    Bitwise torch.optim.Muon's `param.mul_(1 - lr * weight_decay)` and `param.add_(update, alpha=-lr * scale)`, except
+    for half-precision parameters with a tensor lr, where one rounding from float32 replaces several.
+
+    Raises:
+        ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
+            then.
+    """
+    if not len(params) == len(updates) == len(scales):
+        raise ValueError(f"{len(params)} params, {len(updates)} updates, {len(scales)} scales: expected one of each")
+    for i, (p, u) in enumerate(zip(params, updates, strict=True)):
+        if p.shape != u.shape:
+            raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
+    if isinstance(lr, Tensor):
+        _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
+    else:
+        _apply_number_lr(params, updates, lr, weight_decay, scales)
+
+
+def _apply_number_lr(
+    params: Sequence[Tensor], updates: Sequence[Tensor], lr: float, weight_decay: float, scales: Sequence[float]
+) -> None:
+    groups: dict[tuple[float, torch.dtype], list[int]] = {}
+    for i, (p, scale) in enumerate(zip(params, scales, strict=True)):
+        groups.setdefault((scale, p.dtype), []).append(i)
+    decay = 1 - lr * weight_decay
+    for (scale, dtype), indices in groups.items():
+        group = [params[i] for i in indices]
+        if dtype in _HALF:
+            for p in group:
+                p.mul_(decay)
+        else:
+            torch._foreach_mul_(group, decay)
+        torch._foreach_add_(group, [updates[i] for i in indices], alpha=-(lr * scale))
+
+
+def _apply_tensor_lr(
+    params: Sequence[Tensor], updates: Sequence[Tensor], lr: Tensor, weight_decay: float, scales: Sequence[float]
+) -> None:
+    """add_ takes its alpha from the host only; addcmul_ with a 0-dim factor is the same sum, alpha on the device."""
+    decay = 1 - lr * weight_decay
+    for p, u, scale in zip(params, updates, scales, strict=True):
+        step = -(lr * scale)
+        p.mul_(decay)
+        if p.dtype in _HALF:
+            p.copy_(torch.addcmul(p.float(), u.float(), step))
+        else:
+            p.addcmul_(u, step)

@@ -1,0 +1,167 @@
+"""Coefficient sets of the quintic Newton–Schulz step X ← aX + (bA + cA²)X, A = XXᵀ.
+
+Sources: jordan, KellerJordan/Muon; you, YouJiacheng (as in Dao-AILab/gram-newton-schulz); polar_express, arXiv
+2505.16932 (as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a singular value above one);
+cans, NVIDIA Emerging-Optimizers; deepseek_v4, eight jordan steps and two that contract towards one.
+
+cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision (largest
+singular value 700 in float16, 4e23 in bfloat16), for the first step sends 1 to 1.99 and the next ones diverge above
+1.995. It sends 0.367 there too, which no factor helps: with seven singular values near 0.367 of the norm the largest
+ends at 2e8 in bfloat16, which is therefore refused, and at up to 9.7 in float16. Prefer float32, where it ends at 1.12.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from .stability import BFLOAT16, FLOAT16, Precision, Triple, choose_restarts, survives_rounding
+
+__all__ = ["COEFFICIENTS", "CoefficientSet", "resolve_coefficients"]
+
+MAX_STEPS = 99  # torch.optim.Muon's limit
+DEFAULT_STEPS = 5  # for one bare triple, which has no length of its own
+
+_JORDAN: Triple = (3.4445, -4.7750, 2.0315)
+
+
+@dataclass(frozen=True)
+class CoefficientSet:
+    """A schedule of Newton–Schulz steps, resolved: `steps[i]` is the (a, b, c) of step i.
+
+    `safety` multiplies the Frobenius norm X is divided by. A `fixed_length` schedule is only meaningful as a whole.
+    """
+
+    name: str
+    steps: tuple[Triple, ...]
+    safety: float = 1.0
+    fixed_length: bool = False
+
+    def gram_restarts(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Numbers of steps after which the gram form restarts; every step where nothing less is safe.
+
+        float32 and float64 restart where float16 does: they need it less, but not never.
+        """
+        chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT16))
+        return tuple(range(1, len(self.steps))) if chosen is None else chosen
+
+    @property
+    def survives_bfloat16(self) -> bool:
+        """Whether bfloat16 rounding keeps every singular value where the schedule contracts, in either form."""
+        return survives_rounding(self.steps, self.safety, BFLOAT16)
+
+    def gram_is_stable(self, dtype: torch.dtype) -> bool:
+        """Whether the gram form is about as accurate as the standard form in `dtype` (see `stability`)."""
+        precision = _HALF.get(dtype)
+        if precision is None:
+            return True
+        restartable = choose_restarts(self.steps, precision) is not None
+        return restartable and survives_rounding(self.steps, self.safety, precision)
+
+
+_HALF: Mapping[torch.dtype, Precision] = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+
+COEFFICIENTS: Mapping[str, CoefficientSet] = MappingProxyType(
+    {
+        s.name: s
+        for s in (
+            CoefficientSet("jordan", (_JORDAN,) * 5),
+            CoefficientSet(
+                "you",
+                (
+                    (4.0848, -6.8946, 2.9270),
+                    (3.9505, -6.3029, 2.6377),
+                    (3.7418, -5.5913, 2.3037),
+                    (2.8769, -3.1427, 1.2046),
+                    (2.8366, -3.0525, 1.2012),
+                ),
+            ),
+            CoefficientSet(
+                "polar_express",
+                (
+                    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+                    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+                    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+                    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+                    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+                ),
+                safety=1.02,
+            ),
+            CoefficientSet(
+                "cans",
+                (
+                    (8.4703, -25.1081, 18.6293),
+                    (4.1828, -3.1087, 0.5806),
+                    (3.9619, -2.9541, 0.5630),
+                    (3.2866, -2.4647, 0.5074),
+                    (2.2737, -1.6447, 0.4162),
+                ),
+                safety=1.02,
+            ),
+            CoefficientSet("deepseek_v4", (_JORDAN,) * 8 + ((2.0, -1.5, 0.5),) * 2, fixed_length=True),
+        )
+    }
+)
+
+CoefficientsLike = str | CoefficientSet | Sequence[float] | Sequence[Sequence[float]]
+
+
+def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = None) -> CoefficientSet:
+    """The schedule that runs when asked for `coefficients` and `steps`.
+
+    `coefficients` is a name in `COEFFICIENTS`, one triple (a, b, c), a sequence of triples, or a `CoefficientSet`.
+    `steps=None` takes the schedule's own length (five for one triple); a number takes exactly that many, cutting a
+    longer schedule and repeating the last triple of a shorter one, except for a schedule of fixed length.
+
+    Raises:
+        ValueError: an unknown name, malformed or non-finite triples, a step count outside 1..99, or one that a
+            schedule of
+            fixed length does not have.
+        TypeError: `steps` is not an int.
+    """
+    chosen = _named(coefficients) if isinstance(coefficients, str) else coefficients
+    if not isinstance(chosen, CoefficientSet):
+        chosen = CoefficientSet("custom", _triples(chosen))
+    if steps is None:
+        return chosen
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps={steps!r}: expected an int or None (the schedule's own length)")
+    if not 1 <= steps <= MAX_STEPS:
+        raise ValueError(f"steps={steps}: expected 1 to {MAX_STEPS} Newton–Schulz steps")
+    length = len(chosen.steps)
+    if chosen.fixed_length and steps != length:
+        raise ValueError(
+            f"steps={steps}: {chosen.name!r} is one schedule of {length} steps; pass steps={length}, or steps=None for "
+            "the schedule's own length"
+        )
+    extended = chosen.steps[:steps] + chosen.steps[-1:] * (steps - length)
+    return replace(chosen, steps=extended)
+
+
+def _named(name: str) -> CoefficientSet:
+    if name in COEFFICIENTS:
+        return COEFFICIENTS[name]
+    known = list(COEFFICIENTS)
+    nearest = difflib.get_close_matches(name.lower(), known, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(map(repr, nearest))}? " if nearest else ""
+    raise ValueError(
+        f"coefficients={name!r} is unknown: {hint}the sets are {', '.join(known)}; or pass one (a, b, c) or several"
+    )
+
+
+def _triples(values: Sequence[float] | Sequence[Sequence[float]]) -> tuple[Triple, ...]:
+    try:
+        rows = [tuple(float(v) for v in row) for row in values]  # type: ignore[union-attr]
+    except TypeError:
+        try:
+            rows = [tuple(float(v) for v in values)] * DEFAULT_STEPS  # type: ignore[arg-type]
+        except TypeError:
+            rows = []
+    if not rows or len(rows) > MAX_STEPS or any(len(row) != 3 or not all(map(math.isfinite, row)) for row in rows):
+        raise ValueError(
+            f"coefficients={values!r}: expected one (a, b, c) of finite numbers, or 1 to {MAX_STEPS} such triples"
+        )
+    return tuple((row[0], row[1], row[2]) for row in rows)

@@ -1,0 +1,96 @@
+"""Which arithmetic runs: the compute dtype, standard or gram, and the implementation. Decided here and only here."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .batching import one_batch_per_shape, one_by_one
+from .coefficients import CoefficientSet
+from .operations import gram_flops, standard_flops
+from .plan import Plan
+
+__all__ = ["METHODS", "admissible_method", "cheaper_method", "orthogonalize", "resolve_dtype", "resolve_method"]
+
+METHODS = ("auto", "standard", "gram")
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype, device: torch.device | str, coefficients: CoefficientSet | None = None
+) -> torch.dtype:
+    """The dtype Newton–Schulz computes in and returns; "auto" is bfloat16 on CUDA and float32 elsewhere.
+
+    (Most CPUs have no fast bfloat16 product.) On CUDA, "auto" is float32 for `coefficients` that diverge in bfloat16.
+    Raises ValueError for anything but the four floating dtypes.
+    """
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype == "auto":
+        if torch.device(device).type != "cuda":
+            return torch.float32
+        return torch.bfloat16 if coefficients is None or coefficients.survives_bfloat16 else torch.float32
+    names = ", ".join(map(repr, DTYPES))
+    raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
+
+
+def resolve_method(method: str, rows: int, cols: int, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
+    """The form that runs for matrices of rows × cols, "standard" or "gram".
+
+    That is what `admissible_method` says, and where it leaves both, what `cheaper_method` says.
+    """
+    admissible = admissible_method(method, dtype, coefficients)
+    if admissible != "auto":
+        return admissible
+    return cheaper_method(rows, cols, len(coefficients.steps), len(coefficients.gram_restarts(dtype)))
+
+
+def admissible_method(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
+    """`method`, with "auto" kept only where standard and gram are about equally accurate.
+
+    "auto" becomes "standard" in bfloat16, which needs more restarts and is less accurate with them, and in float16 for
+    a schedule the gram form is unstable for (cans, for one).
+
+    Raises ValueError for an unknown method, for "gram" in half precision with such a schedule, and for any method in
+    bfloat16 with a schedule that diverges in it.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
+    if dtype == torch.bfloat16 and not coefficients.survives_bfloat16:
+        raise ValueError(
+            f"dtype=bfloat16 with coefficients {coefficients.name!r} diverges: their steps reach the edge of what "
+            "the next step contracts; use dtype='float32', or other coefficients"
+        )
+    stable = coefficients.gram_is_stable(dtype)
+    if method == "gram" and not stable:
+        raise ValueError(
+            f"method='gram' with coefficients {coefficients.name!r} is unstable in {dtype}: they amplify its rounding "
+            "of the Gram matrix; use method='standard', or dtype float32 or float64"
+        )
+    return "standard" if method == "auto" and (dtype == torch.bfloat16 or not stable) else method
+
+
+def cheaper_method(rows: int, cols: int, steps: int, restarts: int) -> str:
+    """Whichever form takes fewer operations with dense products: gram above an aspect ratio of 1.5 for five steps."""
+    k, l = min(rows, cols), max(rows, cols)  # noqa: E741
+    return "gram" if gram_flops(k, l, steps, restarts) < standard_flops(k, l, steps) else "standard"
+
+
+def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """Newton–Schulz of every matrix in `xs`, each [..., m, n]; new contiguous tensors in `plan.dtype`.
+
+    A faster implementation for some device, shape and dtype is chosen here.
+    """
+    on_cpu = all(x.device.type == "cpu" for x in xs)
+    return one_by_one(xs, plan, _reference) if on_cpu else one_batch_per_shape(xs, plan, _reference)
+
+
+def _reference(x: Tensor, plan: Plan) -> Tensor:
+    method = plan.method
+    if method == "auto":
+        method = cheaper_method(x.shape[-2], x.shape[-1], len(plan.steps), len(plan.restarts))
+    return reference.orthogonalize(x, replace(plan, method=method))

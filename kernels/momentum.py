@@ -1,0 +1,46 @@
+"""Muon's momentum: an exponential moving average of gradients, looked at one step ahead."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["muon_momentum"]
+
+
+def muon_momentum(
+    grad: Tensor,
+    momentum: Tensor,
+    *,
+    beta: float | tuple[Tensor, Tensor],
+    nesterov: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(update, new momentum), with new = momentum + (1 − beta)(grad − momentum); neither input is modified.
+
+    update = grad + beta (new − grad) if `nesterov`, else new, cast to `out_dtype`. All have grad's shape; new keeps
+    momentum's dtype, which grad is cast to first; without `nesterov` and without a cast, both results are one tensor.
+    `beta` is a number, or the pair of 0-dim (or one-element) float tensors (1 − beta, beta), on the CPU or on grad's
+    device, which keeps beta out of a traced graph. Plain aten, so compilers may fuse it.
+
+    Bitwise torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)` and `grad.lerp(buf, momentum)`: eager lerp takes a
+    tensor weight with the same arithmetic as a number, if the weight's dtype is the one lerp computes in. That is
+    float32 for half-precision momentum, which is therefore widened here (a half-precision weight would round beta).
+    For float64 momentum the pair must be float64 to be exact.
+
+    Raises:
+        ValueError: grad and momentum differ in shape.
+    """
+    if grad.shape != momentum.shape:
+        raise ValueError(f"grad has shape {tuple(grad.shape)}, momentum {tuple(momentum.shape)}: expected the same")
+    grad = grad.to(momentum.dtype)
+    toward_grad, toward_new = (1 - beta, beta) if isinstance(beta, int | float) else beta
+    new = _lerp(momentum, grad, toward_grad)
+    update = _lerp(grad, new, toward_new) if nesterov else new
+    return update.to(out_dtype), new
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float | Tensor) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return start.lerp(end, weight)
+    wide = torch.promote_types(start.dtype, torch.float32)
+    scalar = weight if weight.ndim == 0 else weight.reshape(())
+    return start.to(wide).lerp(end.to(wide), scalar.to(wide)).to(start.dtype)

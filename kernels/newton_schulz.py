@@ -1,0 +1,111 @@
+"""Orthogonalization of matrices by Newton–Schulz: X → UVᵀ approximately, where X = UΣVᵀ."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .coefficients import CoefficientsLike, resolve_coefficients
+from .dispatch import admissible_method, resolve_dtype
+from .ops import arguments, newton_schulz_op
+from .plan import Plan
+
+__all__ = ["make_plan", "newton_schulz", "newton_schulz_list"]
+
+
+def newton_schulz(
+    x: Tensor,
+    *,
+    method: str = "auto",
+    coefficients: CoefficientsLike = "jordan",
+    steps: int | None = 5,
+    dtype: str | torch.dtype = "auto",
+    eps: float = 1e-7,
+) -> Tensor:
+    """Orthogonalize x, [..., m, n] of a real floating dtype and any strides, one matrix per leading index.
+
+    X ← x / max(‖x‖, eps), then per step A = XXᵀ, X ← aX + (bA + cA²)X, on the wide orientation. Singular values end
+    near one; how near depends on `coefficients` (a name, a triple or triples, see `resolve_coefficients`). `method`
+    is "standard" as written, "gram" for the same polynomial iterated on XXᵀ, or "auto" for the cheaper of the two
+    where they are equally accurate. `dtype` is what the products run in; "auto" is bfloat16 on CUDA, float32
+    elsewhere.
+
+    Returns a new contiguous tensor of x's shape in the compute dtype; x is not modified. Not differentiable. A zero
+    matrix gives zeros, a NaN or infinite entry a whole matrix of NaN (bfloat16: as torch.optim.Muon). In float16,
+    float32 and float64 the division by the norm happens in at least float32, before the cast, and is right for
+    entries from 1e-30 to 1e+30 (a matrix smaller than eps stays small, as its definition says; eps=0 makes the result
+    independent of scale). In bfloat16, method "standard" and a single matrix, the result is bitwise that of
+    torch.optim.Muon.
+
+    Raises:
+        ValueError: x has fewer than two dimensions or is not of a real floating dtype; unknown method, coefficients
+            or dtype; steps the coefficients do not have; negative or non-finite eps; coefficients that
+            half precision does not survive.
+    """
+    return newton_schulz_list([x], method=method, coefficients=coefficients, steps=steps, dtype=dtype, eps=eps)[0]
+
+
+def newton_schulz_list(
+    xs: Sequence[Tensor],
+    *,
+    method: str = "auto",
+    coefficients: CoefficientsLike = "jordan",
+    steps: int | None = 5,
+    dtype: str | torch.dtype = "auto",
+    eps: float = 1e-7,
+) -> list[Tensor]:
+    """`newton_schulz` of every tensor in `xs`, of any shapes but on one device, as one operator call.
+
+    On CUDA matrices of equal shape run as one batch. Raises what `newton_schulz` does, and ValueError for mixed
+    devices.
+    """
+    if not xs:
+        return []
+    for x in xs:
+        _check(x, xs[0].device)
+    _check_eps(eps)
+    triples, form, name, safety, restarts = _constants(method, coefficients, steps, dtype, xs[0].device)
+    return newton_schulz_op(list(xs), triples, form, name, eps, safety, restarts)
+
+
+def make_plan(
+    method: str,
+    coefficients: CoefficientsLike,
+    steps: int | None,
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    eps: float,
+) -> Plan:
+    """The plan for these choices, all but the ones that depend on a shape. Raises as `newton_schulz` does."""
+    _check_eps(eps)
+    chosen = resolve_coefficients(coefficients, steps)
+    compute = resolve_dtype(dtype, device, chosen)
+    admissible = admissible_method(method, compute, chosen)
+    return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute))
+
+
+@torch.compiler.assume_constant_result
+def _constants(
+    method: str, coefficients: CoefficientsLike, steps: int | None, dtype: str | torch.dtype, device: torch.device
+) -> tuple[list[float], str, str, float, list[int]]:
+    """Under torch.compile these are constants of the caller's graph, and how they are made is not traced.
+
+    eps stays outside: with dynamic=True a float is no constant.
+    """
+    triples, form, name, _, safety, restarts = arguments(make_plan(method, coefficients, steps, dtype, device, 0.0))
+    return triples, form, name, safety, restarts
+
+
+def _check_eps(eps: float) -> None:
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps!r}: expected a finite number that is not negative")
+
+
+def _check(x: Tensor, device: torch.device) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is no matrix: Newton–Schulz takes [..., m, n]")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"a matrix of dtype {x.dtype}: Newton–Schulz takes real floating dtypes")
+    if x.device != device:
+        raise ValueError(f"matrices on {device} and {x.device}: pass one list per device")

@@ -1,0 +1,17 @@
+"""Graph passes: markers in, collectives and kernels out.
+
+The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph before it is partitioned, ``HALF_PASSES``
+on each forward, backward, inference and step graph before code generation.
+"""
+
+from .deduplicate import DEDUPLICATE
+from .insert_orthogonalize import INSERT_ORTHOGONALIZE
+from .lower import LOWER
+from .pipeline import GraphPass, Half, Lowering, PassContext, run_passes
+from .recompute import RECOMPUTE
+from .verify import VERIFY
+
+__all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "run_passes"]
+
+JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE, INSERT_ORTHOGONALIZE)
+HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, LOWER, VERIFY)

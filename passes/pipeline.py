@@ -1,0 +1,135 @@
+"""The pass runner: order, contracts, timing, lint, dumps.
+
+A pass is ``(GraphModule, PassContext) -> GraphModule`` and holds only its rewrite; everything around it is done here,
+once, for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch.fx import GraphModule
+
+from .errors import PassContractError
+from .torch_private import trace_artifact
+
+__all__ = ["GraphPass", "Half", "Lowering", "PassContext", "run_passes"]
+
+
+class Half(str, Enum):
+    """Which graph a pass is looking at."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+    STEP = "step"
+
+
+class Lowering(str, Enum):
+    """What a compiled backward does with the gradients it produces."""
+
+    ACCUMULATE = "accumulate"  # stage 1 between boundaries: hand the unreduced gradient to the ledger
+    REDUCE = "reduce"  # return the averaged gradient of the shard
+    UPDATE = "update"  # also orthogonalize Muon matrices
+
+
+@dataclass
+class PassContext:
+    """What passes know besides the graph, and what they report.
+
+    Args:
+        half: the graph's role.
+        lowering: the backward variant being built.
+        with_prior: whether the graph takes what earlier micro-batches left (one extra input per reduced gradient).
+        frame: name for dumps.
+        dump: folder for readable graphs before and after each pass, or None.
+        bucket_bytes: size cap of fused collectives.
+        nvtx: emit NVTX ranges.
+        timings: seconds per pass, filled by the runner.
+        facts: what passes hand to the backend (extra inputs and outputs, traffic).
+    """
+
+    half: Half
+    lowering: Lowering = Lowering.REDUCE
+    with_prior: bool = False
+    frame: str = "frame"
+    dump: Path | None = None
+    bucket_bytes: int = 25 * 2**20
+    nvtx: bool = False
+    timings: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """File-name stem of this graph's dumps."""
+        parts = [self.frame, self.half.value]
+        if self.half is Half.BACKWARD:
+            parts.append(self.lowering.value + ("_prior" if self.with_prior else ""))
+        return ".".join(parts)
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A named rewrite with its contract.
+
+    Args:
+        name: shown in dumps, timings and errors.
+        rewrite: the transform.
+        requires: names of passes that must have run before.
+        conflicts: names of passes that must not have run before.
+        halves: graphs it applies to.
+    """
+
+    name: str
+    rewrite: Callable[[GraphModule, PassContext], GraphModule]
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    halves: tuple[Half, ...] = tuple(Half)
+
+
+def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
+    text = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    trace_artifact(f"muon_zero.{ctx.title}.{stage}", text)
+    if ctx.dump is not None:
+        ctx.dump.mkdir(parents=True, exist_ok=True)
+        (ctx.dump / f"{ctx.title}.{stage}.py").write_text(text)
+
+
+def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:
+    """Run ``passes`` in order over ``gm``.
+
+    Raises:
+        PassContractError: a pass's ``requires`` or ``conflicts`` does not hold, or it left an ill-formed graph.
+    """
+    done: set[str] = set()
+    _dump(gm, ctx, "00_before")
+    for number, graph_pass in enumerate((p for p in passes if ctx.half in p.halves), start=1):
+        if missing := set(graph_pass.requires) - done:
+            raise PassContractError(f"pass {graph_pass.name!r} needs {sorted(missing)} to run before it; reorder them")
+        if clash := set(graph_pass.conflicts) & done:
+            raise PassContractError(f"pass {graph_pass.name!r} must run before {sorted(clash)}; reorder them")
+        started = time.perf_counter()
+        gm = graph_pass.rewrite(gm, ctx)
+        try:
+            gm.graph.lint()
+        except Exception as error:
+            raise PassContractError(f"pass {graph_pass.name!r} left an ill-formed graph: {error}") from error
+        gm.recompile()
+        ctx.timings[graph_pass.name] = time.perf_counter() - started
+        done.add(graph_pass.name)
+        _dump(gm, ctx, f"{number:02d}_{graph_pass.name}")
+    return gm
+
+
+def tensor_value(node: torch.fx.Node) -> torch.Tensor:
+    """The fake tensor a node stands for."""
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"node {node} holds {type(value).__name__}, not a tensor")
+    return value

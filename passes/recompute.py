@@ -1,0 +1,58 @@
+"""Gathered weights are recomputed in backward, never saved for it.
+
+At stage 3 that means a second all-gather; at stages 0 to 2 the "recomputed" weight is the resident copy, so saving
+anything derived from it would be memory spent for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .markers import UNSHARD
+from .pipeline import GraphPass, Half, PassContext
+from .torch_private import mark_recompute
+
+__all__ = ["RECOMPUTE", "VIEWS_AND_CASTS", "is_view_or_cast"]
+
+_aten = torch.ops.aten
+VIEWS_AND_CASTS = frozenset(
+    packet
+    for packet in (
+        _aten.view,
+        _aten._unsafe_view,
+        _aten.reshape,
+        _aten.t,
+        _aten.permute,
+        _aten.transpose,
+        _aten.slice,
+        _aten.select,
+        _aten.expand,
+        _aten.squeeze,
+        _aten.unsqueeze,
+        _aten.as_strided,
+        _aten.alias,
+        _aten.detach,
+        _aten._to_copy,
+        _aten.split,
+        _aten.split_with_sizes,
+        torch.ops.prims.convert_element_type,
+    )
+)
+
+
+def is_view_or_cast(node: Node) -> bool:
+    """Whether ``node`` only reinterprets, slices or casts its first argument."""
+    return getattr(node.target, "overloadpacket", None) in VIEWS_AND_CASTS
+
+
+def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    pending = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+    while pending:
+        node = pending.pop()
+        mark_recompute(node)
+        pending.extend(user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
+    return gm
+
+
+RECOMPUTE = GraphPass("recompute", _recompute, requires=("deduplicate",), halves=(Half.JOINT,))

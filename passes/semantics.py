@@ -1,0 +1,139 @@
+"""What the markers mean, written once with functional collectives.
+
+The eager implementation of a marker calls these functions; the lowering pass traces the very same functions into the
+graph. Nothing here allocates state, looks up a process group or synchronizes with the host: groups travel by name and
+all routing follows from the specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .spec import ParamSpec, decode_dtype
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "gather_finish",
+    "gather_start",
+    "pad_shard",
+    "reduce_finish",
+    "reduce_grad",
+    "reduce_start",
+    "unshard",
+]
+
+_c10d = torch.ops._c10d_functional
+
+
+def _append_zeros(x: Tensor, rows: int, spec: ParamSpec) -> Tensor:
+    """``x`` with ``rows`` zero rows below, in a fresh buffer.
+
+    Where any rank of an uneven parameter pads, every rank does (by zero rows, maybe): graphs of all ranks then have the
+    same nodes, and no scheduling decision can come out differently on one of them.
+    """
+    if spec.chunk * spec.world == spec.shape[0]:
+        return x
+    return torch.cat([x, x.new_zeros((rows, *x.shape[1:]))])
+
+
+def pad_shard(shard: Tensor, spec: ParamSpec) -> Tensor:
+    """A shard padded to the rows of the largest one."""
+    return _append_zeros(shard, spec.chunk - shard.shape[0], spec)
+
+
+def all_gather(x: Tensor, world: int, group: str) -> Tensor:
+    """Concatenation of every rank's ``x`` along dim 0."""
+    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, world, group))
+
+
+def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
+    """Exchange of 1-D pieces: ``input_splits[d]`` elements go to rank d, ``output_splits[s]`` come from rank s."""
+    return _c10d.wait_tensor(_c10d.all_to_all_single(x, list(output_splits), list(input_splits), group))
+
+
+def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
+    """Start one all-gather of several shards in compute dtype; the result must be waited for.
+
+    Args:
+        shards: this rank's rows of each parameter, ``spec.local_shape``, master dtype.
+        specs: of parameters that share group and compute dtype.
+    """
+    dtype = decode_dtype(specs[0].compute_dtype)
+    # Cast before the gather: half the bytes, and the same numbers as casting behind it.
+    flat = [pad_shard(shard.to(dtype), spec).reshape(-1) for shard, spec in zip(shards, specs, strict=True)]
+    sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+    return _c10d.all_gather_into_tensor(sent, specs[0].world, specs[0].group)
+
+
+def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """Wait for :func:`gather_start` and cut out the full weights, ``spec.shape`` each."""
+    pieces = _c10d.wait_tensor(handle).view(specs[0].world, -1)
+    pieces = pieces.split([spec.chunk * spec.row_numel for spec in specs], dim=1)
+    return [
+        piece.reshape(spec.world * spec.chunk, *spec.shape[1:])[: spec.shape[0]]
+        for piece, spec in zip(pieces, specs, strict=True)
+    ]
+
+
+def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
+    """The full weight in compute dtype.
+
+    Args:
+        shard: this rank's rows, ``spec.local_shape``, master dtype.
+        replica: the resident full copy in compute dtype (stages 1 and 2), else None.
+    Returns:
+        ``spec.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
+    """
+    if spec.replicated_weight:
+        if replica is None:
+            raise ValueError(f"unshard at stage {spec.stage} needs the resident replica")
+        return replica
+    if not spec.sharded:
+        return shard.to(decode_dtype(spec.compute_dtype))
+    return gather_finish(gather_start([shard], [spec]), [spec])[0]
+
+
+def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
+    """Start one reduction (reduce-scatter, or all-reduce where nothing is sharded) of several gradients.
+
+    Args:
+        grads: gradients of the full weights, ``spec.shape``.
+        specs: of parameters that share group, reduce dtype and whether they are sharded; world > 1.
+    """
+    world, group, dtype = specs[0].world, specs[0].group, decode_dtype(specs[0].reduce_dtype)
+    # Divide before the sum: no overflow in half precision, and the division fuses into the producing kernel.
+    scaled = [grad.to(dtype) / world for grad in grads]
+    if not specs[0].sharded:
+        return _c10d.all_reduce(torch.cat([grad.reshape(-1) for grad in scaled]), "sum", group)
+    rows = [
+        _append_zeros(grad, spec.chunk * world - spec.shape[0], spec).reshape(world, -1)
+        for grad, spec in zip(scaled, specs, strict=True)
+    ]
+    return _c10d.reduce_scatter_tensor(torch.cat(rows, dim=1).reshape(-1), "sum", world, group)
+
+
+def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """Wait for :func:`reduce_start`; the averaged gradients of the local shards in master dtype."""
+    reduced = _c10d.wait_tensor(handle)
+    sizes = [spec.chunk * spec.row_numel if spec.sharded else spec.numel for spec in specs]
+    return [
+        piece[: spec.shard_numel(spec.rank)].reshape(spec.local_shape).to(decode_dtype(spec.dtype))
+        for piece, spec in zip(reduced.split(sizes), specs, strict=True)
+    ]
+
+
+def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
+    """The gradient of the shard, averaged over the ranks.
+
+    Args:
+        grad: gradient of the full weight, ``spec.shape``.
+    Returns:
+        ``spec.local_shape`` in ``spec.dtype``; may alias ``grad`` when the world is 1.
+    """
+    if spec.world == 1:
+        return grad.to(decode_dtype(spec.dtype))
+    return reduce_finish(reduce_start([grad], [spec]), [spec])[0]

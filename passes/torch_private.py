@@ -1,0 +1,155 @@
+"""Every torch API used here that is not public, in one place.
+
+Checked on torch 2.11 and 2.13; ``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
+here patches torch beyond the ``with`` block of a documented ``config.patch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+__all__ = [
+    "SavedContext",
+    "autograd_cache_disabled",
+    "compile_fx",
+    "compile_fx_inner",
+    "compiled_autograd_active",
+    "decomposition_table",
+    "fake_mode_of",
+    "fresh_context",
+    "make_partitioner",
+    "mark_recompute",
+    "trace_artifact",
+]
+
+PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
+
+#: versions these wrappers were checked on
+CHECKED_VERSIONS = ("2.11", "2.13")
+
+
+def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's graph compiler, joint passes and AOTAutograd included."""
+    from torch._inductor.compile_fx import compile_fx as implementation
+
+    return implementation(gm, inputs, **kwargs)
+
+
+def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's code generation for one forward or backward graph."""
+    from torch._inductor.compile_fx import compile_fx_inner as implementation
+
+    return implementation(gm, inputs, **kwargs)
+
+
+def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
+    """Without the AOTAutograd cache: a hit would skip the partition function and the inner compiler."""
+    from torch._functorch import config
+
+    return config.patch(enable_autograd_cache=False)
+
+
+def decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions: nodes added after AOTAutograd must already be decomposed."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+class _Partitioner(CustomPartitionerFn):
+    """A partition function as the object ``config.custom_partitioner_fn`` wants."""
+
+    def __init__(self, function: PartitionFunction | None, identity: bytes) -> None:
+        self._function = function
+        self._identity = identity
+
+    def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        if self._function is None:
+            raise RuntimeError("an unpickled partition function cannot run; it only keys caches")
+        return self._function(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> bytes:
+        return self._identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Inductor hashes its configuration by pickling it; what the function does is in the graphs themselves.
+        return type(self), (None, self._identity)
+
+
+def make_partitioner(function: PartitionFunction, identity: bytes) -> CustomPartitionerFn:
+    """Wrap ``function`` for ``config.custom_partitioner_fn``; ``identity`` keys Inductor's caches."""
+    return _Partitioner(function, identity)
+
+
+def mark_recompute(node: torch.fx.Node) -> None:
+    """Ask the partitioner to recompute ``node`` in backward instead of saving it."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta.setdefault("ac_graph_id", 0)
+
+
+def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """The fake mode of these fake tensors, as a context in which new tensors are fake too."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode(list(values)) or contextlib.nullcontext()
+
+
+def compiled_autograd_active() -> bool:
+    """Whether backward would be captured by compiled autograd, which bypasses the compiled backward callables."""
+    from torch._dynamo import compiled_autograd
+
+    return bool(
+        getattr(compiled_autograd, "compiled_autograd_enabled", False)
+        or getattr(torch._dynamo.config, "compiled_autograd", False)
+    )
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Hand a readable graph to TORCH_TRACE / tlparse."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+class SavedContext:
+    """The ambient compile state, captured when a graph is built so that a variant of it can be compiled later."""
+
+    def __init__(self) -> None:
+        from torch._guards import TracingContext
+        from torch._inductor.virtualized import V
+
+        self._tracing = TracingContext.try_get()
+        fake_mode = V.get_fake_mode()
+        self._fake_mode = fake_mode if isinstance(fake_mode, torch._subclasses.FakeTensorMode) else None
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside this block, compilation sees what it saw when the object was made."""
+        from torch._guards import tracing
+        from torch._inductor.virtualized import V
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._C._DisableAutocast())
+            if self._tracing is not None:
+                stack.enter_context(tracing(self._tracing))
+            if self._fake_mode is not None:
+                stack.enter_context(V.set_fake_mode(self._fake_mode))
+            yield
+
+
+@contextlib.contextmanager
+def fresh_context(fake_mode: Any) -> Iterator[None]:
+    """Inside this block, graphs of ``fake_mode``'s tensors can be traced and compiled on their own."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.virtualized import V
+
+    with torch._C._DisableAutocast(), tracing(TracingContext(fake_mode)), V.set_fake_mode(fake_mode), torch.no_grad():
+        yield

@@ -1,0 +1,64 @@
+"""Rules that every lowered graph keeps. A graph that breaks one would hang or train on wrong numbers, so it raises."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from .collectives import collectives, is_wait
+from .errors import VerificationError
+from .markers import MARKERS
+from .pipeline import GraphPass, Half, PassContext
+from .recompute import is_view_or_cast
+
+__all__ = ["VERIFY"]
+
+
+def _no_marker_left(gm: GraphModule) -> None:
+    left = [node.name for node in gm.graph.nodes if node.target in MARKERS]
+    if left:
+        raise VerificationError(f"markers {left} were not lowered; the lower pass must run over every graph")
+
+
+def _one_wait_each(gm: GraphModule) -> None:
+    for node, kind in collectives(gm):
+        waits = [user for user in node.users if is_wait(user)]
+        others = [user.name for user in node.users if not is_wait(user)]
+        if len(waits) != 1 or others:
+            raise VerificationError(
+                f"{kind} {node.name} has {len(waits)} waits and is read unwaited by {others}; "
+                "every collective needs exactly one wait, and every reader must read the wait"
+            )
+
+
+
+
+
+def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
+    """Forward graphs return their user outputs, then what is saved for backward: never a gathered weight."""
+    output = gm.graph.output_node()
+    saved = set(output.args[0][user_outputs:])
+    for node, kind in collectives(gm):
+        if kind != "all_gather":
+            continue
+        for wait in node.users:
+            stack = [wait]
+            while stack:
+                current = stack.pop()
+                if current in saved:
+                    raise VerificationError(
+                        f"gathered weight {current.name} is saved for backward; the recompute pass must see its unshard"
+                    )
+                stack.extend(user for user in current.users if is_view_or_cast(user))
+
+
+def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    _no_marker_left(gm)
+    _one_wait_each(gm)
+    if ctx.half is Half.FORWARD:
+        _no_gathered_weight_saved(gm, int(ctx.facts.get("user_outputs", 0)))  # type: ignore[call-overload]
+    return gm
+
+
+VERIFY = GraphPass(
+    "verify", _verify, requires=("lower",), halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP)
+)

@@ -1,0 +1,653 @@
+"""Configuration: each bad input gets one error with field, value and remedy; all vocabularies end in the same place."""
+
+import dataclasses
+import inspect
+import json
+import pickle
+
+import pytest
+import torch
+
+from compile_muon.config import (
+    NS_COEFFICIENTS,
+    AdamWConfig,
+    CompileConfig,
+    Config,
+    MuonConfig,
+    NSConfig,
+    ZeroConfig,
+    config_from_kwargs,
+)
+from compile_muon.errors import (
+    ConfigError,
+    LedgerError,
+    MuonZeroError,
+    NonFiniteError,
+    UnsupportedModelError,
+    config_error,
+)
+from compile_muon.kernels.coefficients import COEFFICIENTS
+
+NAN, INF = float("nan"), float("inf")
+
+
+def check(error: ConfigError, field: str, *words: str) -> None:
+    """The message is exactly "{field} = {value}: {problem}; {remedy}" and says these words."""
+    text = str(error)
+    assert text == f"{error.field} = {error.shown}: {error.problem}; {error.remedy}"
+    assert error.field == field
+    assert error.problem
+    assert error.remedy
+    for word in words:
+        assert word in text, text
+
+
+def params(**kwargs):
+    return {"optimizer": {"type": "Muon", "params": kwargs}}
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_error_has_field_value_and_remedy():
+    error = config_error("stage", 5, "is not a ZeRO stage", "use 0, 1, 2 or 3")
+    assert str(error) == "stage = 5: is not a ZeRO stage; use 0, 1, 2 or 3"
+    assert isinstance(error, ValueError)
+
+
+def test_error_cuts_long_values_and_survives_pickling():
+    error = config_error("x", ["y" * 999, lambda: 0], "is long", "shorten it")
+    assert len(str(error)) < 250
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.field == "x"
+    assert again.remedy == "shorten it"
+
+
+@pytest.mark.parametrize("kind", [LedgerError, NonFiniteError, UnsupportedModelError])
+def test_training_errors_share_a_base(kind):
+    assert issubclass(kind, MuonZeroError)
+    assert issubclass(MuonZeroError, RuntimeError)
+    assert not issubclass(ConfigError, MuonZeroError)
+
+
+def test_unsupported_model_is_also_a_value_error():
+    assert issubclass(UnsupportedModelError, ValueError)
+    assert not issubclass(LedgerError, ValueError)
+
+
+# ------------------------------------------------------------------------------------- dataclasses
+
+
+def test_defaults_are_those_of_the_issue():
+    config = Config()
+    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(5, "jordan", "auto", "auto", 1e-7))
+    assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
+    assert config.zero == ZeroConfig(2, "auto", "auto", 1, None, "error", None, None)
+    assert config.compile == CompileConfig(False, "inductor", None, False, False, None)
+    assert config.muon_params is None
+
+
+@pytest.mark.parametrize("config", [NSConfig(), MuonConfig(), AdamWConfig(), ZeroConfig(), CompileConfig(), Config()])
+def test_frozen_hashable_and_picklable(config):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, dataclasses.fields(config)[0].name, 1)
+    assert hash(config) == hash(type(config)())
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ("auto", "auto"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("fp32", "float32"),
+        ("float64", "float64"),
+        ("torch.bfloat16", "bfloat16"),
+        (torch.float16, "float16"),
+        (torch.double, "float64"),
+    ],
+)
+def test_ns_dtype_is_canonical(given, canonical):
+    assert NSConfig(dtype=given).dtype == canonical
+
+
+def test_coefficient_names_are_those_of_the_kernels():
+    assert set(NS_COEFFICIENTS) == set(COEFFICIENTS)
+    for name, chosen in COEFFICIENTS.items():
+        assert NSConfig(steps=len(chosen.steps), coefficients=name).coefficients == name
+
+
+def test_coefficients_are_normalized_to_tuples_of_floats():
+    assert NSConfig(coefficients=[3, -4.5, 2]).coefficients == (3.0, -4.5, 2.0)
+    schedule = NSConfig(steps=2, coefficients=[[1, 2, 3], (4, 5, 6)]).coefficients
+    assert schedule == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert hash(schedule)
+
+
+def test_numbers_are_normalized():
+    assert type(MuonConfig(lr=1).lr) is float
+    assert AdamWConfig(betas=[0, 0.5]).betas == (0.0, 0.5)
+    zero = ZeroConfig(gradient_clipping=1, param_dtype="bf16", reduce_dtype="float32")
+    assert type(zero.gradient_clipping) is float
+    assert (zero.param_dtype, zero.reduce_dtype) == (torch.bfloat16, torch.float32)
+
+
+BAD_FIELDS = [
+    (NSConfig, "steps", 0, "1 to 99"),
+    (NSConfig, "steps", 100, "1 to 99"),
+    (NSConfig, "steps", True, "integer"),
+    (NSConfig, "steps", 5.0, "integer"),
+    (NSConfig, "coefficients", "jordn", "did you mean 'jordan'"),
+    (NSConfig, "coefficients", "deepseek_v4", "ns_steps=10"),
+    (NSConfig, "coefficients", (1.0, 2.0), "takes 3"),
+    (NSConfig, "coefficients", (1.0, NAN, 2.0), "finite"),
+    (NSConfig, "coefficients", [(1, 2, 3)] * 4, "4 triples for 5 steps"),
+    (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "mixes"),
+    (NSConfig, "coefficients", [(1, 2)] * 5, "takes 3"),
+    (NSConfig, "coefficients", [], "triple"),
+    (NSConfig, "coefficients", 3.0, "triple"),
+    (NSConfig, "method", "gramm", "did you mean 'gram'"),
+    (NSConfig, "method", None, "'standard'"),
+    (NSConfig, "dtype", "int8", "bfloat16"),
+    (NSConfig, "dtype", torch.int8, "bfloat16"),
+    (NSConfig, "dtype", None, "bfloat16"),
+    (NSConfig, "eps", 0.0, "(0, inf)"),
+    (NSConfig, "eps", -1e-7, "(0, inf)"),
+    (MuonConfig, "lr", -0.1, "[0, inf)"),
+    (MuonConfig, "lr", NAN, "finite"),
+    (MuonConfig, "lr", INF, "finite"),
+    (MuonConfig, "lr", True, "bool"),
+    (MuonConfig, "lr", "1e-3", "str"),
+    (MuonConfig, "lr", "auto", "Hugging Face"),
+    (MuonConfig, "lr", None, "NoneType"),
+    (MuonConfig, "lr", torch.tensor(0.1), "plain number"),
+    (MuonConfig, "momentum", 1.0, "[0, 1)"),
+    (MuonConfig, "momentum", -0.1, "[0, 1)"),
+    (MuonConfig, "nesterov", 1, "true or false"),
+    (MuonConfig, "weight_decay", -1, "[0, inf)"),
+    (MuonConfig, "adjust_lr", "moonshot", "match_rms_adamw"),
+    (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"),
+    (AdamWConfig, "lr", -1.0, "[0, inf)"),
+    (AdamWConfig, "betas", (0.9, 1.0), "[0, 1)"),
+    (AdamWConfig, "betas", (-0.1, 0.9), "[0, 1)"),
+    (AdamWConfig, "betas", (0.9,), "pair"),
+    (AdamWConfig, "betas", 0.9, "pair"),
+    (AdamWConfig, "betas", "ab", "pair"),
+    (AdamWConfig, "betas", (0.9, None), "NoneType"),
+    (AdamWConfig, "eps", -1e-8, "[0, inf)"),
+    (AdamWConfig, "weight_decay", NAN, "finite"),
+    (ZeroConfig, "stage", 4, "0 to 3"),
+    (ZeroConfig, "stage", -1, "0 to 3"),
+    (ZeroConfig, "stage", True, "bool"),
+    (ZeroConfig, "stage", "2", "str"),
+    (ZeroConfig, "update", "bakward", "did you mean 'backward'"),
+    (ZeroConfig, "exchange", "aligned", "'owner'"),
+    (ZeroConfig, "gradient_accumulation_steps", 0, "at least 1"),
+    (ZeroConfig, "gradient_accumulation_steps", 1.5, "integer"),
+    (ZeroConfig, "gradient_accumulation_steps", True, "bool"),
+    (ZeroConfig, "gradient_clipping", 0.0, "use None"),
+    (ZeroConfig, "gradient_clipping", -1.0, "(0, inf)"),
+    (ZeroConfig, "gradient_clipping", False, "bool"),
+    (ZeroConfig, "gradient_clipping", INF, "finite"),
+    (ZeroConfig, "nonfinite", "ignore", "'skip'"),
+    (ZeroConfig, "param_dtype", "int8", "bfloat16"),
+    (ZeroConfig, "param_dtype", torch.complex64, "bfloat16"),
+    (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
+    (CompileConfig, "enabled", "yes", "true or false"),
+    (CompileConfig, "codegen", "aot_eager", "'inductor'"),
+    (CompileConfig, "dump", "", "path"),
+    (CompileConfig, "dump", True, "path"),
+    (CompileConfig, "nvtx", 1, "true or false"),
+    (CompileConfig, "fullgraph", None, "true or false"),
+    (CompileConfig, "dynamic", "auto", "true or false"),
+    (Config, "muon", {"lr": 1.0}, "MuonConfig(...)"),
+    (Config, "adamw", None, "AdamWConfig(...)"),
+    (Config, "zero", 2, "ZeroConfig(...)"),
+    (Config, "compile", True, "CompileConfig(...)"),
+    (Config, "muon_params", "blocks.*", '["pattern"'),
+    (Config, "muon_params", [], "leave it out"),
+    (Config, "muon_params", ["a", 3], "3"),
+    (Config, "muon_params", [""], "non-empty"),
+    (Config, "muon_params", 7, "predicate"),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value", "word"), BAD_FIELDS)
+def test_bad_field_names_field_value_and_remedy(kind, field, value, word):
+    with pytest.raises(ConfigError) as caught:
+        kind(**{field: value})
+    check(caught.value, f"{kind.__name__}.{field}", word)
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0"),
+        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps=None"),
+        ({"nonfinite": "skip"}, 'nonfinite="skip"'),
+    ],
+)
+def test_backward_update_contradicts_what_needs_a_barrier(setting, word):
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig(update="backward", **setting)
+    check(caught.value, "ZeroConfig.update", word, 'update="auto"')
+    assert ZeroConfig(update="step", **setting).barriers() == (word,)
+    assert ZeroConfig(**setting).barriers() == (word,)
+
+
+def test_backward_update_is_fine_without_a_barrier():
+    assert ZeroConfig(update="backward", gradient_accumulation_steps=4).barriers() == ()
+
+
+def test_compile_options_are_the_non_defaults():
+    assert CompileConfig(enabled=True).options() == {}
+    assert CompileConfig(True, fullgraph=True, dynamic=False).options() == {}
+    everything = CompileConfig(True, "eager", "graphs", True)
+    assert everything.options() == {"codegen": "eager", "dump": "graphs", "nvtx": True}
+
+
+def test_compile_dump_takes_a_path(tmp_path):
+    assert CompileConfig(dump=tmp_path).dump == str(tmp_path)
+
+
+# ------------------------------------------------------------------------- MuonZero keyword arguments
+
+KWARGS = {
+    "lr": (0.5, "muon.lr", 0.5),
+    "momentum": (0.5, "muon.momentum", 0.5),
+    "nesterov": (False, "muon.nesterov", False),
+    "weight_decay": (0.5, "muon.weight_decay", 0.5),
+    "adamw_lr": (0.5, "adamw.lr", 0.5),
+    "adamw_betas": ([0.1, 0.2], "adamw.betas", (0.1, 0.2)),
+    "adamw_eps": (0.5, "adamw.eps", 0.5),
+    "adamw_weight_decay": (0.5, "adamw.weight_decay", 0.5),
+    "adjust_lr": ("spectral", "muon.adjust_lr", "spectral"),
+    "ns_steps": (7, "muon.ns.steps", 7),
+    "ns_coefficients": ("you", "muon.ns.coefficients", "you"),
+    "ns_method": ("gram", "muon.ns.method", "gram"),
+    "ns_dtype": ("fp32", "muon.ns.dtype", "float32"),
+    "stage": (3, "zero.stage", 3),
+    "update": ("step", "zero.update", "step"),
+    "exchange": ("owner", "zero.exchange", "owner"),
+    "gradient_accumulation_steps": (4, "zero.gradient_accumulation_steps", 4),
+    "gradient_clipping": (0.5, "zero.gradient_clipping", 0.5),
+    "nonfinite": ("skip", "zero.nonfinite", "skip"),
+    "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
+    "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
+    "muon_params": (["a.*"], "muon_params", ("a.*",)),
+}
+
+
+def leaves(config, prefix=""):
+    """Every setting of a config as {dotted path: value}."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= leaves(value, f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = value
+    return found
+
+
+@pytest.mark.parametrize("name", KWARGS)
+def test_each_keyword_sets_its_field_and_no_other(name):
+    value, path, stored = KWARGS[name]
+    assert leaves(config_from_kwargs(**{name: value})) == {**leaves(Config()), path: stored}
+
+
+@pytest.mark.parametrize("name", KWARGS)
+def test_each_keyword_is_an_optimizer_param(name):
+    value, path, stored = KWARGS[name]
+    expected = {**leaves(Config()), path: stored}
+    if name in ("lr", "weight_decay"):  # shared by both halves in DeepSpeed's vocabulary
+        expected[f"adamw.{name}"] = stored
+    assert leaves(Config.load(params(**{name: value}))) == expected
+
+
+def test_no_keywords_is_the_default():
+    assert config_from_kwargs() == Config()
+    assert Config.load({}) == Config()
+
+
+def test_predicate_is_kept():
+    def predicate(name, param):
+        return True
+
+    assert config_from_kwargs(muon_params=predicate).muon_params is predicate
+
+
+def test_keyword_errors_name_the_keyword():
+    for name, bad in [("ns_steps", 0), ("adamw_betas", (2, 2)), ("stage", 9), ("lr", -1), ("muon_params", "x")]:
+        with pytest.raises(ConfigError) as caught:
+            config_from_kwargs(**{name: bad})
+        check(caught.value, name, repr(bad))
+
+
+def test_keyword_contradiction_names_update():
+    with pytest.raises(ConfigError) as caught:
+        config_from_kwargs(update="backward", gradient_clipping=1.0)
+    check(caught.value, "update", "gradient_clipping=1.0")
+
+
+@pytest.mark.parametrize(("name", "near"), [("adamw_beta", "adamw_betas"), ("stge", "stage"), ("ns_step", "ns_steps")])
+def test_unknown_keyword_names_the_nearest(name, near):
+    with pytest.raises(ConfigError) as caught:
+        config_from_kwargs(**{name: 1})
+    check(caught.value, name, repr(near))
+
+
+def test_unknown_keyword_far_from_all_lists_them():
+    with pytest.raises(ConfigError) as caught:
+        config_from_kwargs(zzzzzz=1)
+    assert set(caught.value.remedy.removeprefix("known are ").split(", ")) == set(KWARGS)
+
+
+# --------------------------------------------------------------------------- DeepSpeed's vocabulary
+
+FULL = {
+    "compile": True,
+    "optimizer": {
+        "type": "Muon",
+        "params": {
+            "lr": 0.01,
+            "muon_lr": 0.03,
+            "adam_lr": 0.002,
+            "momentum": 0.9,
+            "weight_decay": 0.05,
+            "betas": [0.8, 0.99],
+            "eps": 1e-6,
+            "ns_method": "standard",
+            "ns_steps": 6,
+        },
+    },
+    "zero_optimization": {"stage": 3},
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+}
+
+
+def test_the_whole_vocabulary():
+    config = Config.load(FULL)
+    assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, "original", NSConfig(6, method="standard"))
+    assert config.adamw == AdamWConfig(0.002, (0.8, 0.99), 1e-6, 0.05)
+    assert config.zero == ZeroConfig(
+        3, gradient_clipping=0.5, gradient_accumulation_steps=4, param_dtype=torch.bfloat16
+    )
+    assert config.compile == CompileConfig(enabled=True)
+
+
+def test_load_from_file_dict_and_config_agree(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FULL))
+    config = Config.load(FULL)
+    assert Config.load(path) == config
+    assert Config.load(str(path)) == config
+    assert Config.load(config) is config
+
+
+def test_load_does_not_change_its_source():
+    source = json.loads(json.dumps(FULL))
+    Config.load(source)
+    assert source == FULL
+
+
+@pytest.mark.parametrize(
+    ("given", "muon", "adamw"),
+    [
+        ({}, 0.02, 3e-4),
+        ({"lr": 0.5}, 0.5, 0.5),
+        ({"lr": 0.5, "muon_lr": 0.1}, 0.1, 0.5),
+        ({"lr": 0.5, "adam_lr": 0.1}, 0.5, 0.1),
+        ({"adamw_lr": 0.1, "lr": 0.5}, 0.5, 0.1),
+        ({"muon_lr": 0.1}, 0.1, 3e-4),
+        ({"adam_lr": 0.1}, 0.02, 0.1),
+        ({"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2}, 0.1, 0.2),
+    ],
+)
+def test_lr_rule(given, muon, adamw):
+    config = Config.load(params(**given))
+    assert (config.muon.lr, config.adamw.lr) == (muon, adamw)
+
+
+@pytest.mark.parametrize(
+    ("given", "muon", "adamw"),
+    [
+        ({"weight_decay": 0.5}, 0.5, 0.5),
+        ({"weight_decay": 0.5, "adamw_weight_decay": 0}, 0.5, 0.0),
+        ({"adamw_weight_decay": 0.3}, 0.1, 0.3),
+    ],
+)
+def test_weight_decay_rule(given, muon, adamw):
+    config = Config.load(params(**given))
+    assert (config.muon.weight_decay, config.adamw.weight_decay) == (muon, adamw)
+
+
+def test_a_wrong_shared_rate_is_an_error_even_where_overridden():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(params(lr=-1, muon_lr=0.1, adam_lr=0.1))
+    check(caught.value, "optimizer.params.lr", "-1")
+
+
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_clipping_by_zero_is_off(zero):
+    assert Config.load({"gradient_clipping": zero}).zero.gradient_clipping is None
+    assert Config.load(params(gradient_clipping=zero)).zero.gradient_clipping is None
+
+
+def test_null_accumulation_is_unknown():
+    assert Config.load({"gradient_accumulation_steps": None}).zero.gradient_accumulation_steps is None
+
+
+@pytest.mark.parametrize("kind", ["Muon", "muon", "MUON"])
+def test_optimizer_type_ignores_case(kind):
+    assert Config.load({"optimizer": {"type": kind}}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (False, CompileConfig()),
+        (True, CompileConfig(enabled=True)),
+        ({}, CompileConfig(enabled=True)),
+        ({"codegen": "eager"}, CompileConfig(enabled=True, codegen="eager")),
+        ({"enabled": False, "codegen": "eager"}, CompileConfig(codegen="eager")),
+        (
+            {"fullgraph": True, "dynamic": False, "dump": "d", "nvtx": True},
+            CompileConfig(True, "inductor", "d", True, True, False),
+        ),
+    ],
+)
+def test_compile_is_a_bool_or_an_object(value, expected):
+    assert Config.load({"compile": value}).compile == expected
+
+
+def test_bf16_disabled_leaves_the_dtype_alone():
+    assert Config.load({"bf16": {"enabled": False}}).zero.param_dtype is None
+    assert Config.load({"bf16": {"enabled": False}, **params(param_dtype="fp32")}).zero.param_dtype is torch.float32
+
+
+def test_saying_the_same_thing_twice_is_fine():
+    source = {
+        **params(stage=3, param_dtype=torch.bfloat16, betas=[0.9, 0.9], adamw_betas=(0.9, 0.9), gradient_clipping=None),
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0,
+    }
+    config = Config.load(source)
+    assert (config.zero.stage, config.zero.param_dtype) == (3, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "words"),
+    [
+        (
+            {**params(stage=1), "zero_optimization": {"stage": 2}},
+            "zero_optimization.stage",
+            ["optimizer.params.stage = 1"],
+        ),
+        ({**params(stage=1), "zero_optimization": {"stage": True}}, "zero_optimization.stage", ["params.stage = 1"]),
+        ({**params(gradient_clipping=1.0), "gradient_clipping": 2.0}, "gradient_clipping", ["= 1.0", "= 2.0"]),
+        ({**params(gradient_clipping=1.0), "gradient_clipping": 0}, "gradient_clipping", ["= 1.0"]),
+        (
+            {**params(gradient_accumulation_steps=1), "gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps",
+            ["keep one"],
+        ),
+        ({**params(param_dtype="fp32"), "bf16": {"enabled": True}}, "bf16.enabled", ["torch.float32"]),
+        ({**params(param_dtype="bf16"), "bf16": {"enabled": False}}, "bf16.enabled", ["optimizer.params.param_dtype"]),
+        (params(adam_lr=0.1, adamw_lr=0.2), "optimizer.params.adamw_lr", ["optimizer.params.adam_lr = 0.1"]),
+        (params(betas=[0.9, 0.9], adamw_betas=[0.9, 0.8]), "optimizer.params.adamw_betas", ["contradicts"]),
+        (params(eps=1e-8, adamw_eps=1e-6), "optimizer.params.adamw_eps", ["contradicts"]),
+        (params(update="backward", gradient_clipping=1.0), "optimizer.params.update", ["gradient_clipping=1.0"]),
+        ({**params(update="backward"), "gradient_accumulation_steps": None}, "optimizer.params.update", ["=None"]),
+    ],
+)
+def test_contradictions(source, field, words):
+    with pytest.raises(ConfigError) as caught:
+        Config.load(source)
+    check(caught.value, field, *words)
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "words"),
+    [
+        ({"optimiser": {}}, "optimiser", ["did you mean optimizer?"]),
+        ({"lr": 0.1}, "lr", ["did you mean optimizer.params.lr?"]),
+        ({"stage": 1}, "stage", ["zero_optimization.stage"]),
+        ({"zzz": 1}, "zzz", ["known here are compile, optimizer"]),
+        (params(muon_lrr=1), "optimizer.params.muon_lrr", ["did you mean optimizer.params.muon_lr?"]),
+        (params(bf16=1), "optimizer.params.bf16", ["did you mean bf16?"]),
+        ({"optimizer": {"typ": "Muon"}}, "optimizer.typ", ["optimizer.type"]),
+        ({"zero_optimization": {"stag": 1}}, "zero_optimization.stag", ["zero_optimization.stage"]),
+        ({"zero_optimization": {"exchange": "owner"}}, "zero_optimization.exchange", ["optimizer.params.exchange"]),
+        ({"bf16": {"enable": True}}, "bf16.enable", ["bf16.enabled"]),
+        ({"compile": {"code_gen": "eager"}}, "compile.code_gen", ["compile.codegen"]),
+        ({"compile": {"backend_": 1, "nvtxx": True}}, "compile.backend_", ["known here"]),
+        ({3: 4}, "3", ["known here"]),
+        (params(lr="0.1"), "optimizer.params.lr", ["'0.1'", "str"]),
+        (params(muon_lr=-1), "optimizer.params.muon_lr", ["-1"]),
+        (params(adam_lr=NAN), "optimizer.params.adam_lr", ["finite"]),
+        (params(betas=[0.9, 1]), "optimizer.params.betas", ["[0, 1)"]),
+        (params(eps="x"), "optimizer.params.eps", ["str"]),
+        (params(weight_decay=-1), "optimizer.params.weight_decay", ["[0, inf)"]),
+        (params(ns_method="grm"), "optimizer.params.ns_method", ["'gram'"]),
+        (params(param_dtype="int4"), "optimizer.params.param_dtype", ["int4"]),
+        (params(muon_params="x"), "optimizer.params.muon_params", ["pattern"]),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", ["0 to 3"]),
+        ({"zero_optimization": 2}, "zero_optimization", ["object"]),
+        ({"optimizer": "Muon"}, "optimizer", ["object"]),
+        ({"optimizer": {"type": "AdamW"}}, "optimizer.type", ['"Muon"']),
+        ({"optimizer": {"type": None}}, "optimizer.type", ['"Muon"']),
+        ({"optimizer": {"params": [1]}}, "optimizer.params", ["object"]),
+        ({"gradient_clipping": "auto"}, "gradient_clipping", ["Hugging Face"]),
+        ({"gradient_clipping": False}, "gradient_clipping", ["bool"]),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", ["at least 1"]),
+        ({"bf16": True}, "bf16", ['{"enabled": true}']),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled", ["true or false"]),
+        ({"fp16": {"enabled": True}}, "fp16.enabled", ["loss scaling", "bf16"]),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, "fp16.loss_scale", ["loss scaling"]),
+        ({"compile": "yes"}, "compile", ['"compile": true']),
+        ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
+        ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
+        ([1], "config", ["object"]),
+        (None, "config", ["object"]),
+    ],
+)
+def test_bad_configs(source, field, words):
+    with pytest.raises(ConfigError) as caught:
+        Config.load(source)
+    check(caught.value, field, *words)
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("train_batch_size", "training loop"),
+        ("train_micro_batch_size_per_gpu", "training loop"),
+        ("steps_per_print", "log"),
+        ("wall_clock_breakdown", "torch.profiler"),
+        ("scheduler", "torch.optim.lr_scheduler"),
+        ("communication_data_type", "reduce_dtype"),
+        ("prescale_gradients", "averaged"),
+        ("activation_checkpointing", "DeepSpeed"),
+        ("torch_autocast", "bf16"),
+        ("bfloat16", "bf16"),
+        ("zero_optimization.offload_optimizer", "does not offload"),
+        ("zero_optimization.offload_param", "does not offload"),
+        ("zero_optimization.cpu_offload", "does not offload"),
+        ("compile.offload_parameters", "does not offload"),
+        ("zero_optimization.overlap_comm", "without meaning here"),
+        ("zero_optimization.contiguous_gradients", "without meaning here"),
+        ("zero_optimization.reduce_scatter", "without meaning here"),
+        ("zero_optimization.reduce_bucket_size", "without meaning here"),
+        ("zero_optimization.allgather_bucket_size", "without meaning here"),
+        ("zero_optimization.stage3_prefetch_bucket_size", "without meaning here"),
+        ("zero_optimization.stage3_max_live_parameters", "without meaning here"),
+        ("zero_optimization.round_robin_gradients", "without meaning here"),
+        ("zero_optimization.save_muon_momentum_buffer_in_memory", "momentum always stays"),
+        ("zero_optimization.zero_quantized_weights", "ZeRO++"),
+        ("optimizer.params.torch_adam", "AdamW"),
+        ("optimizer.params.per_head_muon", "one matrix"),
+        ("optimizer.params.max_grad_norm", "gradient_clipping"),
+        ("optimizer.legacy_fusion", "DeepSpeed"),
+        ("bf16.immediate_grad_update", "not honoured"),
+        ("bf16.check_grad_overflow", "nonfinite"),
+        ("compile.deepcompile", '"compile": true'),
+    ],
+)
+@pytest.mark.parametrize("value", [True, None])
+def test_deepspeed_keys_are_refused_with_their_own_remedy(path, value, word):
+    source = value
+    for key in reversed(path.split(".")):
+        source = {key: source}
+    with pytest.raises(ConfigError) as caught:
+        Config.load(source)
+    check(caught.value, path, "remove it", word)
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "word"),
+    [
+        ("{", "config", "line 1"),
+        ("", "config", "not JSON"),
+        ("[]", "config", "object"),
+        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping", "twice"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping", "finite"),
+        ('{"optimizer": {"params": {"muon_lrr": 1}}}', "optimizer.params.muon_lrr", "muon_lr?"),
+    ],
+)
+def test_bad_files(tmp_path, text, field, word):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    check(caught.value, field, word)
+
+
+def test_missing_file_and_folder(tmp_path):
+    for path in (tmp_path / "nowhere.json", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            Config.load(path)
+        check(caught.value, "config", str(path), "cannot be read")
+
+
+def test_binary_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    check(caught.value, "config", "not JSON")
+
+
+def test_public_things_have_docstrings():
+    for kind in (NSConfig, MuonConfig, AdamWConfig, ZeroConfig, CompileConfig, Config, config_from_kwargs, Config.load):
+        assert inspect.getdoc(kind)
+        assert not inspect.getdoc(kind).startswith(f"{kind.__name__}(")  # dataclass makes one up

@@ -1,0 +1,175 @@
+"""What gets installed, what an import costs, and which way the layers import."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = {"compile_muon.kernels": ROOT / "kernels", "compile_muon.passes": ROOT / "passes"}
+MODULES = [
+    ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+    for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items()
+    for path in sorted(folder.rglob("*.py"))
+    if path.name != "__main__.py"
+]
+
+
+def in_a_fresh_process(code: str, folder: Path) -> str:
+    """Run `code` in its own interpreter, away from the checkout, so that only what is installed can be imported."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_module_imports_without_leaving_top_level_names(tmp_path: Path) -> None:
+    code = f"""
+import importlib, importlib.util, sys
+for name in {MODULES!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "triton":
+            raise
+for name in ("passes", "kernels"):
+    assert name not in sys.modules, name
+    spec = importlib.util.find_spec(name)  # PyPI's own `kernels` may be installed
+    assert spec is None or {str(ROOT)!r} not in str(spec.origin), f"{{name}} is importable at the top level"
+"""
+    in_a_fresh_process(code, tmp_path)
+
+
+def test_importing_us_stays_lean(tmp_path: Path) -> None:
+    code = "import sys, compile_muon; print(*{name.partition('.')[0] for name in sys.modules})"
+    imported = set(in_a_fresh_process(code, tmp_path).split())
+    assert "compile_muon" in imported
+    assert not imported & {"matplotlib", "transformers", "deepspeed", "pytest", "hypothesis"}
+
+
+def test_importing_us_first_leaves_transformers_its_kernels_package(tmp_path: Path) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    code = """
+import sys, compile_muon, compile_muon.kernels, compile_muon.passes
+import transformers
+from transformers import GPT2Config, GPT2LMHeadModel  # pulls in the integrations that look for `kernels`
+GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8))
+ours = [name for name, module in sys.modules.items()
+        if name in ("kernels", "passes") and "compile_muon" in str(getattr(module, "__file__", ""))]
+assert not ours, ours
+"""
+    in_a_fresh_process(code, tmp_path)
+
+
+def test_the_entry_point_resolves_before_we_are_imported(tmp_path: Path) -> None:
+    code = """
+import sys, torch, torch._dynamo
+assert "muon_zero" in torch._dynamo.list_backends(exclude_tags=())
+assert not any(name.startswith("compile_muon.") for name in sys.modules)
+assert callable(torch._dynamo.lookup_backend("muon_zero"))
+assert "compile_muon.backend" in sys.modules
+"""
+    in_a_fresh_process(code, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of a copy of this checkout: setuptools writes build/ and *.egg-info beside the sources."""
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed, so no wheel can be built without a download")
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("compile_muon", "passes", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
+    done = subprocess.run([*command, str(target), str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = target.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"compile_muon"}
+    assert "compile_muon/py.typed" in names
+    sources = {
+        f"{package.replace('.', '/')}/{path.relative_to(folder)}"
+        for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items()
+        for path in folder.rglob("*.py")
+    }
+    assert sources == {name for name in names if name.endswith(".py")}  # a new subpackage must be listed in pyproject
+
+
+def test_the_wheel_declares_the_backend_and_the_license(wheel: zipfile.ZipFile) -> None:
+    files = {Path(name).name: wheel.read(name).decode() for name in wheel.namelist() if ".dist-info/" in name}
+    assert "[torch_dynamo_backends]\nmuon_zero = compile_muon.backend:muon_zero" in files["entry_points.txt"]
+    assert "License-Expression: Apache-2.0" in files["METADATA"]
+    assert "Apache License" in files["LICENSE"]
+
+
+def imported_names(path: Path, module: str) -> Iterator[str]:
+    """The absolute name of everything that a source file imports; `from a import b` gives `a.b`."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def forbidden_imports(path: Path, module: str, allowed: tuple[str, ...]) -> list[str]:
+    return [
+        name
+        for name in imported_names(path, module)
+        if name.partition(".")[0] in ("compile_muon", "passes", "kernels")
+        and not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "allowed"),
+    [
+        ("compile_muon.kernels", ("compile_muon.kernels",)),
+        ("compile_muon.passes", ("compile_muon.passes", "compile_muon.kernels")),
+    ],
+)
+def test_lower_layers_never_import_upper_ones(layer: str, allowed: tuple[str, ...]) -> None:
+    folder = LAYERS[layer]
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join((layer, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+        if names := forbidden_imports(path, module, allowed):
+            found[str(path.relative_to(ROOT))] = names
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("source", "forbidden"),
+    [
+        ("import compile_muon", ["compile_muon"]),
+        ("from compile_muon import initialize", ["compile_muon.initialize"]),
+        ("from ..config import Config", ["compile_muon.config.Config"]),
+        ("from .. import ledger", ["compile_muon.ledger"]),
+        ("import kernels", ["kernels"]),
+        ("def late():\n    import compile_muon.optimizer", ["compile_muon.optimizer"]),
+        ("from .costs import price", []),
+        ("from compile_muon.kernels import newton_schulz\nfrom . import costs\nimport torch", []),
+    ],
+)
+def test_the_import_check_can_fail(tmp_path: Path, source: str, forbidden: list[str]) -> None:
+    path = tmp_path / "lower.py"
+    path.write_text(source)
+    allowed = ("compile_muon.passes", "compile_muon.kernels")
+    assert forbidden_imports(path, "compile_muon.passes.lower", allowed) == forbidden

@@ -1,0 +1,310 @@
+"""newton_schulz against its definition in float64, and bit for bit against torch.optim.Muon."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype, resolve_method
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+SETS = list(COEFFICIENTS)
+GRAM_IN_HALF = [name for name in SETS if name != "cans"]
+# Relative Frobenius error on well-conditioned matrices: a few units of roundoff, times the slope of the schedule.
+TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "float16": 8e-2, "bfloat16": 1.5e-1}
+SHAPES = [(24, 40), (40, 24), (32, 32), (3, 12, 20), (2, 2, 20, 12)]  # vectors: test_rank_one
+
+
+def matrices(shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def well_conditioned(shape, seed=0):
+    """Singular values between 0.5 and 1, so that an error is rounding and not the slope of the schedule at zero."""
+    u, s, vh = torch.linalg.svd(matrices(shape, seed), full_matrices=False)
+    return u * torch.linspace(1, 0.5, s.shape[-1], dtype=torch.float64) @ vh
+
+
+def by_definition(x, name, eps=1e-7):
+    """The singular values of x / (safety · max(‖x‖, eps)) through the scalar polynomials; no Newton–Schulz at all."""
+    chosen = COEFFICIENTS[name]
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    norm = torch.linalg.vector_norm(s, dim=-1, keepdim=True).clamp(min=eps)
+    s = s / (norm * chosen.safety)
+    for a, b, c in chosen.steps:
+        s = s * (a + b * s**2 + c * s**4)
+    return u * s.unsqueeze(-2) @ vh
+
+
+def relative_error(value, exact):
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("method", ["standard", "gram", "auto"])
+@pytest.mark.parametrize("name", SETS)
+def test_every_set_dtype_and_shape(name, method, dtype):
+    if name == "cans" and (dtype == "bfloat16" or (dtype == "float16" and method == "gram")):
+        pytest.skip("refused, see test_stability")
+    for shape in SHAPES:
+        x = well_conditioned(shape)
+        out = newton_schulz(x, method=method, coefficients=name, steps=None, dtype=dtype)
+        assert out.shape == x.shape
+        assert out.is_contiguous()
+        steepness = 3 if name == "cans" else 1  # see coefficients: 2 ** -11 next to an edge 0.2 % away
+        assert relative_error(out, by_definition(x, name)) < TOLERANCE[dtype] * steepness, shape
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gram_is_standard_in_float64(name):
+    x = matrices((30, 75))
+    standard = newton_schulz(x, method="standard", coefficients=name, steps=None, dtype="float64")
+    gram = newton_schulz(x, method="gram", coefficients=name, steps=None, dtype="float64")
+    assert relative_error(gram, standard) < 1e-10
+
+
+@pytest.mark.parametrize("name", GRAM_IN_HALF)
+def test_gram_is_about_as_accurate_as_standard_in_float16(name):
+    x = matrices((64, 200))
+    exact = by_definition(x, name)
+    errors = {
+        method: relative_error(newton_schulz(x, method=method, coefficients=name, steps=None, dtype="float16"), exact)
+        for method in ("standard", "gram")
+    }
+    assert errors["gram"] < 5 * errors["standard"]
+
+
+def test_user_triples():
+    x = matrices((12, 20))
+    assert torch.equal(
+        newton_schulz(x, coefficients=[JORDAN], steps=5, dtype="float64"), newton_schulz(x, dtype="float64")
+    )
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_number_of_steps(steps):
+    x = matrices((12, 20))
+    s = torch.linalg.svdvals(x) / x.norm()
+    a, b, c = JORDAN
+    for _ in range(steps):
+        s = s * (a + b * s**2 + c * s**4)
+    out = torch.linalg.svdvals(newton_schulz(x, steps=steps, dtype="float64"))
+    torch.testing.assert_close(out, s.abs().sort(descending=True).values, rtol=1e-8, atol=1e-8)
+
+
+# --- bit for bit ----------------------------------------------------------------------------------------------------
+
+VIEWS = {
+    "contiguous": lambda m, n, dtype: matrices((m, n), dtype=dtype),
+    "transposed": lambda m, n, dtype: matrices((n, m), dtype=dtype).T,
+    "sliced": lambda m, n, dtype: matrices((m, 2 * n), dtype=dtype)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("view", list(VIEWS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(33, 70), (70, 33), (64, 64), (1, 5), (5, 1), (128, 96)])
+def test_bitwise_torch_muon(shape, dtype, view):
+    x = VIEWS[view](*shape, dtype)
+    if dtype == torch.bfloat16:  # torch divides a bfloat16 argument in place
+        theirs = torch.empty_strided(x.shape, x.stride(), dtype=dtype).copy_(x)
+    else:
+        theirs = x
+    before = x.clone()
+    ours = newton_schulz(x, method="standard", dtype=torch.bfloat16)
+    assert torch.equal(ours, _zeropower_via_newtonschulz(theirs, JORDAN, 5, 1e-7))
+    assert torch.equal(x, before)
+
+
+@settings(max_examples=30, deadline=None)
+@given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 10**6), scale=st.integers(-20, 20))
+def test_bitwise_torch_muon_at_any_scale(m, n, seed, scale):
+    x = (matrices((m, n), seed) * 10.0**scale).float()
+    ours = newton_schulz(x, method="standard", dtype="bfloat16")
+    assert torch.equal(ours, _zeropower_via_newtonschulz(x, JORDAN, 5, 1e-7))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_batch_equals_its_matrices(method, dtype):
+    x = matrices((2, 3, 10, 24))
+    out = newton_schulz(x, method=method, dtype=dtype)
+    for i in range(2):
+        for j in range(3):
+            assert torch.equal(out[i, j], newton_schulz(x[i, j], method=method, dtype=dtype))
+
+
+def test_same_input_same_bits():
+    x = matrices((40, 64), dtype=torch.float32)
+    assert torch.equal(newton_schulz(x), newton_schulz(x))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_strides_do_not_matter(dtype):
+    x = matrices((3, 10, 24))
+    strided = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert not strided.is_contiguous()
+    assert relative_error(newton_schulz(strided, dtype=dtype), newton_schulz(x, dtype=dtype).double()) < 1e-3
+
+
+# --- extreme inputs -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("eps", [1e-7, 0.0])
+def test_zero_gives_zero(method, dtype, eps):
+    x = torch.zeros(2, 6, 9)
+    x[1] = matrices((6, 9))
+    out = newton_schulz(x, method=method, dtype=dtype, eps=eps)
+    assert torch.equal(out[0], torch.zeros(6, 9, dtype=out.dtype))
+    assert out[1].norm() > 1
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (5, 60), (60, 5), (1, 9), (9, 1), (1, 1), (2, 5, 1)])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("name", SETS)
+def test_rank_one(name, dtype, shape):
+    """The one singular value is 1 after normalization, the top of the interval, where the schedules are steepest."""
+    if name == "cans" and dtype == "bfloat16":
+        pytest.skip("refused, see test_stability")
+    *batch, m, n = shape
+    x = matrices((*batch, m, 1)) @ matrices((*batch, 1, n), seed=1)
+    out = newton_schulz(x, coefficients=name, steps=None, dtype=dtype)
+    assert out.shape == shape
+    largest = torch.linalg.svdvals(out.double())[..., 0]
+    if dtype in ("float64", "float32"):
+        exact = torch.linalg.svdvals(by_definition(x, name))[..., 0]
+        torch.testing.assert_close(largest, exact, rtol=1e-4, atol=0)
+    else:
+        assert largest.min() > 0.65
+        assert largest.max() < 1.2
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_entries_of_1e30_and_1e_minus_30(shape, dtype, method):
+    x = matrices(shape, dtype=torch.float32)
+    exact = by_definition(x, "jordan")
+    big = newton_schulz(x * 1e30, method=method, dtype=dtype)
+    small = newton_schulz(x * 1e-30, method=method, dtype=dtype, eps=0.0)
+    assert relative_error(big, exact) < TOLERANCE[dtype] + 1e-5
+    assert relative_error(small, exact) < TOLERANCE[dtype] + 1e-5
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_smaller_than_eps_stays_small(dtype):
+    x = matrices((12, 30), dtype=torch.float32) * 1e-30
+    assert newton_schulz(x, dtype=dtype).abs().max().item() < 1e-15
+
+
+def test_float16_is_normalized_before_the_cast():
+    x = matrices((12, 30)) * 1e6  # infinite once cast
+    assert relative_error(newton_schulz(x, dtype="float16"), by_definition(x, "jordan")) < TOLERANCE["float16"]
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_fills_its_matrix_and_no_other(method, dtype, bad):
+    if bad == float("inf") and dtype == "bfloat16" and method == "standard":
+        pytest.skip("torch.optim.Muon's arithmetic, tested bitwise")
+    x = matrices((2, 12, 30))
+    x[0, 3, 4] = bad
+    out = newton_schulz(x, method=method, dtype=dtype)
+    assert out[0].isnan().all()
+    assert torch.equal(out[1], newton_schulz(x[1], method=method, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)])
+@pytest.mark.parametrize("method", ["standard", "gram", "auto"])
+def test_empty(shape, method):
+    out = newton_schulz(torch.zeros(shape), method=method, dtype="float16")
+    assert out.shape == shape
+    assert out.dtype == torch.float16
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(1, 24), n=st.integers(1, 24), seed=st.integers(0, 10**6), name=st.sampled_from(SETS))
+def test_properties_in_float64(m, n, seed, name):
+    """Transposition commutes, sign is odd, scale does not matter, and it is the definition."""
+    x = matrices((m, n), seed)
+
+    def f(y):
+        return newton_schulz(y, coefficients=name, steps=None, dtype="float64", eps=0.0)
+
+    out = f(x)
+    torch.testing.assert_close(f(x.T), out.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(f(-x), -out, rtol=0, atol=0)
+    torch.testing.assert_close(f(x * 1e5), out, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out, by_definition(x, name), rtol=1e-5, atol=1e-5)
+
+
+# --- lists ----------------------------------------------------------------------------------------------------------
+
+
+def test_list_keeps_order_and_equals_single_calls():
+    xs = [matrices(s, seed=i) for i, s in enumerate([(8, 20), (20, 8), (3, 8, 20), (8, 20), (0, 4), (5, 5)])]
+    before = [x.clone() for x in xs]
+    for out, x, b in zip(newton_schulz_list(xs, dtype="float32"), xs, before, strict=True):
+        assert torch.equal(out, newton_schulz(x, dtype="float32"))
+        assert torch.equal(x, b)
+
+
+def test_list_of_nothing():
+    assert newton_schulz_list([]) == []
+
+
+# --- choices --------------------------------------------------------------------------------------------------------
+
+
+def test_auto_dtype():
+    assert resolve_dtype("auto", "cpu") == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == torch.bfloat16
+    assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"]) == torch.bfloat16
+    assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"]) == torch.float32
+    assert resolve_dtype("float16", "cpu") == resolve_dtype(torch.float16, "cuda") == torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_auto_takes_gram_above_an_aspect_ratio_of_one_and_a_half(dtype):
+    jordan = COEFFICIENTS["jordan"]
+    assert resolve_method("auto", 100, 150, dtype, jordan) == "standard"
+    assert resolve_method("auto", 100, 151, dtype, jordan) == "gram"
+    assert resolve_method("auto", 151, 100, dtype, jordan) == "gram"
+
+
+def test_auto_is_standard_where_gram_is_less_accurate():
+    assert resolve_method("auto", 100, 800, torch.bfloat16, COEFFICIENTS["jordan"]) == "standard"
+    assert resolve_method("auto", 100, 800, torch.float16, COEFFICIENTS["cans"]) == "standard"
+    assert resolve_method("auto", 100, 800, torch.float32, COEFFICIENTS["cans"]) == "gram"
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (torch.zeros(3), {}, r"shape \(3,\)"),
+        (torch.zeros(3, 3, dtype=torch.int64), {}, "torch.int64"),
+        (torch.zeros(3, 3, dtype=torch.complex64), {}, "torch.complex64"),
+        (torch.zeros(3, 3), {"method": "grams"}, "method='grams'"),
+        (torch.zeros(3, 3), {"dtype": "int8"}, "dtype='int8'"),
+        (torch.zeros(3, 3), {"dtype": torch.int8}, "dtype=torch.int8"),
+        (torch.zeros(3, 3), {"eps": -1.0}, "eps=-1.0"),
+        (torch.zeros(3, 3), {"eps": float("nan")}, "eps=nan"),
+        (torch.zeros(3, 3), {"coefficients": "jordon"}, "did you mean 'jordan'"),
+        (torch.zeros(3, 3), {"steps": 0}, "steps=0"),
+    ],
+)
+def test_bad_input_names_the_value(x, options, message):
+    with pytest.raises(ValueError, match=message):
+        newton_schulz(x, **options)
+
+
+def test_one_device_a_list():
+    with pytest.raises(ValueError, match="cpu and meta"):
+        newton_schulz_list([torch.zeros(3, 3), torch.zeros(3, 3, device="meta")])

@@ -1,0 +1,157 @@
+"""The operator in graphs: registration, compilation, counting; and grouping of a list into batches."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from compile_muon.kernels import newton_schulz, newton_schulz_list
+from compile_muon.kernels.batching import one_batch_per_shape, one_by_one
+from compile_muon.kernels.newton_schulz import make_plan
+from compile_muon.kernels.operations import gram_flops, standard_flops
+from compile_muon.kernels.ops import arguments
+from compile_muon.kernels.reference import orthogonalize
+
+OP = torch.ops.muon_zero.newton_schulz.default
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- operator -------------------------------------------------------------------------------------------------------
+
+SAMPLES = {
+    "wide": [(6, 9)],
+    "tall": [(9, 6)],
+    "batch": [(2, 3, 5, 7)],
+    "vectors": [(1, 7), (7, 1)],
+    "empty": [(0, 4), (3, 0)],
+    "several": [(6, 9), (9, 6), (6, 9), (2, 4, 4)],
+}
+
+
+@pytest.mark.parametrize("sample", list(SAMPLES))
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_opcheck(sample, method):
+    xs = [randn(*shape) for shape in SAMPLES[sample]]
+    torch.library.opcheck(OP, (xs, *arguments(make_plan(method, "you", 5, torch.float16, "cpu", 1e-7))))
+
+
+def test_opcheck_strided():
+    xs = [randn(9, 6).T, randn(6, 18)[:, ::2], randn(7, 2, 5).permute(1, 2, 0)]
+    torch.library.opcheck(OP, (xs, *arguments(make_plan("auto", "jordan", 5, torch.bfloat16, "cpu", 1e-7))))
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (2, 5, 3), (7, 1)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_real_outputs_look_like_the_fake_ones(shape, strided):
+    x = randn(*shape)
+    if strided:
+        x = x.mT.contiguous().mT
+    real = newton_schulz(x, dtype="float32")
+    fake = torch.empty(shape)
+    assert real.stride() == fake.stride()
+    assert real.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    assert real.storage_offset() == 0
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_is_bitwise_eager(backend):
+    """Opaque: whatever surrounds it, its bits do not change."""
+
+    def f(x, y):
+        a, b = newton_schulz_list([x * 2, y.mT], coefficients="you", dtype=torch.bfloat16)
+        return a.float() + 1, b.float() * 2, newton_schulz(x, coefficients=[(3, -3.2, 1.2)], steps=3, method="gram")
+
+    x, y = randn(12, 20), randn(12, 20, seed=1)
+    compiled = torch.compile(f, backend=backend, fullgraph=True)
+    for ours, eager in zip(compiled(x, y), f(x, y), strict=True):
+        assert torch.equal(ours, eager)
+        assert ours.stride() == eager.stride()
+
+
+def test_one_node_in_a_traced_graph():
+    graph = make_fx(lambda x, y: newton_schulz_list([x, y]))(randn(4, 6), randn(6, 4))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function" and "muon_zero" in str(n.target)] == [OP]
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(lambda x: newton_schulz(x), backend="aot_eager", fullgraph=True, dynamic=True)
+    for shape in [(6, 9), (12, 5), (7, 7)]:
+        x = randn(*shape)
+        assert torch.equal(compiled(x), newton_schulz(x))
+
+
+def test_no_derivative_is_an_error():
+    x = randn(4, 6).requires_grad_()
+    with pytest.raises(RuntimeError, match="newton_schulz"):
+        newton_schulz(x).sum().backward()
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+def counted(f):
+    with FlopCounterMode(display=False) as counter:
+        f()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (3, 8, 24)])
+@pytest.mark.parametrize("coefficients", ["jordan", "deepseek_v4"])
+@pytest.mark.parametrize("method", ["standard", "gram", "auto"])
+def test_flop_formula_is_what_the_reference_does(shape, coefficients, method):
+    """The op's formula against the products the reference runs, counted by torch."""
+    x = randn(*shape)
+    plan = make_plan(method, coefficients, None, torch.float32, "cpu", 1e-7)
+    concrete = make_plan("gram" if method == "auto" else method, coefficients, None, torch.float32, "cpu", 1e-7)
+    products = counted(lambda: [orthogonalize(m, concrete) for m in x.reshape(-1, *shape[-2:])])
+    assert counted(lambda: OP([x], *arguments(plan))) == products > 0
+
+
+def test_published_operation_counts():
+    """In units of k³ for five steps and one restart: 20α + 10 and 8α + 28."""
+    for alpha in (1, 2, 4):
+        assert standard_flops(10, 10 * alpha, 5) == (20 * alpha + 10) * 1000
+        assert gram_flops(10, 10 * alpha, 5, 1) == (8 * alpha + 28) * 1000
+
+
+def test_counts_over_a_list():
+    xs = [randn(8, 8), randn(4, 8, 8)]
+    assert counted(lambda: newton_schulz_list(xs, method="standard")) == 5 * standard_flops(8, 8, 5)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_batch_per_shape_equals_one_by_one(method, dtype):
+    shapes = [(8, 20), (20, 8), (3, 8, 20), (8, 20), (0, 4), (5, 5), (2, 0, 20, 8), (2, 2, 5, 5)]
+    xs = [randn(*s, seed=i) for i, s in enumerate(shapes)]
+    plan = make_plan(method, "you", 5, dtype, "cpu", 1e-7)
+    calls = []
+
+    def recording(x, plan):
+        calls.append(tuple(x.shape))
+        return orthogonalize(x, plan)
+
+    batched = one_batch_per_shape(xs, plan, recording)
+    assert calls == [(5, 8, 20), (20, 8), (5, 5, 5)]
+    for ours, alone in zip(batched, one_by_one(xs, plan, orthogonalize), strict=True):
+        assert ours.shape == alone.shape
+        assert ours.stride() == alone.stride()
+        torch.testing.assert_close(ours, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_results_of_a_batch_share_no_memory():
+    xs = [randn(4, 6, seed=i) for i in range(3)]
+    outs = one_batch_per_shape(xs, make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7), orthogonalize)
+    assert len({o.untyped_storage().data_ptr() for o in outs}) == 3
+
+
+def test_a_batch_never_mixes_dtypes():
+    xs = [randn(4, 6), randn(4, 6).double() * 1e200]
+    outs = one_batch_per_shape(xs, make_plan("standard", "jordan", 5, torch.float32, "cpu", 1e-7), orthogonalize)
+    assert all(o.isfinite().all() for o in outs)

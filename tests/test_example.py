@@ -1,0 +1,88 @@
+"""The tutorial: short enough to read, and it trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from compile_muon.config import Config
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+CONFIG = ROOT / "examples" / "config.json"
+TINY = ("--layers", "1", "--width", "32", "--context", "32", "--batch", "2", "--sample-bytes", "4")
+
+
+def train(*arguments: str, ranks: int | None = 2) -> str:
+    """Run the example on CPU: under torchrun with `ranks` processes, or with None as a plain script."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "120"}
+    command = [sys.executable, *launcher, str(SCRIPT), *TINY, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(printed: str) -> dict[int, float]:
+    """Step to validation loss, from the lines printed on the way."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+) .*validation ([\d.]+)", printed)}
+
+
+def settings(folder: Path, **changes: object) -> str:
+    """A copy of the example's config with some keys replaced."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(CONFIG.read_text()), **changes}))
+    return str(path)
+
+
+def test_the_script_is_a_page_or_two() -> None:
+    assert len(SCRIPT.read_text().splitlines()) < 200
+    assert "compile_muon.initialize(" in SCRIPT.read_text()
+
+
+def test_the_config_is_valid_and_compiles() -> None:
+    Config.load(CONFIG)
+    written = json.loads(CONFIG.read_text())
+    assert written["compile"] is True
+    assert written["optimizer"]["type"] == "Muon"
+
+
+def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    printed = train("--steps", "3", "--data", str(text), "--out", str(tmp_path / "runs"))
+    for row in ("ZeRO stage | world size", "3 | 2 (cpu)", "tokens per second", "step time", "peak memory per rank"):
+        assert row in printed
+    # one block of width 32 has 12 · 32² weights for Muon; the embedding, the head and three norms are AdamW's
+    assert f"{12 * 32**2:,} | {2 * 256 * 32 + 3 * 32:,}" in printed
+    (sent,) = (line for line in printed.splitlines() if "sent per step and rank" in line)
+    assert " 0 bytes" not in sent
+    assert (tmp_path / "runs" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert any((tmp_path / "runs" / "checkpoint").iterdir())
+
+
+def test_one_process_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"abcdefgh" * 1000)
+    common = ("--config", settings(tmp_path, compile=False), "--data", str(text))
+    first = losses(train(*common, "--steps", "16", "--out", str(tmp_path / "first"), ranks=None))
+    assert list(first) == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert first[16] < first[2] - 0.5
+
+    checkpoint = str(tmp_path / "first" / "checkpoint")
+    then = losses(train(*common, "--steps", "32", "--out", str(tmp_path / "then"), "--resume", checkpoint, ranks=None))
+    assert list(then) == [20, 24, 28, 32]  # the first 16 steps are not done again
+    assert then[20] < first[16]  # nor forgotten
+    assert then[32] < first[16] - 0.5
+
+
+def test_too_little_text_is_one_clear_error(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--data", str(tmp_path / "missing"), *TINY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "too few" in done.stderr
+    assert "Traceback" not in done.stderr
