@@ -107,10 +107,11 @@ class _Use:
         return self.name.rpartition(".")[2]
 
 
-def assign(model: nn.Module, muon_params: MuonParams = None) -> dict[str, Assignment]:
+def assign(model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool = True) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
-    Tied parameters appear once; every module that holds them is looked at. The model is not changed.
+    Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
+    ``use_muon=False`` everything trainable goes to AdamW.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -128,12 +129,20 @@ def assign(model: nn.Module, muon_params: MuonParams = None) -> dict[str, Assign
         _check_parameter(name, param)
     _check_overlaps(parameters)
 
+    if not use_muon:
+        return {name: _plain_adamw(name, param) for name, param in parameters.items()}
     chosen = _choose(parameters, uses, muon_params)
     heads = _heads(model)
     result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
     if not any(a.algorithm == "muon" for a in result.values()):
         _raise_no_muon(result, muon_params)
     return result
+
+
+def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
+    if not param.requires_grad:
+        return Assignment(name, "frozen", "requires_grad is False", None)
+    return Assignment(name, "adamw", "optimizer.type is AdamW", None)
 
 
 def lr_scale(adjust_lr: str, rows: int, cols: int) -> float:

@@ -7,6 +7,7 @@ stage loads on M ranks at another.
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def save_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer: Muon
         folder: where to write.
         extra: picklable values to keep with it (step number, scheduler state, ...).
     """
-    state = {**_tensors(model, optimizer), "groups": _hyperparameters(optimizer), "extra": extra}
+    # One value each: nested containers would be taken apart, and only keys known beforehand would load again.
+    rest = {"groups": pickle.dumps(_hyperparameters(optimizer)), "extra": pickle.dumps(extra)}
+    state = {**_tensors(model, optimizer), **rest}
     dcp.save(state, checkpoint_id=os.fspath(folder), no_dist=_alone())
 
 
@@ -56,10 +59,10 @@ def load_checkpoint(folder: str | os.PathLike, model: nn.Module, optimizer: Muon
     Raises:
         torch.distributed.checkpoint.CheckpointException: missing files, names or shapes that do not match.
     """
-    state = {**_tensors(model, optimizer), "groups": _hyperparameters(optimizer), "extra": {}}
+    state = {**_tensors(model, optimizer), "groups": b"", "extra": b""}
     dcp.load(state, checkpoint_id=os.fspath(folder), no_dist=_alone())
-    saved = {group["algorithm"]: group for group in state["groups"]}
+    saved = {group["algorithm"]: group for group in pickle.loads(state["groups"])}
     for group in optimizer.param_groups:
         group.update(saved[group["algorithm"]])
     optimizer.loaded()
-    return state["extra"]
+    return pickle.loads(state["extra"])

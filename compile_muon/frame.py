@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from compile_muon.errors import MuonZeroError
 from compile_muon.frame_options import FrameOptions
-from compile_muon.ledger import Ledger, ParamState, Pending, state_of
+from compile_muon.ledger import Decision, ParamState, Pending, state_of
 from compile_muon.passes import HALF_PASSES, Half, Lowering, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.lower import BackwardPlan, ReducedGrad, reduced_grads
@@ -159,23 +159,25 @@ class BackwardGraph:
         ledger = states[0].ledger
         decision = ledger.visit_backward(states, [grad.updates for grad in self.grads])
         variant = self._variant(decision.lowering, decision.with_prior)
-        taken = self._take_priors(variant.plan, states)
+        taken = self._take_priors(variant.plan, states, decision)
         args.extend(taken)
         try:
             results = list(variant.run(args))
         except BaseException:
             self._return_priors(variant.plan, states, taken)
             raise
-        self._hand_over(variant.plan, states, results[self._outputs :])
+        self._hand_over(variant.plan, states, decision, results[self._outputs :])
         ledger.count(variant.traffic)
         return results[: self._outputs]
 
-    def _take_priors(self, plan: BackwardPlan, states: list[ParamState]) -> list[Tensor]:
+    def _take_priors(self, plan: BackwardPlan, states: list[ParamState], decision: Decision) -> list[Tensor]:
         """What earlier micro-batches left; the graph adds it in, so it leaves the parameter."""
         taken = []
         for index in plan.priors:
             state, grad = states[index], self.grads[index]
-            if grad.accumulates:
+            if not decision.receives[index]:
+                prior, shape = None, state.spec.shape if grad.accumulates else state.spec.local_shape
+            elif grad.accumulates:
                 prior, state.unreduced = state.unreduced, None
                 shape = state.spec.shape
             else:
@@ -195,11 +197,14 @@ class BackwardGraph:
             else:
                 state.ledger.add_gradient(state, prior)
 
-    def _hand_over(self, plan: BackwardPlan, states: list[ParamState], extra: list[Tensor]) -> None:
+    def _hand_over(
+        self, plan: BackwardPlan, states: list[ParamState], decision: Decision, extra: list[Tensor]
+    ) -> None:
         count = len(plan.accumulated)
         for index, grad in zip(plan.accumulated, extra[:count], strict=True):
             state = states[index]
-            state.unreduced = grad if state.unreduced is None else state.unreduced.add_(grad)
+            if decision.receives[index]:
+                state.unreduced = grad if state.unreduced is None else state.unreduced.add_(grad)
         if not plan.updated:
             return
         momenta, norms = extra[count:-1], extra[-1].unbind()

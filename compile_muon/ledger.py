@@ -18,6 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from compile_muon.frame_options import FrameOptions
 from compile_muon.passes import Lowering
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.torch_private import accumulator_of, will_execute
 
 __all__ = ["Decision", "Ledger", "ParamState", "Pending", "like_parameter", "local_tensor", "state_of"]
 
@@ -97,8 +99,9 @@ class ParamState:
     reduced: bool = False
     unreduced: Tensor | None = None
     pending: Pending | None = None
-    stale_direction: weakref.ref[Tensor] | None = None
+    stale_direction: tuple[int, int, int] | None = None
     refreshed_version: int = -1
+    _accumulator: Any = None
 
     def __post_init__(self) -> None:
         self.text = self.spec.encode()
@@ -119,20 +122,37 @@ class ParamState:
         """The local gradient shard, or None."""
         return None if self.param.grad is None else local_tensor(self.param.grad)
 
+    def forget_dropped(self) -> None:
+        """``.grad`` is gone, so whoever dropped it dropped what belongs to it.
+
+        Not between the visits of one micro-batch: autograd writes ``.grad`` only after the last of them.
+        """
+        if self.param.grad is None and self.owed == self.reads:
+            self.settled = 0
+            self.reduced = False
+            self.unreduced = None
+            self.pending = None
+
+    @property
     def gradient_is_ours(self) -> bool:
         """Whether an update lowering can account for what ``.grad`` holds now.
 
         At stages 0, 2 and 3 it takes ``.grad`` as the sum of earlier micro-batches. At stage 1 that sum is kept
         unreduced, and ``.grad`` holds zeros between boundaries; anything else there came from elsewhere.
         """
-        if self.param.grad is None:
-            self.reduced = False
+        if self.param.grad is None or self.spec.stage != 1:
             return True
-        return self.spec.stage != 1 or (self.unreduced is not None and not self.reduced)
+        return self.unreduced is not None and not self.reduced
+
+    def receives(self) -> bool:
+        """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
+        if self._accumulator is None:
+            self._accumulator = accumulator_of(self.param)
+        return will_execute(self._accumulator)
 
     def note_direction(self) -> None:
         """``.grad`` holds the direction of a step that is done; another backward must not add to it."""
-        self.stale_direction = None if self.param.grad is None else weakref.ref(self.param.grad)
+        self.stale_direction = None if self.param.grad is None else _version(self.param.grad)
 
     def close(self) -> None:
         """Forget everything about the step that ended."""
@@ -155,10 +175,12 @@ class Decision:
     Args:
         lowering: variant of the backward graph to run.
         with_prior: whether sums of earlier micro-batches go in.
+        receives: per parameter, whether autograd will deliver what the graph returns for it.
     """
 
     lowering: Lowering
     with_prior: bool
+    receives: tuple[bool, ...]
 
 
 @dataclass(eq=False)
@@ -202,34 +224,43 @@ class Ledger:
             LedgerError: a gradient arrives for a parameter whose update is already made, or whose ``.grad`` still
                 holds the previous step's direction.
         """
-        for state in states:
-            self._refuse_late_gradient(state)
+        receives = tuple(state.receives() for state in states)
+        for state, receiving in zip(states, receives, strict=True):
+            if receiving:
+                state.forget_dropped()
+                self._refuse_late_gradient(state)
         if self.before_backward is not None:
             self.before_backward()
-        boundary, clean = True, True
-        for state in states:
-            owed = state.owed
-            state.owed = max(0, owed - 1)
-            settled_now = owed == 1
-            clean &= settled_now and state.reads == 1 and not state.eager_read and state.gradient_is_ours()
-            if settled_now:
-                state.reads = 0
-                state.settled += not self.accumulating
-            boundary &= settled_now and not self.accumulating and self._at_boundary(state)
-        if not boundary:
-            # Without a known boundary every backward reduces: `.grad` is then right whenever step() comes.
-            unknown = self.accumulation_steps is None and not self.accumulating
-            lowering = Lowering.REDUCE if unknown else Lowering.ACCUMULATE
-        elif self.update_in_backward and clean and any(updates):
-            lowering = Lowering.UPDATE
-        else:
-            lowering = Lowering.REDUCE
-        for state in states:
-            state.reduced = state.reduced or lowering is Lowering.REDUCE
-        return Decision(lowering, self._has_prior(states, updates, lowering))
+        clean = all(self._is_clean(state) for state in states)
+        settled = [self._settle(state, receiving) for state, receiving in zip(states, receives, strict=True)]
+        lowering = self._choose(states, all(settled), clean and all(receives) and any(updates))
+        for state, receiving in zip(states, receives, strict=True):
+            state.reduced = state.reduced or (receiving and lowering is Lowering.REDUCE)
+        return Decision(lowering, self._has_prior(states, updates, lowering), receives)
 
-    def _at_boundary(self, state: ParamState) -> bool:
-        return self.accumulation_steps is not None and state.settled >= self.accumulation_steps
+    @staticmethod
+    def _is_clean(state: ParamState) -> bool:
+        """Read once, by frames the ledger sees, and nothing foreign in ``.grad``."""
+        return state.owed == 1 and state.reads == 1 and not state.eager_read and state.gradient_is_ours
+
+    def _settle(self, state: ParamState, receiving: bool) -> bool:
+        """Pay one owed visit; returns whether that settled the parameter's micro-batch."""
+        settled = state.owed == 1
+        state.owed = max(0, state.owed - 1)
+        if settled:
+            state.reads = 0
+            state.settled += receiving and not self.accumulating
+        return settled
+
+    def _choose(self, states: Sequence[ParamState], settled: bool, can_update: bool) -> Lowering:
+        if self.accumulating:
+            return Lowering.ACCUMULATE
+        if self.accumulation_steps is None:
+            # Without a known boundary every backward reduces: `.grad` is then right whenever step() comes.
+            return Lowering.REDUCE
+        if not settled or any(state.settled < self.accumulation_steps for state in states):
+            return Lowering.ACCUMULATE
+        return Lowering.UPDATE if self.update_in_backward and can_update else Lowering.REDUCE
 
     @staticmethod
     def _has_prior(states: Sequence[ParamState], updates: Sequence[bool], lowering: Lowering) -> bool:
@@ -243,16 +274,14 @@ class Ledger:
 
     @staticmethod
     def _refuse_late_gradient(state: ParamState) -> None:
-        if state.pending is not None and state.param.grad is None:
-            state.pending = None  # its direction was thrown away (autograd.grad, zero_grad): nothing happened
         if state.pending is not None:
             raise LedgerError(
                 f"a gradient for {state.name!r} arrived after its Muon update of this step was made in backward; "
                 "tell the optimizer about every micro-batch: gradient_accumulation_steps=N, "
                 "`with optimizer.accumulate():` around all but the last, or update='step'"
             )
-        direction = state.stale_direction() if state.stale_direction is not None else None
-        if direction is not None and state.param.grad is direction:
+        grad = state.param.grad
+        if grad is not None and state.stale_direction == _version(grad):
             raise LedgerError(
                 f"the gradient of {state.name!r} still holds the Muon direction of the previous step; "
                 "call optimizer.zero_grad() between step() and the next backward"

@@ -39,14 +39,53 @@ class MuonZero(Optimizer):
 
     Args:
         model: module with all parameters on one device; becomes sharded. Not yet wrapped by DDP or FSDP.
-        **settings: see :func:`compile_muon.config.config_from_kwargs`; spelled out in the README's table.
+        lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the AdamW group.
+        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape.
+        ns_steps, ns_coefficients, ns_method, ns_dtype: how Newton-Schulz runs.
+        stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        update: "backward" updates inside compiled backward graphs, "step" in the step graph, "auto" chooses.
+        exchange: "replicate", "owner" or "auto" (cheaper by formula, per matrix).
+        gradient_accumulation_steps: backwards per step; None when unknown.
+        gradient_clipping: global norm, or None.
+        nonfinite: "error" or "skip" on inf or nan gradients.
+        param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
+        muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         mesh: 1-D data-parallel ``DeviceMesh``; default: all ranks of the default process group.
     Raises:
         ConfigError: a setting is unknown, out of range or contradicts another.
         UnsupportedModelError: a parameter cannot be sharded or orthogonalized. Nothing is changed in either case.
     """
 
-    def __init__(self, model: nn.Module, *, mesh: DeviceMesh | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        adamw_lr: float = 3e-4,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.1,
+        adjust_lr: str = "original",
+        ns_steps: int = 5,
+        ns_coefficients: str | Sequence[Any] = "jordan",
+        ns_method: str = "auto",
+        ns_dtype: str | torch.dtype = "auto",
+        stage: int = 2,
+        update: str = "auto",
+        exchange: str = "auto",
+        gradient_accumulation_steps: int | None = 1,
+        gradient_clipping: float | None = None,
+        nonfinite: str = "error",
+        param_dtype: torch.dtype | str | None = None,
+        reduce_dtype: torch.dtype | str | None = None,
+        muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        settings = {k: v for k, v in locals().items() if k not in ("self", "model", "mesh", "__class__")}
         self._setup(model, config_from_kwargs(**settings), mesh, None)
 
     @classmethod
@@ -66,7 +105,7 @@ class MuonZero(Optimizer):
     def _setup(
         self, model: nn.Module, config: Config, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
     ) -> None:
-        assignments = assign(model, config.muon_params)
+        assignments = assign(model, config.muon_params, use_muon=getattr(config, "algorithm", "muon") == "muon")
         device = next(model.parameters()).device
         mesh = resolve_mesh(mesh, process_group, device)
         self.config = config

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 __all__ = [
     "SavedContext",
+    "accumulator_of",
     "autograd_cache_disabled",
     "compile_fx",
     "compile_fx_inner",
@@ -26,6 +27,7 @@ __all__ = [
     "make_partitioner",
     "mark_recompute",
     "trace_artifact",
+    "will_execute",
 ]
 
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
@@ -100,6 +102,17 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
+
+
+def accumulator_of(param: torch.Tensor) -> Any:
+    """The autograd node that writes ``param.grad``; it stays the same while somebody holds it."""
+    with torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(param).node
+
+
+def will_execute(node: Any) -> bool:
+    """Inside a backward: whether the engine will run ``node`` in it."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def compiled_autograd_active() -> bool:
