@@ -50,9 +50,22 @@ def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
     )
 
 
-def _version(grad: Tensor) -> tuple[int, int, int]:
-    """Identity and version counters of a gradient: any edit or replacement changes it."""
-    return id(grad), grad._version, local_tensor(grad)._version
+@dataclass(frozen=True)
+class _Snapshot:
+    """A gradient as it was: the object (held weakly, since ids are reused) and its version counters."""
+
+    tensor: weakref.ref[Tensor]
+    versions: tuple[int, int]
+
+    @staticmethod
+    def of(grad: Tensor) -> _Snapshot:
+        return _Snapshot(weakref.ref(grad), (grad._version, local_tensor(grad)._version))
+
+    def still(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is that object, unedited."""
+        if grad is None or self.tensor() is not grad:
+            return False
+        return self.versions == (grad._version, local_tensor(grad)._version)
 
 
 @dataclass
@@ -62,12 +75,12 @@ class Pending:
     Args:
         momentum: new momentum of the shard.
         norm_squared: 0-dim, squared norm of the raw gradient shard behind the direction.
-        version: what the gradient looked like when autograd delivered it; None until then.
+        delivered: the direction as autograd wrote it to ``.grad``; None until then.
     """
 
     momentum: Tensor
     norm_squared: Tensor
-    version: tuple[int, int, int] | None = None
+    delivered: _Snapshot | None = None
 
 
 @dataclass(eq=False)
@@ -99,7 +112,7 @@ class ParamState:
     reduced: bool = False
     unreduced: Tensor | None = None
     pending: Pending | None = None
-    stale_direction: tuple[int, int, int] | None = None
+    stale_direction: _Snapshot | None = None
     refreshed_version: int = -1
     _accumulator: Any = None
 
@@ -152,7 +165,7 @@ class ParamState:
 
     def note_direction(self) -> None:
         """``.grad`` holds the direction of a step that is done; another backward must not add to it."""
-        self.stale_direction = None if self.param.grad is None else _version(self.param.grad)
+        self.stale_direction = None if self.param.grad is None else _Snapshot.of(self.param.grad)
 
     def close(self) -> None:
         """Forget everything about the step that ended."""
@@ -231,9 +244,10 @@ class Ledger:
                 self._refuse_late_gradient(state)
         if self.before_backward is not None:
             self.before_backward()
-        clean = all(self._is_clean(state) for state in states)
+        candidates = [i for i, update in enumerate(updates) if update]
+        clean = bool(candidates) and all(self._is_clean(states[i]) and receives[i] for i in candidates)
         settled = [self._settle(state, receiving) for state, receiving in zip(states, receives, strict=True)]
-        lowering = self._choose(states, all(settled), clean and all(receives) and any(updates))
+        lowering = self._choose(states, all(settled), clean)
         for state, receiving in zip(states, receives, strict=True):
             state.reduced = state.reduced or (receiving and lowering is Lowering.REDUCE)
         return Decision(lowering, self._has_prior(states, updates, lowering), receives)
@@ -280,8 +294,7 @@ class Ledger:
                 "tell the optimizer about every micro-batch: gradient_accumulation_steps=N, "
                 "`with optimizer.accumulate():` around all but the last, or update='step'"
             )
-        grad = state.param.grad
-        if grad is not None and state.stale_direction == _version(grad):
+        if state.stale_direction is not None and state.stale_direction.still(state.param.grad):
             raise LedgerError(
                 f"the gradient of {state.name!r} still holds the Muon direction of the previous step; "
                 "call optimizer.zero_grad() between step() and the next backward"
@@ -295,14 +308,14 @@ class Ledger:
 
     def delivered(self, state: ParamState) -> None:
         """Autograd finished writing ``state.param.grad``: remember what the direction looks like."""
-        if state.pending is not None and state.pending.version is None and state.param.grad is not None:
-            state.pending.version = _version(state.param.grad)
+        if state.pending is not None and state.pending.delivered is None and state.param.grad is not None:
+            state.pending.delivered = _Snapshot.of(state.param.grad)
 
     def check_untouched(self, state: ParamState) -> None:
         """Raise if the direction in ``.grad`` is not what backward delivered."""
         if state.pending is None or state.param.grad is None:
             return
-        if state.pending.version != _version(state.param.grad):
+        if state.pending.delivered is None or not state.pending.delivered.still(state.param.grad):
             raise LedgerError(
                 f"the gradient of {state.name!r} was edited between backward and step(), but it already is a Muon "
                 "direction and scaling it would scale the update; clip with gradient_clipping=..., or edit "
