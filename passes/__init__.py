@@ -4,6 +4,7 @@ The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph 
 on each forward, backward, inference and step graph before code generation.
 """
 
+from .annotate import ANNOTATE
 from .deduplicate import DEDUPLICATE
 from .insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .lower import LOWER
@@ -14,4 +15,4 @@ from .verify import VERIFY
 __all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "run_passes"]
 
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE, INSERT_ORTHOGONALIZE)
-HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, LOWER, VERIFY)
+HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, LOWER, VERIFY, ANNOTATE)

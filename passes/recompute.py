@@ -6,6 +6,8 @@ anything derived from it would be memory spent for nothing.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -32,18 +34,20 @@ VIEWS_AND_CASTS = frozenset(
         _aten.unsqueeze,
         _aten.as_strided,
         _aten.alias,
+        _aten.clone,
         _aten.detach,
         _aten._to_copy,
         _aten.split,
         _aten.split_with_sizes,
+        _aten.unbind,
         torch.ops.prims.convert_element_type,
     )
 )
 
 
 def is_view_or_cast(node: Node) -> bool:
-    """Whether ``node`` only reinterprets, slices or casts its first argument."""
-    return getattr(node.target, "overloadpacket", None) in VIEWS_AND_CASTS
+    """Whether ``node`` only reinterprets, slices, copies or casts its first argument."""
+    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in VIEWS_AND_CASTS
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:

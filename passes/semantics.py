@@ -33,11 +33,12 @@ def _append_zeros(x: Tensor, rows: int, spec: ParamSpec) -> Tensor:
     """``x`` with ``rows`` zero rows below, in a fresh buffer.
 
     Where any rank of an uneven parameter pads, every rank does (by zero rows, maybe): graphs of all ranks then have the
-    same nodes, and no scheduling decision can come out differently on one of them.
+    same nodes, and no scheduling decision can come out differently on one of them. One op does it on all ranks alike;
+    Inductor's decomposition of ``cat`` would drop the empty tensors of one rank.
     """
     if spec.chunk * spec.world == spec.shape[0]:
         return x
-    return torch.cat([x, x.new_zeros((rows, *x.shape[1:]))])
+    return torch.constant_pad_nd(x, [*[0, 0] * (x.ndim - 1), 0, rows])
 
 
 def pad_shard(shard: Tensor, spec: ParamSpec) -> Tensor:
