@@ -20,6 +20,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -156,6 +157,7 @@ def _processor() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are stopped too
     console = Console(width=None if sys.stdout.isatty() else 170)
     trials = plan_trials(options, console)
     if not trials:

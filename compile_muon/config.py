@@ -1,33 +1,23 @@
-"""Configuration: frozen dataclasses, checked when built, and the two vocabularies that lead to them.
+"""Configuration: frozen dataclasses, checked when built.
 
 A setting reaches a dataclass in one of three ways, and each names it its own way in errors:
 
 * directly, ``ZeroConfig(stage=3)``, named ``ZeroConfig.stage``;
 * as a ``MuonZero`` keyword argument, :func:`config_from_kwargs`, named ``stage``;
-* from JSON or a dict in DeepSpeed's vocabulary, :meth:`Config.load`, named ``zero_optimization.stage``.
+* from JSON or a dict in DeepSpeed's vocabulary, :meth:`Config.load`, named ``zero_optimization.stage``
+  (rules in :mod:`compile_muon.vocabulary`).
 
-Rules of the DeepSpeed vocabulary (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
-
-* ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
-  override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
-* ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
-* What is absent takes the default of the dataclasses here, not DeepSpeed's (``zero_optimization.stage`` is 2, not 0).
-* ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
-* ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
-* A DeepSpeed key that has no meaning here is an error, even where it is only a hint: a flag that does nothing is
-  worse than one that is refused.
+docs/configuration.md is the same for users.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -36,6 +26,9 @@ from compile_muon.errors import ConfigError, config_error
 
 __all__ = [
     "ADJUST_LR",
+    "ALGORITHMS",
+    "ARGUMENTS",
+    "NO_MUON",
     "NS_COEFFICIENTS",
     "NS_METHODS",
     "AdamWConfig",
@@ -44,15 +37,21 @@ __all__ = [
     "MuonConfig",
     "NSConfig",
     "ZeroConfig",
+    "assemble",
+    "check_boolean",
+    "check_dtype",
+    "check_real",
     "config_from_kwargs",
 ]
 
+ALGORITHMS = ("muon", "adamw")
 ADJUST_LR = ("original", "match_rms_adamw", "spectral")
 NS_METHODS = ("auto", "standard", "gram")
 #: Names of the coefficient sets in compile_muon.kernels (FIELD.md gives their sources).
 NS_COEFFICIENTS = ("jordan", "you", "polar_express", "cans", "deepseek_v4")
 _DEEPSEEK_STEPS = 10  # the set is 8 jordan steps and 2 polishing steps; cut short it would be `jordan` in disguise
 _MAX_STEPS = 99  # the bound of torch.optim.Muon
+NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 _DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -74,7 +73,7 @@ _DTYPE_ALIASES = {
 # ---------------------------------------------------------------------------------------------- checks
 
 
-def _real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
+def check_real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
     """A finite float in [0, below), or in (0, below) when ``positive``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         if value == "auto":
@@ -94,7 +93,7 @@ def _pair(field: str, value: object) -> tuple[float, float]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
     try:
-        first, second = (_real(field, number, below=1.0) for number in value)
+        first, second = (check_real(field, number, below=1.0) for number in value)
     except ConfigError as error:
         raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
     return first, second
@@ -110,7 +109,7 @@ def _integer(field: str, value: object, low: int, high: int | None = None) -> in
     return number
 
 
-def _boolean(field: str, value: object) -> bool:
+def check_boolean(field: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
     return value
@@ -140,17 +139,20 @@ def _dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
     return name
 
 
-def _dtype(field: str, value: object) -> torch.dtype | None:
+def check_dtype(field: str, value: object) -> torch.dtype | None:
     return None if value is None else _DTYPES[_dtype_name(field, value)]
 
 
-def _coefficients(field: str, value: object, steps: int) -> str | tuple:
+def _coefficients(field: str, value: object, steps: int | None) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
         _choice(field, value, NS_COEFFICIENTS)
-        if value == "deepseek_v4" and steps != _DEEPSEEK_STEPS:
+        if value == "deepseek_v4" and steps not in (None, _DEEPSEEK_STEPS):
             raise config_error(
-                field, value, f"is a schedule of {_DEEPSEEK_STEPS} steps, not {steps}", "set ns_steps=10"
+                field,
+                value,
+                f"is a schedule of {_DEEPSEEK_STEPS} steps, not {steps}",
+                f"set ns_steps={_DEEPSEEK_STEPS}, or leave ns_steps out",
             )
         return value
     shape = "use a known name, one triple (a, b, c), or one triple per step"
@@ -160,8 +162,11 @@ def _coefficients(field: str, value: object, steps: int) -> str | tuple:
         return _triple(field, value, shape)
     if not all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
         raise config_error(field, value, "mixes numbers with other things", shape)
-    if len(value) != steps:
-        raise config_error(field, value, f"has {len(value)} triples for {steps} steps", f"set ns_steps={len(value)}")
+    if len(value) > _MAX_STEPS:
+        raise config_error(field, value, f"has {len(value)} triples", f"give at most {_MAX_STEPS}, one per step")
+    if steps not in (None, len(value)):
+        remedy = f"set ns_steps={len(value)}, or leave ns_steps out"
+        raise config_error(field, value, f"has {len(value)} triples for {steps} steps", remedy)
     return tuple(_triple(field, row, shape) for row in value)
 
 
@@ -204,7 +209,9 @@ class NSConfig:
     """Newton-Schulz orthogonalization.
 
     Attributes:
-        steps: iterations, 1 to 99.
+        steps: iterations, 1 to 99; None for as many as ``coefficients`` has, which is 10 for "deepseek_v4", 5 for the
+            other names and for one triple. Fewer steps cut a longer set, more repeat its last triple; "deepseek_v4"
+            and triples per step are taken whole or not at all.
         coefficients: a name out of ``NS_COEFFICIENTS``, one triple (a, b, c), or one triple per step.
         method: "standard" iterates on the matrix, "gram" on its Gram matrix, "auto" lets the cost formulas choose.
         dtype: compute dtype "bfloat16" | "float16" | "float32" | "float64", or "auto". torch dtypes and short names
@@ -215,21 +222,21 @@ class NSConfig:
         ConfigError: naming the field, for anything else.
     """
 
-    steps: int = 5
+    steps: int | None = None
     coefficients: str | tuple = "jordan"
     method: str = "auto"
     dtype: str = "auto"
     eps: float = 1e-7
 
     def __post_init__(self) -> None:
-        steps = _integer("NSConfig.steps", self.steps, 1, _MAX_STEPS)
+        steps = None if self.steps is None else _integer("NSConfig.steps", self.steps, 1, _MAX_STEPS)
         _set(
             self,
             steps=steps,
             coefficients=_coefficients("NSConfig.coefficients", self.coefficients, steps),
             method=_choice("NSConfig.method", self.method, NS_METHODS),
             dtype=_dtype_name("NSConfig.dtype", self.dtype, extra=("auto",)),
-            eps=_real("NSConfig.eps", self.eps, positive=True),
+            eps=check_real("NSConfig.eps", self.eps, positive=True),
         )
 
 
@@ -257,10 +264,10 @@ class MuonConfig:
         _instance("MuonConfig.ns", self.ns, NSConfig)
         _set(
             self,
-            lr=_real("MuonConfig.lr", self.lr),
-            momentum=_real("MuonConfig.momentum", self.momentum, below=1.0),
-            nesterov=_boolean("MuonConfig.nesterov", self.nesterov),
-            weight_decay=_real("MuonConfig.weight_decay", self.weight_decay),
+            lr=check_real("MuonConfig.lr", self.lr),
+            momentum=check_real("MuonConfig.momentum", self.momentum, below=1.0),
+            nesterov=check_boolean("MuonConfig.nesterov", self.nesterov),
+            weight_decay=check_real("MuonConfig.weight_decay", self.weight_decay),
             adjust_lr=_choice("MuonConfig.adjust_lr", self.adjust_lr, ADJUST_LR),
         )
 
@@ -277,10 +284,10 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         _set(
             self,
-            lr=_real("AdamWConfig.lr", self.lr),
+            lr=check_real("AdamWConfig.lr", self.lr),
             betas=_pair("AdamWConfig.betas", self.betas),
-            eps=_real("AdamWConfig.eps", self.eps),
-            weight_decay=_real("AdamWConfig.weight_decay", self.weight_decay),
+            eps=check_real("AdamWConfig.eps", self.eps),
+            weight_decay=check_real("AdamWConfig.weight_decay", self.weight_decay),
         )
 
 
@@ -294,7 +301,8 @@ class ZeroConfig:
         exchange: how gradients are gathered for Newton-Schulz: "auto" | "replicate" | "owner".
         gradient_accumulation_steps: micro-batches per step, or None when only the loop knows.
         gradient_clipping: maximal global gradient norm, or None for no clipping.
-        nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank.
+        nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank. Neither needs a
+            barrier: what backward computes is a transaction that ``step()`` commits, or drops.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
 
@@ -318,7 +326,7 @@ class ZeroConfig:
         if clipping is not None:
             if clipping == 0 and not isinstance(clipping, bool):
                 raise config_error("ZeroConfig.gradient_clipping", clipping, "would erase every gradient", "use None")
-            clipping = _real("ZeroConfig.gradient_clipping", clipping, positive=True)
+            clipping = check_real("ZeroConfig.gradient_clipping", clipping, positive=True)
         _set(
             self,
             stage=_integer("ZeroConfig.stage", self.stage, 0, 3),
@@ -327,8 +335,8 @@ class ZeroConfig:
             gradient_accumulation_steps=accumulation,
             gradient_clipping=clipping,
             nonfinite=_choice("ZeroConfig.nonfinite", self.nonfinite, ("error", "skip")),
-            param_dtype=_dtype("ZeroConfig.param_dtype", self.param_dtype),
-            reduce_dtype=_dtype("ZeroConfig.reduce_dtype", self.reduce_dtype),
+            param_dtype=check_dtype("ZeroConfig.param_dtype", self.param_dtype),
+            reduce_dtype=check_dtype("ZeroConfig.reduce_dtype", self.reduce_dtype),
         )
         if self.update == "backward" and self.barriers():
             raise config_error(
@@ -341,6 +349,10 @@ class ZeroConfig:
     def barriers(self) -> tuple[str, ...]:
         """The settings that need every gradient before the first update, as "name=value"; empty if none does.
 
+        Clipping scales a gradient by the norm of all of them, and an unknown boundary shows only in ``step()``.
+        ``nonfinite="skip"`` is none: a direction made in backward changes neither weights nor momentum before
+        ``step()`` commits it.
+
         >>> ZeroConfig(gradient_clipping=1.0).barriers()
         ('gradient_clipping=1.0',)
         """
@@ -349,8 +361,6 @@ class ZeroConfig:
             found.append(f"gradient_clipping={self.gradient_clipping}")
         if self.gradient_accumulation_steps is None:
             found.append("gradient_accumulation_steps=None")
-        if self.nonfinite == "skip":
-            found.append('nonfinite="skip"')
         return tuple(found)
 
 
@@ -380,14 +390,14 @@ class CompileConfig:
                 raise config_error("CompileConfig.dump", dump, "is not a folder", "give a path, or None")
             dump = os.fspath(dump)
         if self.dynamic is not None:
-            _boolean("CompileConfig.dynamic", self.dynamic)
+            check_boolean("CompileConfig.dynamic", self.dynamic)
         _set(
             self,
-            enabled=_boolean("CompileConfig.enabled", self.enabled),
+            enabled=check_boolean("CompileConfig.enabled", self.enabled),
             codegen=_choice("CompileConfig.codegen", self.codegen, ("inductor", "eager")),
             dump=dump,
-            nvtx=_boolean("CompileConfig.nvtx", self.nvtx),
-            fullgraph=_boolean("CompileConfig.fullgraph", self.fullgraph),
+            nvtx=check_boolean("CompileConfig.nvtx", self.nvtx),
+            fullgraph=check_boolean("CompileConfig.fullgraph", self.fullgraph),
         )
 
     def options(self) -> dict[str, Any]:
@@ -407,6 +417,11 @@ class Config:
     Attributes:
         muon_params: which parameters get Muon; a predicate ``f(name, param)``, a tuple of fnmatch patterns, or None
             for the rules of :mod:`compile_muon.assignment`.
+        algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
+            Muon reads must then keep its default.
+
+    Raises:
+        ConfigError: naming the field; also for a Muon setting beside ``algorithm="adamw"``.
     """
 
     muon: MuonConfig = MuonConfig()
@@ -414,13 +429,37 @@ class Config:
     zero: ZeroConfig = ZeroConfig()
     compile: CompileConfig = CompileConfig()
     muon_params: Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None = None
+    algorithm: str = "muon"
 
     def __post_init__(self) -> None:
         _instance("Config.muon", self.muon, MuonConfig)
         _instance("Config.adamw", self.adamw, AdamWConfig)
         _instance("Config.zero", self.zero, ZeroConfig)
         _instance("Config.compile", self.compile, CompileConfig)
-        _set(self, muon_params=_patterns("Config.muon_params", self.muon_params))
+        _set(
+            self,
+            muon_params=_patterns("Config.muon_params", self.muon_params),
+            algorithm=_choice("Config.algorithm", self.algorithm, ALGORITHMS),
+        )
+        if self.algorithm == "adamw":
+            self._refuse_muon_settings()
+
+    def _refuse_muon_settings(self) -> None:
+        """A setting nothing reads would be worse than an error; only values that differ from the default show here."""
+        for field, value, default in (
+            ("Config.muon", self.muon, MuonConfig()),
+            ("Config.muon_params", self.muon_params, None),
+            ("ZeroConfig.exchange", self.zero.exchange, "auto"),
+        ):
+            if value != default:
+                raise config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')
+        if self.zero.update == "backward":
+            raise config_error(
+                "ZeroConfig.update",
+                self.zero.update,
+                f"{NO_MUON}, and AdamW updates in step()",
+                'use update="auto" or "step"',
+            )
 
     @staticmethod
     def load(source: str | os.PathLike | Mapping[str, Any] | Config) -> Config:
@@ -436,13 +475,15 @@ class Config:
         """
         if isinstance(source, Config):
             return source
-        return _from_mapping(_read_json(source) if isinstance(source, (str, os.PathLike)) else source)
+        from compile_muon.vocabulary import read_config  # it builds the classes of this module
+
+        return read_config(source)
 
 
 # -------------------------------------------------------------------------- MuonZero's keyword arguments
 
-#: MuonZero keyword argument -> (dataclass, field): the one table both vocabularies go through.
-_ARGUMENTS: dict[str, tuple[type, str]] = {
+#: MuonZero keyword argument -> (dataclass, field): the one table Python and JSON settings go through.
+ARGUMENTS: dict[str, tuple[type, str]] = {
     "lr": (MuonConfig, "lr"),
     "momentum": (MuonConfig, "momentum"),
     "nesterov": (MuonConfig, "nesterov"),
@@ -464,6 +505,8 @@ _ARGUMENTS: dict[str, tuple[type, str]] = {
 def config_from_kwargs(**kwargs: Any) -> Config:
     """The ``Config`` of ``MuonZero(model, **kwargs)``; what is not given keeps its default.
 
+    Without ``ns_steps`` (or with None) Newton-Schulz takes as many steps as ``ns_coefficients`` has.
+
     Raises:
         ConfigError: naming the keyword argument, also for unknown ones (with the nearest known one).
 
@@ -471,335 +514,30 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     6
     """
     for name, value in kwargs.items():
-        if name not in _ARGUMENTS:
-            near = difflib.get_close_matches(name, _ARGUMENTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_ARGUMENTS)}"
+        if name not in ARGUMENTS:
+            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ARGUMENTS)}"
             raise config_error(name, value, "is not an argument of MuonZero", hint)
-    return _assemble(kwargs, {name: name for name in kwargs}, CompileConfig())
+    return assemble(kwargs, {name: name for name in kwargs})
 
 
-def _assemble(values: Mapping[str, Any], paths: Mapping[str, str], compile_config: CompileConfig) -> Config:
-    """Build the dataclasses from keyword arguments; ``paths`` says under which name the user gave each."""
+def assemble(values: Mapping[str, Any], paths: Mapping[str, str], **rest: Any) -> Config:
+    """Build the dataclasses from keyword arguments; ``paths`` says under which name the user gave each.
+
+    ``rest`` are fields of ``Config`` that are no arguments of ``MuonZero``.
+    """
     grouped: dict[type, dict[str, Any]] = {}
     for argument, value in values.items():
-        owner, field = _ARGUMENTS[argument]
+        owner, field = ARGUMENTS[argument]
         grouped.setdefault(owner, {})[field] = value
-    names = {f"{owner.__name__}.{field}": paths.get(a, a) for a, (owner, field) in _ARGUMENTS.items()}
+    names = {f"{owner.__name__}.{field}": paths.get(a, a) for a, (owner, field) in ARGUMENTS.items()}
     try:
         return Config(
             muon=MuonConfig(**grouped.get(MuonConfig, {}), ns=NSConfig(**grouped.get(NSConfig, {}))),
             adamw=AdamWConfig(**grouped.get(AdamWConfig, {})),
             zero=ZeroConfig(**grouped.get(ZeroConfig, {})),
-            compile=compile_config,
             **grouped.get(Config, {}),
+            **rest,
         )
     except ConfigError as error:
         raise error.renamed(names.get(error.field, error.field)) from None
-
-
-# ------------------------------------------------------------------------------- DeepSpeed's vocabulary
-
-_TOP = (
-    "compile",
-    "optimizer",
-    "zero_optimization",
-    "gradient_clipping",
-    "gradient_accumulation_steps",
-    "bf16",
-    "fp16",
-)
-#: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
-_PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
-_SECTIONS: dict[str, tuple[str, ...]] = {
-    "": _TOP,
-    "compile": tuple(f.name for f in fields(CompileConfig)),
-    "optimizer": ("type", "params"),
-    "zero_optimization": ("stage",),
-    "optimizer.params": (*_PARAM_ALIASES, *_ARGUMENTS),
-    "bf16": ("enabled",),
-    "fp16": ("enabled",),
-}
-
-_NO_OFFLOAD = "remove it: compile_muon does not offload; stage 3 on more ranks lowers the memory of each"
-_NO_MEANING = "is a DeepSpeed key without meaning here"
-
-#: DeepSpeed keys that cannot be honoured, first match wins: (section, key patterns, problem, remedy).
-_FOREIGN: tuple[tuple[str, str, str, str], ...] = (
-    ("zero_optimization", "*offload* zenflow sub_group_size", "asks for DeepSpeed's offload", _NO_OFFLOAD),
-    ("compile", "offload_*", "asks for DeepSpeed's offload", _NO_OFFLOAD),
-    ("", "aio zero_force_ds_cpu_optimizer", "asks for DeepSpeed's offload", _NO_OFFLOAD),
-    (
-        "",
-        "train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last data_efficiency",
-        _NO_MEANING,
-        "remove it: the training loop loads the data and chooses the batch size",
-    ),
-    (
-        "",
-        """steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level flops_profiler comms_logger
-        tensorboard wandb comet csv_monitor""",
-        _NO_MEANING,
-        "remove it: log from the training loop, or use torch.profiler",
-    ),
-    (
-        "",
-        "scheduler",
-        "is DeepSpeed's scheduler, which is not built here",
-        "remove it: pass the optimizer to a scheduler of torch.optim.lr_scheduler",
-    ),
-    (
-        "",
-        "communication_data_type",
-        _NO_MEANING,
-        "remove it: optimizer.params.reduce_dtype sets the dtype gradients are reduced in",
-    ),
-    (
-        "",
-        "torch_autocast data_types bfloat16 amp",
-        "is a DeepSpeed precision setting that is not honoured here",
-        'remove it: use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
-    ),
-    (
-        "fp16",
-        """auto_cast loss_scale* initial_scale_power hysteresis consecutive_hysteresis min_loss_scale
-        fp16_master_weights_and_grads""",
-        "belongs to loss scaling, which compile_muon does not do",
-        'remove it: use "bf16": {"enabled": true}',
-    ),
-    (
-        "bf16",
-        "check_grad_overflow check_overflow",
-        _NO_MEANING,
-        "remove it: optimizer.params.nonfinite says what happens on inf or NaN",
-    ),
-    (
-        "bf16",
-        "immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states",
-        "is not honoured here",
-        "remove it: master weights and optimizer states keep the dtype the model was built in",
-    ),
-    (
-        "",
-        "prescale_gradients gradient_predivide_factor gradient_allreduce_op",
-        "would change how gradients are averaged, which is not honoured here",
-        "remove it: gradients are averaged over the ranks",
-    ),
-    (
-        "compile",
-        """deepcompile backend kwargs passes double_buffer symmetric_memory free_activation* sync_* keep_* debug_log
-        autoep_non_moe""",
-        "belongs to DeepSpeed's DeepCompile, which is not used here",
-        'remove it: "compile": true is the whole switch',
-    ),
-    (
-        "optimizer.params",
-        "max_grad_norm",
-        "is not an optimizer parameter",
-        "remove it: use gradient_clipping",
-    ),
-    (
-        "optimizer.params",
-        "torch_adam adam_w_mode fp32_optimizer_states",
-        "chooses a DeepSpeed Adam, which is not used here",
-        "remove it: parameters without Muon are trained by AdamW with decoupled decay",
-    ),
-    (
-        "optimizer.params",
-        "per_head_muon",
-        "is not supported: a fused projection is orthogonalized as one matrix",
-        "remove it",
-    ),
-    (
-        "zero_optimization",
-        "save_muon_momentum_buffer_in_memory",
-        _NO_MEANING,
-        "remove it: the momentum always stays in memory, sharded",
-    ),
-    (
-        "zero_optimization",
-        "zero_quantized_* zero_hpz_partition_size zeropp_* mics_*",
-        "asks for a ZeRO++ or MiCS feature that is not honoured here",
-        "remove it",
-    ),
-    (
-        "zero_optimization",
-        """overlap_comm contiguous_gradients reduce_scatter allgather_partitions allgather_sequential *bucket*
-        round_robin_gradients memory_efficient_linear *_persistence_threshold max_live_parameters
-        max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params stage3_*""",
-        _NO_MEANING,
-        "remove it: the compiler passes choose layout, buckets and overlap",
-    ),
-    (
-        "zero_optimization",
-        """compute_grad_norm load_from_fp32_weights elastic_checkpoint gather_16bit_weights_on_model_save
-        ignore_unused_parameters legacy_stage1 parameter_alignment pipeline_loading_checkpoint
-        override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module""",
-        _NO_MEANING,
-        "remove it",
-    ),
-    (
-        "optimizer",
-        "legacy_fusion",
-        _NO_MEANING,
-        "remove it",
-    ),
-    (
-        "",
-        """zero_allow_untested_optimizer managed_gradient_accumulation seq_parallel_communication_data_type
-        sequence_parallel_size tensor_parallel disable_allgather disable_python_gc activation_checkpointing
-        autotuning checkpoint compression_training curriculum_learning elasticity hybrid_engine pipeline
-        progressive_layer_drop sparse_attention sparse_gradients use_data_before_expert_parallelism
-        vocabulary_size""",
-        _NO_MEANING,
-        "remove it",
-    ),
-)
-
-
-class _Given:
-    """Keyword arguments collected from several places of one config, each with the path that gave it."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.paths: dict[str, str] = {}
-
-    def put(self, argument: str, value: Any, path: str) -> None:
-        """Record a setting; a second one must agree with the first."""
-        value = _canonical(argument, value, path)
-        if argument in self.values:
-            known, first = self.values[argument], self.paths[argument]
-            if known != value or isinstance(known, bool) != isinstance(value, bool):
-                raise config_error(path, value, f"contradicts {first} = {known!r}", "keep one of the two")
-            return
-        self.values[argument], self.paths[argument] = value, path
-
-    def default(self, argument: str, value: Any, path: str) -> None:
-        """Record a setting unless something more specific gave it."""
-        if argument not in self.values:
-            self.put(argument, value, path)
-
-
-def _canonical(argument: str, value: Any, path: str) -> Any:
-    """One spelling per value, so that two spellings of the same thing do not count as a contradiction."""
-    if argument in ("param_dtype", "reduce_dtype"):
-        return _dtype(path, value)
-    if argument == "gradient_clipping" and value == 0 and not isinstance(value, bool):
-        return None
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _from_mapping(source: object) -> Config:
-    given = _Given()
-    top = _section("", source)
-    optimizer = _section("optimizer", top.get("optimizer", {}))
-    kind = optimizer.get("type", "Muon")
-    if not isinstance(kind, str) or kind.lower() != "muon":
-        raise config_error("optimizer.type", kind, "is not an optimizer of compile_muon", 'use "Muon"')
-    _put_params(given, _section("optimizer.params", optimizer.get("params", {})))
-    for key, value in _section("zero_optimization", top.get("zero_optimization", {})).items():
-        given.put(key, value, f"zero_optimization.{key}")
-    for key in ("gradient_clipping", "gradient_accumulation_steps"):
-        if key in top:
-            given.put(key, top[key], key)
-    _put_precision(given, top)
-    return _assemble(given.values, given.paths, _compile_config(top.get("compile", False)))
-
-
-def _put_params(given: _Given, params: Mapping[str, Any]) -> None:
-    """optimizer.params: specific keys first, then the two that are shared by both halves."""
-    shared = ("lr", "weight_decay")
-    for key, value in params.items():
-        if key not in shared:
-            given.put(_PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
-    for key in shared:
-        if key in params:
-            _real(f"optimizer.params.{key}", params[key])  # also where both halves override it
-            for argument in (key, f"adamw_{key}"):
-                given.default(argument, params[key], f"optimizer.params.{key}")
-
-
-def _put_precision(given: _Given, top: Mapping[str, Any]) -> None:
-    """bf16.enabled is param_dtype=bfloat16; fp16.enabled would need loss scaling."""
-    fp16, bf16 = (_section(key, top.get(key, {})) for key in ("fp16", "bf16"))
-    if _boolean("fp16.enabled", fp16.get("enabled", False)):
-        raise config_error(
-            "fp16.enabled", True, "needs loss scaling, which compile_muon does not do", 'use "bf16": {"enabled": true}'
-        )
-    if "enabled" not in bf16:
-        return
-    if _boolean("bf16.enabled", bf16["enabled"]):
-        given.put("param_dtype", torch.bfloat16, "bf16.enabled")
-    elif given.values.get("param_dtype") is torch.bfloat16:
-        path = given.paths["param_dtype"]
-        raise config_error("bf16.enabled", False, f"contradicts {path} = torch.bfloat16", "keep one of the two")
-
-
-def _compile_config(value: object) -> CompileConfig:
-    if isinstance(value, bool):
-        return CompileConfig(enabled=value)
-    if not isinstance(value, Mapping):
-        raise config_error("compile", value, "must be true, false or an object", 'use "compile": true')
-    settings = {"enabled": True, **_section("compile", value)}
-    try:
-        return CompileConfig(**settings)
-    except ConfigError as error:
-        raise error.renamed(error.field.replace("CompileConfig", "compile")) from None
-
-
-def _section(path: str, value: object) -> Mapping[str, Any]:
-    """``value`` as an object whose keys are all known at ``path``."""
-    if not isinstance(value, Mapping):
-        example = '{"enabled": true}' if path in ("bf16", "fp16") else "{...}"
-        name = path or "config"
-        raise config_error(name, value, f"must be an object, not {type(value).__name__}", f"write {example}")
-    for key, entry in value.items():
-        if key not in _SECTIONS[path]:
-            raise _unknown_key(path, key, entry)
-    return value
-
-
-def _unknown_key(section: str, key: object, value: object) -> ConfigError:
-    path = f"{section}.{key}" if section else str(key)
-    for place, patterns, problem, remedy in _FOREIGN:
-        if place == section and any(fnmatchcase(str(key), pattern) for pattern in patterns.split()):
-            return config_error(path, value, problem, remedy)
-    return config_error(path, value, "is not a known key", _nearest_key(section, str(key)))
-
-
-def _nearest_key(section: str, key: str) -> str:
-    """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere."""
-
-    def full(place: str, name: str) -> str:
-        return f"{place}.{name}" if place else name
-
-    for place, names in _SECTIONS.items():
-        if place != section and key in names and key != "enabled":
-            return f"did you mean {full(place, key)}?"
-    near = difflib.get_close_matches(key, _SECTIONS[section], n=1)
-    if near:
-        return f"did you mean {full(section, near[0])}?"
-    paths = {name: full(place, name) for place, names in _SECTIONS.items() for name in names}
-    near = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
-    if near:
-        return f"did you mean {paths[near[0]]}?"
-    return f"known here are {', '.join(_SECTIONS[section])}"
-
-
-def _read_json(source: str | os.PathLike) -> object:
-    path = os.fspath(source)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise config_error(key, value, f"is given twice in {path}", "keep one of the two")
-            found[key] = value
-        return found
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file, object_pairs_hook=unique)
-    except OSError as error:
-        raise config_error("config", path, f"cannot be read ({error.strerror})", "give a JSON file or a dict") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None

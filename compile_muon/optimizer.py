@@ -30,7 +30,6 @@ from compile_muon.sharding import resolve_mesh, shard_model
 from compile_muon.step_graph import StepGraphs
 from compile_muon.summary import Summary, summarize
 
-
 __all__ = ["MuonZero"]
 
 
@@ -302,7 +301,9 @@ class MuonZero(Optimizer):
         changed = [s for s in (*self._muon, *self._adamw) if s.name in directions or s in raw_adamw]
         self._refresh(changed)
 
-    def _commit_muon(self, states: Sequence[ParamState], directions: dict[str, Tensor], momenta: dict[str, Tensor]) -> None:
+    def _commit_muon(
+        self, states: Sequence[ParamState], directions: dict[str, Tensor], momenta: dict[str, Tensor]
+    ) -> None:
         if not states:
             return
         torch._foreach_copy_([s.momentum for s in states], [momenta[s.name] for s in states])
@@ -367,7 +368,7 @@ class MuonZero(Optimizer):
         self.loaded()
 
     def loaded(self) -> None:
-        """Weights or optimizer state were written from outside: forget the step under way, refresh what depends on them."""
+        """Weights or optimizer state were written from outside: forget the step under way, refresh the replicas."""
         self._ledger.close()
         self._sync_momentum()
         self._refresh_all()

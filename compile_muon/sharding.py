@@ -43,7 +43,8 @@ def resolve_mesh(
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None:
         if mesh.ndim != 1:
-            raise config_error("mesh", mesh, f"has {mesh.ndim} dimensions", "pass its data-parallel dimension, mesh['dp']")
+            remedy = "pass its data-parallel dimension, mesh['dp']"
+            raise config_error("mesh", mesh, f"has {mesh.ndim} dimensions", remedy)
         return mesh if mesh.size() > 1 else None
     if process_group is not None:
         found = DeviceMesh.from_group(process_group, device.type)

@@ -1,7 +1,7 @@
 """The step graph: what is still raw at ``optimizer.step()``, orthogonalized all at once.
 
-It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled once
-per set of parameters.
+It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled
+once per set of parameters.
 """
 
 from __future__ import annotations

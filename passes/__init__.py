@@ -1,7 +1,7 @@
 """Graph passes: markers in, collectives and kernels out.
 
-The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph before it is partitioned, ``HALF_PASSES``
-on each forward, backward, inference and step graph before code generation.
+The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph before it is partitioned,
+``HALF_PASSES`` on each forward, backward, inference and step graph before code generation.
 """
 
 from .annotate import ANNOTATE

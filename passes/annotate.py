@@ -35,7 +35,9 @@ RANGE_PUSH = torch.ops.muon_zero.range_push.default
 RANGE_POP = torch.ops.muon_zero.range_pop.default
 
 
-def _surround(gm: GraphModule, first: Node, last: Node, inputs: Sequence[Node], outputs: Sequence[Node], name: str) -> None:
+def _surround(
+    gm: GraphModule, first: Node, last: Node, inputs: Sequence[Node], outputs: Sequence[Node], name: str
+) -> None:
     # Graph inputs are left out: a claimed mutation of one would be copied back.
     with gm.graph.inserting_before(first):
         gm.graph.call_function(RANGE_PUSH, ([node for node in inputs if node.op != "placeholder"], name))
@@ -46,7 +48,8 @@ def _surround(gm: GraphModule, first: Node, last: Node, inputs: Sequence[Node], 
 def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if not ctx.nvtx:
         return gm
-    for number, node in enumerate(gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)):
+    newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
+    for number, node in enumerate(newton_schulz):
         results = [user for user in node.users if user.target is operator.getitem]
         for result in reversed(results):
             node.append(result)

@@ -60,7 +60,7 @@ _OPERATIONS_PER_SECOND = 2.0e13
 _LATENCY_SECONDS = 2.0e-5
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _function(expression: sympy.Expr) -> Callable[..., float]:
     return sympy.lambdify((R, C, W, T, B), expression, modules=[{"Min": min, "Max": max}, "math"])
 

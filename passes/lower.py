@@ -182,7 +182,9 @@ def _lower_reductions(
         specs = [spec for _, spec in group]
         with_prior = [k for k, (node, _) in enumerate(group) if node in priors]
 
-        def start(*tensors: torch.Tensor, specs=specs, with_prior=with_prior) -> list[torch.Tensor]:
+        def start(
+            *tensors: torch.Tensor, specs: list[ParamSpec] = specs, with_prior: list[int] = with_prior
+        ) -> list[torch.Tensor]:
             grads = list(tensors[: len(specs)])
             for k, prior in zip(with_prior, tensors[len(specs) :], strict=True):
                 grads[k] = grads[k] + prior
@@ -239,7 +241,9 @@ def _orthogonalize(
         count = len(bucket)
         with_prior = [k for k, i in enumerate(bucket) if priors[i] is not None]
 
-        def update(*tensors: torch.Tensor, bucket=bucket, count=count, with_prior=with_prior) -> list[torch.Tensor]:
+        def update(
+            *tensors: torch.Tensor, bucket: list[int] = bucket, count: int = count, with_prior: list[int] = with_prior
+        ) -> list[torch.Tensor]:
             grads = list(tensors[:count])
             for k, prior in zip(with_prior, tensors[3 * count :], strict=True):
                 grads[k] = grads[k] + prior

@@ -143,7 +143,7 @@ class ParamSpec:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @staticmethod
-    @functools.lru_cache(maxsize=None)
+    @functools.cache
     def decode(text: str) -> ParamSpec:
         """Inverse of :meth:`encode`."""
         fields = json.loads(text)

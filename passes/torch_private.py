@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -40,7 +40,7 @@ def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callabl
     """Inductor's graph compiler, joint passes and AOTAutograd included."""
     from torch._inductor.compile_fx import compile_fx as implementation
 
-    return implementation(gm, inputs, **kwargs)
+    return cast("Callable[..., Any]", implementation(gm, inputs, **kwargs))
 
 
 def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from .collectives import collectives, is_wait
 from .errors import VerificationError

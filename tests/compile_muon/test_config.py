@@ -1,9 +1,12 @@
 """Configuration: each bad input gets one error with field, value and remedy; all vocabularies end in the same place."""
 
+import ast
 import dataclasses
 import inspect
 import json
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +29,9 @@ from compile_muon.errors import (
     UnsupportedModelError,
     config_error,
 )
-from compile_muon.kernels.coefficients import COEFFICIENTS
+from compile_muon.kernels.coefficients import COEFFICIENTS, resolve_coefficients
+from compile_muon.optimizer import MuonZero
+from compile_muon.vocabulary import _SECTIONS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -81,11 +86,13 @@ def test_unsupported_model_is_also_a_value_error():
 
 def test_defaults_are_those_of_the_issue():
     config = Config()
-    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(5, "jordan", "auto", "auto", 1e-7))
+    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(None, "jordan", "auto", "auto", 1e-7))
     assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert config.zero == ZeroConfig(2, "auto", "auto", 1, None, "error", None, None)
     assert config.compile == CompileConfig(False, "inductor", None, False, False, None)
     assert config.muon_params is None
+    assert config.algorithm == "muon"
+    assert len(resolve_coefficients(config.muon.ns.coefficients, config.muon.ns.steps).steps) == 5
 
 
 @pytest.mark.parametrize("config", [NSConfig(), MuonConfig(), AdamWConfig(), ZeroConfig(), CompileConfig(), Config()])
@@ -126,6 +133,42 @@ def test_coefficients_are_normalized_to_tuples_of_floats():
     assert hash(schedule)
 
 
+TRIPLES = [(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "length"), [*((n, len(c.steps)) for n, c in COEFFICIENTS.items()), ((1, 2, 3), 5), (TRIPLES, 2)]
+)
+def test_steps_left_out_are_the_length_of_the_coefficients(coefficients, length):
+    in_json = {"ns_coefficients": coefficients if isinstance(coefficients, str) else list(coefficients)}
+    configs = [
+        config_from_kwargs(ns_coefficients=coefficients),
+        config_from_kwargs(ns_coefficients=coefficients, ns_steps=None),
+        config_from_kwargs(ns_coefficients=coefficients, ns_steps=length),
+        Config.load(params(**in_json)),
+        Config.load(params(**in_json, ns_steps=None)),
+        Config(muon=MuonConfig(ns=NSConfig(coefficients=coefficients))),
+    ]
+    assert {
+        len(resolve_coefficients(c.muon.ns.coefficients, c.muon.ns.steps).steps) for c in configs
+    } == {length}
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "steps", "word"),
+    [
+        ("deepseek_v4", 5, "10 steps, not 5; set ns_steps=10, or leave ns_steps out"),
+        ("deepseek_v4", 11, "not 11"),
+        (TRIPLES, 5, "2 triples for 5 steps; set ns_steps=2"),
+        (TRIPLES, 1, "2 triples for 1 steps"),
+    ],
+)
+def test_steps_that_do_not_fit_the_coefficients(coefficients, steps, word):
+    with pytest.raises(ConfigError) as caught:
+        config_from_kwargs(ns_coefficients=coefficients, ns_steps=steps)
+    check(caught.value, "ns_coefficients", word)
+
+
 def test_numbers_are_normalized():
     assert type(MuonConfig(lr=1).lr) is float
     assert AdamWConfig(betas=[0, 0.5]).betas == (0.0, 0.5)
@@ -140,10 +183,9 @@ BAD_FIELDS = [
     (NSConfig, "steps", True, "integer"),
     (NSConfig, "steps", 5.0, "integer"),
     (NSConfig, "coefficients", "jordn", "did you mean 'jordan'"),
-    (NSConfig, "coefficients", "deepseek_v4", "ns_steps=10"),
     (NSConfig, "coefficients", (1.0, 2.0), "takes 3"),
     (NSConfig, "coefficients", (1.0, NAN, 2.0), "finite"),
-    (NSConfig, "coefficients", [(1, 2, 3)] * 4, "4 triples for 5 steps"),
+    (NSConfig, "coefficients", [(1, 2, 3)] * 100, "100 triples; give at most 99"),
     (NSConfig, "coefficients", [(1, 2, 3), 4.0, 5.0], "mixes"),
     (NSConfig, "coefficients", [(1, 2)] * 5, "takes 3"),
     (NSConfig, "coefficients", [], "triple"),
@@ -211,6 +253,9 @@ BAD_FIELDS = [
     (Config, "muon_params", ["a", 3], "3"),
     (Config, "muon_params", [""], "non-empty"),
     (Config, "muon_params", 7, "predicate"),
+    (Config, "algorithm", "adamm", "did you mean 'adamw'"),
+    (Config, "algorithm", "AdamW", "'adamw'"),
+    (Config, "algorithm", None, "'muon'"),
 ]
 
 
@@ -226,7 +271,6 @@ def test_bad_field_names_field_value_and_remedy(kind, field, value, word):
     [
         ({"gradient_clipping": 1.0}, "gradient_clipping=1.0"),
         ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps=None"),
-        ({"nonfinite": "skip"}, 'nonfinite="skip"'),
     ],
 )
 def test_backward_update_contradicts_what_needs_a_barrier(setting, word):
@@ -239,6 +283,11 @@ def test_backward_update_contradicts_what_needs_a_barrier(setting, word):
 
 def test_backward_update_is_fine_without_a_barrier():
     assert ZeroConfig(update="backward", gradient_accumulation_steps=4).barriers() == ()
+
+
+def test_skipping_is_no_barrier_since_step_commits_what_backward_made():
+    assert ZeroConfig(update="backward", nonfinite="skip").barriers() == ()
+    assert config_from_kwargs(update="backward", nonfinite="skip").zero.nonfinite == "skip"
 
 
 def test_compile_options_are_the_non_defaults():
@@ -541,7 +590,7 @@ def test_contradictions(source, field, words):
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage", ["0 to 3"]),
         ({"zero_optimization": 2}, "zero_optimization", ["object"]),
         ({"optimizer": "Muon"}, "optimizer", ["object"]),
-        ({"optimizer": {"type": "AdamW"}}, "optimizer.type", ['"Muon"']),
+        ({"optimizer": {"type": "Adam"}}, "optimizer.type", ['"Muon" or "AdamW"']),
         ({"optimizer": {"type": None}}, "optimizer.type", ['"Muon"']),
         ({"optimizer": {"params": [1]}}, "optimizer.params", ["object"]),
         ({"gradient_clipping": "auto"}, "gradient_clipping", ["Hugging Face"]),
@@ -592,6 +641,7 @@ def test_bad_configs(source, field, words):
         ("zero_optimization.save_muon_momentum_buffer_in_memory", "momentum always stays"),
         ("zero_optimization.zero_quantized_weights", "ZeRO++"),
         ("optimizer.params.torch_adam", "AdamW"),
+        ("optimizer.params.amsgrad", "AdamW"),
         ("optimizer.params.per_head_muon", "one matrix"),
         ("optimizer.params.max_grad_norm", "gradient_clipping"),
         ("optimizer.legacy_fusion", "DeepSpeed"),
@@ -608,6 +658,95 @@ def test_deepspeed_keys_are_refused_with_their_own_remedy(path, value, word):
     with pytest.raises(ConfigError) as caught:
         Config.load(source)
     check(caught.value, path, "remove it", word)
+
+
+# ------------------------------------------------------------------------------------ AdamW for everything
+
+
+def adamw(**kwargs):
+    return {"optimizer": {"type": "AdamW", "params": kwargs}}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "adamw", "ADAMW"])
+def test_adamw_type_ignores_case(kind):
+    assert Config.load({"optimizer": {"type": kind}}) == Config(algorithm="adamw")
+
+
+@pytest.mark.parametrize("prefix", ["", "adamw_"])
+def test_adamw_takes_lr_decay_betas_and_eps(prefix):
+    given = {"lr": 0.5, "betas": [0.1, 0.2], "eps": 0.3, "weight_decay": 0.4}
+    config = Config.load(adamw(**{prefix + key: value for key, value in given.items()}))
+    assert config == Config(adamw=AdamWConfig(0.5, (0.1, 0.2), 0.3, 0.4), algorithm="adamw")
+
+
+def test_adamw_keeps_the_engine():
+    source = {**adamw(reduce_dtype="fp32", update="step"), "zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    config = Config.load({**source, "compile": True, "bf16": {"enabled": True}})
+    assert config.zero == Config.load({**source, **params(reduce_dtype="fp32", update="step"), "bf16": {"enabled": True}}).zero
+    assert config.compile.enabled
+    assert config.algorithm == "adamw"
+
+
+MUON_KEYS = {key: value for key, (value, path, _) in KWARGS.items() if path.startswith("muon")} | {
+    "muon_lr": 0.02,  # a default given explicitly is refused as well
+    "exchange": "auto",
+    "ns_steps": 5,
+}
+
+
+@pytest.mark.parametrize("key", sorted(MUON_KEYS.keys() - {"lr", "weight_decay"}))
+def test_keys_of_muon_are_refused_with_adamw(key):
+    with pytest.raises(ConfigError) as caught:
+        Config.load(adamw(lr=0.1, **{key: MUON_KEYS[key]}))
+    check(caught.value, f"optimizer.params.{key}", "belongs to Muon", 'optimizer.type to "Muon"')
+
+
+def test_muon_keys_under_test_are_all_there_are():
+    expected = "momentum nesterov adjust_lr ns_steps ns_coefficients ns_method ns_dtype muon_params muon_lr exchange"
+    assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
+
+
+def test_muon_rate_with_adamw_points_to_lr():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(adamw(muon_lr=0.1))
+    check(caught.value, "optimizer.params.muon_lr", "use lr")
+
+
+def test_adamw_has_one_rate():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(adamw(lr=0.1, adam_lr=0.2))
+    check(caught.value, "optimizer.params.adam_lr", "contradicts optimizer.params.lr = 0.1")
+    assert Config.load(adamw(lr=0.1, adam_lr=0.1)).adamw.lr == 0.1
+
+
+def test_adamw_values_are_checked_under_their_own_name():
+    for key, bad in [("lr", -1), ("weight_decay", "x"), ("betas", [2, 2]), ("eps", -1)]:
+        with pytest.raises(ConfigError) as caught:
+            Config.load(adamw(**{key: bad}))
+        check(caught.value, f"optimizer.params.{key}", repr(bad))
+
+
+def test_adamw_does_not_update_in_backward():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(adamw(update="backward"))
+    check(caught.value, "optimizer.params.update", "belongs to Muon", 'update="auto"')
+
+
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [
+        ({"muon": MuonConfig(lr=1.0)}, "Config.muon"),
+        ({"muon": MuonConfig(ns=NSConfig(6))}, "Config.muon"),
+        ({"muon_params": ["a.*"]}, "Config.muon_params"),
+        ({"zero": ZeroConfig(exchange="owner")}, "ZeroConfig.exchange"),
+        ({"zero": ZeroConfig(update="backward")}, "ZeroConfig.update"),
+    ],
+)
+def test_adamw_config_built_by_hand_refuses_muon_settings(setting, field):
+    with pytest.raises(ConfigError) as caught:
+        Config(algorithm="adamw", **setting)
+    check(caught.value, field, "belongs to Muon")
+    assert Config(**setting)
 
 
 # --------------------------------------------------------------------------------------------- files
@@ -645,6 +784,81 @@ def test_binary_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         Config.load(path)
     check(caught.value, "config", "not JSON")
+
+
+# ----------------------------------------------------------------------------------------------- docs
+
+DOCS = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def documented() -> dict[str, list[str]]:
+    """First cell -> the other cells, of every table row whose first cell is names in backticks."""
+    found = {}
+    for line in DOCS.splitlines():
+        if line.startswith("| `"):
+            names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+            for name in re.findall(r"`([^`]+)`", names):
+                found.setdefault(name, cells)
+    return found
+
+
+ARGUMENTS_OF_MUONZERO = {
+    name: parameter.default
+    for name, parameter in inspect.signature(MuonZero.__init__).parameters.items()
+    if name not in ("self", "model")
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_OF_MUONZERO)
+def test_every_argument_of_muonzero_is_documented_with_its_default(name):
+    default = documented()[name][0].strip("`")
+    assert ast.literal_eval(default) == ARGUMENTS_OF_MUONZERO[name]
+
+
+def test_defaults_of_muonzero_and_config_agree():
+    values = leaves(Config()) | {"muon.ns.steps": 5}  # None, which is five steps of the default coefficients
+    for name, (_, path, _) in KWARGS.items():
+        assert ARGUMENTS_OF_MUONZERO[name] == values[path], name
+
+
+def test_every_key_is_documented():
+    for section, keys in _SECTIONS.items():
+        for key in keys:
+            path = f"{section}.{key}" if section else key
+            if key in KWARGS or (key in ("compile", "optimizer", "zero_optimization", "bf16", "fp16") and not section):
+                continue
+            assert path in documented() or key in documented(), path
+
+
+def test_examples_in_the_documentation_load():
+    examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS, flags=re.DOTALL)]
+    loaded = [Config.load(example) for example in examples]
+    assert {config.algorithm for config in loaded} == {"muon", "adamw"}
+
+
+def test_the_deepspeed_example_is_refused_until_cleaned():
+    """Each key the page crosses out is an error, and what is left loads."""
+    (text,) = re.findall(r"```diff\n(.*?)```", DOCS, flags=re.DOTALL)
+    rows = [line for line in text.splitlines() if line.strip()]
+    before = json.loads("\n".join(row[1:] for row in rows if row[0] != "+"))
+    after = json.loads("\n".join(row[1:] for row in rows if row[0] != "-"))
+    assert Config.load(after).zero.stage == before["zero_optimization"]["stage"]
+    removed = 0
+    for section in ("", "zero_optimization", "optimizer.params", "bf16"):
+        old, new = before, after
+        for key in filter(None, section.split(".")):
+            old, new = old[key], new[key]
+        for key in old.keys() - new.keys():
+            broken = json.loads(json.dumps(after))
+            place = broken
+            for part in filter(None, section.split(".")):
+                place = place[part]
+            place[key] = old[key]
+            with pytest.raises(ConfigError) as caught:
+                Config.load(broken)
+            assert caught.value.field == (f"{section}.{key}" if section else key)
+            removed += 1
+    assert removed == sum(row[0] == "-" for row in rows)
 
 
 def test_public_things_have_docstrings():

@@ -1,0 +1,190 @@
+"""Gloo ranks that live as long as the test session.
+
+Starting a rank costs seconds, a tiny training run much less: so one set of processes per world size is started when it
+is first asked for, and every test hands its function to it. A function runs on all ranks at once, in a process group
+of its own world; what it returns (or raises) on each comes back. An exception is reported with its traceback at once,
+whether or not the other ranks are stuck in a collective with the one that raised.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Outcome", "RankError", "Ranks", "single_process"]
+
+#: what the other ranks get after one has failed, before they are stopped
+_GRACE_SECONDS = 5.0
+
+
+class RankError(AssertionError):
+    """A function raised on some rank, or a rank died; the message holds every rank's traceback."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank made of a function: its value, or the text of its failure."""
+
+    value: Any = None
+    failure: str | None = None
+
+
+def _module(path: str) -> ModuleType:
+    """A test module by its file: under --import-mode=importlib its name means nothing to another process."""
+    name = f"_cases_{Path(path).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
+    try:
+        value = getattr(_module(path), name)(**kwargs)
+        pickle.dumps(value)
+        return Outcome(value)
+    except BaseException:
+        return Outcome(failure=traceback.format_exc())
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:  # the session is over
+            os._exit(0)
+        connection.send(_run(*task))
+
+
+class Ranks:
+    """``world`` processes in one Gloo group on this machine.
+
+    Args:
+        world: number of ranks.
+        timeout: of the process group, in seconds.
+    """
+
+    def __init__(self, world: int, timeout: float = 60.0) -> None:
+        self.world = world
+        self.timeout = timeout
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], /, *, patience: float = 300.0, **kwargs: Any) -> list[Any]:
+        """Call a module-level ``function(**kwargs)`` on every rank; the values by rank.
+
+        Raises:
+            RankError: it failed on a rank. The next call starts fresh processes.
+        """
+        outcomes = self.outcomes(function, patience=patience, **kwargs)
+        failures = [f"rank {rank}: {o.failure}" for rank, o in enumerate(outcomes) if o.failure is not None]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: Callable[..., Any],
+        /,
+        *,
+        patience: float = 300.0,
+        grace: float = _GRACE_SECONDS,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """Like :meth:`run`, but failures are values.
+
+        Args:
+            patience: seconds until ranks that have not answered are stopped.
+            grace: the same, from the first failure on.
+        """
+        self._start()
+        task = (function.__code__.co_filename, function.__name__, kwargs)
+        for connection in self._connections:
+            connection.send(task)
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + patience
+        while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
+            waiting = [self._connections[rank] for rank in range(self.world) if rank not in found]
+            for ready in multiprocessing.connection.wait(waiting, timeout=left):
+                rank = self._connections.index(ready)  # type: ignore[arg-type]
+                found[rank] = self._receive(rank)
+                if found[rank].failure is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+        silent = Outcome(failure="no answer: stuck, or waiting for a rank that failed")
+        outcomes = [found.get(rank, silent) for rank in range(self.world)]
+        if any(outcome.failure is not None for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return self._connections[rank].recv()
+        except EOFError:
+            self._processes[rank].join()
+            return Outcome(failure=f"the process ended with code {self._processes[rank].exitcode}")
+
+    def _start(self) -> None:
+        if self._processes:
+            return
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(prefix="muon_zero_store_", delete=False).name
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world, store, self.timeout, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def close(self) -> None:
+        """Stop the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+
+class _Single(Ranks):
+    """World 1: this very process, with no process group."""
+
+    def outcomes(self, function: Callable[..., Any], /, **kwargs: Any) -> list[Outcome]:
+        for argument in ("patience", "grace"):
+            kwargs.pop(argument, None)
+        return [_run(function.__code__.co_filename, function.__name__, kwargs)]
+
+
+def single_process() -> Ranks:
+    """One rank, in the calling process."""
+    return _Single(1)

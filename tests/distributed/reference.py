@@ -1,0 +1,241 @@
+"""What every distributed run is compared with: one unsharded fp32 model trained on the averaged gradient.
+
+Nothing of compile_muon is used here, so an error in it cannot hide on both sides of a comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import compile_muon
+
+__all__ = [
+    "ADAMW_EPS",
+    "DIRECTION_TOLERANCE",
+    "PARAMETER_TOLERANCE",
+    "Matrices",
+    "Reference",
+    "Report",
+    "full",
+    "hidden_matrices",
+    "newton_schulz",
+    "relative_error",
+    "train",
+]
+
+#: the issue's bounds, relative Frobenius
+PARAMETER_TOLERANCE = 1e-5
+DIRECTION_TOLERANCE = 1e-4
+
+# AdamW divides by |g| + eps: with the usual 1e-8, rounding noise in a gradient that is zero in exact arithmetic (a key
+# bias, say) becomes a step of full length in a random direction, on any two machines, with or without us.
+ADAMW_EPS = 1e-4
+LR, MOMENTUM, DECAY = 0.02, 0.95, 0.1
+ADAMW_LR, BETAS = 3e-4, (0.9, 0.95)
+
+#: name -> (batch, rows, cols)
+Matrices = Mapping[str, tuple[int, int, int]]
+#: (model, batch) -> loss
+Loss = Callable[[nn.Module, Any], Tensor]
+#: (step, micro-batch, rank) -> batch
+Data = Callable[[int, int, int], Any]
+
+
+def hidden_matrices(model: nn.Module, *, exclude: tuple[str, ...], stacks: tuple[str, ...] = ()) -> Matrices:
+    """Views of all parameters of 2 or more dimensions but those named like ``exclude``; ``stacks`` are per expert."""
+    views: dict[str, tuple[int, int, int]] = {}
+    for name, param in model.named_parameters():
+        if param.ndim < 2 or any(word in name for word in exclude):
+            continue
+        if any(word in name for word in stacks):
+            views[name] = (param.shape[0], param.shape[1], param.shape[2])
+        else:
+            views[name] = (1, param.shape[0], param[0].numel())
+    return views
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """Five steps with Keller Jordan's coefficients, for one matrix or a stack of them."""
+    wide = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
+    x = wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide is matrix else x.mT
+
+
+@dataclass
+class Reference:
+    """Muon and AdamW by the book.
+
+    Args:
+        model: trained in place.
+        matrices: who gets Muon, and how each is viewed.
+        clip: global norm to clip gradients to.
+        slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
+    """
+
+    model: nn.Module
+    matrices: Matrices
+    clip: float | None = None
+    slices: int = 1
+    directions: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.named = dict(self.model.named_parameters())
+        self.momentum = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
+        rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
+        self.adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY)
+        self.lr = LR
+
+    def _direction(self, update: Tensor, view: tuple[int, int, int]) -> Tensor:
+        if self.slices > 1 and update.shape[0] > 1:
+            parts = update.reshape(view[0] * view[1], view[2]).chunk(self.slices)
+            return torch.cat([newton_schulz(part) for part in parts]).reshape(update.shape)
+        return newton_schulz(update.reshape(view)).reshape(update.shape)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step on the gradients in ``.grad``, which are dropped."""
+        params = [p for p in self.named.values() if p.grad is not None]
+        grads = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+        self.norm = float(grads)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(params, self.clip)
+        for name, view in self.matrices.items():
+            param, buffer = self.named[name], self.momentum[name]
+            if param.grad is None:
+                continue
+            buffer.lerp_(param.grad, 1 - MOMENTUM)
+            self.directions[name] = self._direction(param.grad.lerp(buffer, MOMENTUM), view)
+            param.mul_(1 - self.lr * DECAY).add_(self.directions[name], alpha=-self.lr * self.scale(name))
+        self.adamw.step()
+        self.model.zero_grad()
+
+    def scale(self, name: str) -> float:
+        """The factor on lr of a matrix."""
+        _, rows, cols = self.matrices[name]
+        return max(1.0, rows / cols) ** 0.5
+
+    def train_step(self, step: int, data: Data, loss: Loss, *, world: int, micro: int, used: int | None = None) -> None:
+        """One step on the mean over all ranks and micro-batches of ``step``; ``used``: only the first so many."""
+        for k in range(micro if used is None else used):
+            for rank in range(world):
+                (loss(self.model, data(step, k, rank)) / micro / world).backward()
+        self.step()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor; collective."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius distance; nan where anything is."""
+    return float((actual.detach() - expected.detach()).norm() / expected.detach().norm().clamp(min=1e-12))
+
+
+@dataclass
+class Report:
+    """How far a run is from its reference.
+
+    Args:
+        parameters: relative error of each parameter after the last step.
+        directions: largest relative error of each Muon direction over the steps.
+        norms: largest relative error of ``optimizer.grad_norm``.
+        balance: visits the ledger still counts after the last step.
+        matrices: matrices that this rank put through Newton-Schulz.
+    """
+
+    parameters: dict[str, float]
+    directions: dict[str, float]
+    norms: float
+    balance: int
+    matrices: int
+
+    def problems(self) -> dict[str, float]:
+        """Everything out of tolerance."""
+        far = {n: e for n, e in self.parameters.items() if not e <= PARAMETER_TOLERANCE}
+        far |= {f"direction {n}": e for n, e in self.directions.items() if not e <= DIRECTION_TOLERANCE}
+        far |= {"grad_norm": self.norms} if not self.norms <= PARAMETER_TOLERANCE else {}
+        return far | ({"visits owed": self.balance} if self.balance else {})
+
+
+def _directions_of_step(before: dict[str, Tensor], after: Mapping[str, Tensor], reference: Reference) -> dict[str, Tensor]:
+    """What step() moved the matrices along, from the parameters alone."""
+    lr = reference.lr
+    return {n: (p * (1 - lr * DECAY) - full(after[n])) / (lr * reference.scale(n)) for n, p in before.items()}
+
+
+def train(
+    model: nn.Module,
+    matrices: Matrices,
+    loss: Loss,
+    data: Data,
+    *,
+    steps: int,
+    codegen: str | None = "eager",
+    slices: int = 1,
+    used: int | None = None,
+    compiled: Callable[[nn.Module], nn.Module] | None = None,
+    by_context: bool = False,
+    dynamic: bool | None = None,
+    **settings: Any,
+) -> Report:
+    """Train ``model`` with MuonZero next to its reference, different data on each rank.
+
+    Args:
+        codegen: of the backend.
+        slices, used: mistakes for the reference to make.
+        compiled: how to compile, instead of ``torch.compile`` of the whole model.
+        by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
+        dynamic: of ``torch.compile``.
+        settings: of MuonZero.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    micro = settings.get("gradient_accumulation_steps", 1)
+    reference = Reference(copy.deepcopy(model), matrices, settings.get("gradient_clipping"), slices)
+    if by_context:
+        settings["gradient_accumulation_steps"] = 1
+    optimizer = compile_muon.MuonZero(
+        model, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, adamw_lr=ADAMW_LR, adamw_betas=BETAS,
+        adamw_eps=ADAMW_EPS, adamw_weight_decay=DECAY, ns_dtype="float32", **settings,
+    )  # fmt: skip
+    chosen = {row.name for row in optimizer.summary().rows if row.algorithm == "muon"}
+    assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
+    options = {"codegen": codegen}
+    step_model = compiled(model) if compiled else torch.compile(
+        model, backend="muon_zero", options=options, dynamic=dynamic
+    )  # fmt: skip
+    in_backward = settings.get("update") == "backward"
+    named = dict(model.named_parameters())
+    errors = dict.fromkeys(matrices, 0.0)
+    norms = 0.0
+    for step in range(steps):
+        before = {} if in_backward else {name: full(named[name]).detach().clone() for name in matrices}
+        for k in range(micro):
+            last = k == micro - 1
+            with optimizer.accumulate() if by_context and not last else contextlib.nullcontext():
+                (loss(step_model, data(step, k, rank)) / micro).backward()
+        # after an update in backward the gradient is the direction
+        directions = {n: full(named[n].grad).clone() for n in matrices if in_backward and named[n].grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        if not in_backward:
+            directions = _directions_of_step(before, named, reference)
+        reference.train_step(step, data, loss, world=world, micro=micro, used=used)
+        assert set(directions) == set(reference.directions), set(directions) ^ set(reference.directions)
+        for name, direction in directions.items():
+            errors[name] = max(errors[name], relative_error(direction, reference.directions[name]))
+        norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
+    found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
+    return Report(found, errors, norms, optimizer._ledger.balance(), optimizer.traffic.matrices)

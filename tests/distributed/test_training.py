@@ -1,0 +1,169 @@
+"""Training equals training of the unsharded model: stages, updates, exchanges, worlds, and every odd shape."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, Report, train
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+STEPS = 5
+AXES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "update": ("backward", "step"),
+    "exchange": ("owner", "replicate"),
+    "gradient_accumulation_steps": (1, 2),
+}
+#: Each pair of values of two axes is in one of these.
+PAIRWISE = (
+    (0, "backward", "owner", 1),
+    (0, "step", "replicate", 2),
+    (1, "backward", "replicate", 2),
+    (1, "step", "owner", 1),
+    (2, "backward", "owner", 2),
+    (2, "step", "replicate", 1),
+    (3, "backward", "replicate", 1),
+    (3, "step", "owner", 2),
+)
+
+
+class Odd(nn.Module):
+    """Every kind of parameter that sharding along dim 0 can stumble over, in one small model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.uneven = nn.Linear(8, 13)
+        self.norm = nn.LayerNorm(13)
+        self.even = nn.Linear(13, 8, bias=False)
+        self.narrow = nn.Linear(8, 2)  # fewer rows than ranks in a world of 3
+        self.widen = nn.Linear(2, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.conv = nn.Conv2d(2, 5, 3, padding=1)
+        self.experts = nn.Parameter(torch.randn(3, 8, 10) / 4)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.even(torch.relu(self.norm(self.uneven(self.embedding(tokens)))))
+        h = h + self.widen(self.narrow(h)) * self.scale
+        image = self.conv(torch.stack([h, h.flip(1)], dim=1))
+        h = h + image.mean(1)
+        h = h + torch.einsum("btc,ecd->btd", h, self.experts)[..., :8].tanh()
+        return self.head(h)
+
+
+MATRICES = {
+    "uneven.weight": (1, 13, 8),
+    "even.weight": (1, 8, 13),
+    "narrow.weight": (1, 2, 8),
+    "widen.weight": (1, 8, 2),
+    "conv.weight": (1, 5, 18),
+    "experts": (3, 8, 10),
+}
+
+
+def data(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randint(0, 16, (4, 5), generator=generator)
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train_odd(**settings: Any) -> Report:
+    torch.manual_seed(0)
+    return train(Odd(), MATRICES, loss, data, steps=STEPS, **settings)
+
+
+def check(group: Ranks, **settings: Any) -> list[Report]:
+    reports = group.run(train_odd, **settings)
+    for rank, report in enumerate(reports):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+    return reports
+
+
+def cases(combinations: Iterator[tuple[Any, ...]] | tuple[tuple[Any, ...], ...]) -> pytest.MarkDecorator:
+    """Parametrize ``settings`` by combinations of the axes."""
+    listed = [
+        pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-{}-micro{}".format(*values))
+        for values in combinations
+    ]
+    return pytest.mark.parametrize("settings", listed)
+
+
+def test_pairwise_is_pairwise() -> None:
+    for (i, left), (j, right) in itertools.combinations(enumerate(AXES.values()), 2):
+        assert {(c[i], c[j]) for c in PAIRWISE} == set(itertools.product(left, right))
+
+
+@cases(itertools.product(*AXES.values()))
+def test_two_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    check(ranks(2), **settings)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@cases(PAIRWISE)
+def test_other_worlds(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
+    check(ranks(world), **settings)
+
+
+@cases(
+    (
+        (0, "backward", "owner", 2),
+        (1, "step", "replicate", 2),
+        (1, "backward", "owner", 1),
+        (2, "backward", "replicate", 1),
+        (3, "backward", "owner", 2),
+        (3, "step", "owner", 1),
+    )
+)
+def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    check(ranks(2), codegen="inductor", **settings)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> None:
+    check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="owner", gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gram_form(ranks: Callable[[int], Ranks], stage: int) -> None:
+    check(ranks(2), stage=stage, ns_method="gram")
+
+
+# ------------------------------------------------------------------- no wrong answer could pass the tolerances
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mistake", [{"slices": 2}, {"used": 1}], ids=["newton-schulz-on-a-slice", "last-micro-batch"])
+def test_a_wrong_reference_is_far_away(
+    ranks: Callable[[int], Ranks], stage: int, mistake: dict[str, int]
+) -> None:
+    for report in ranks(2).run(train_odd, stage=stage, gradient_accumulation_steps=2, update="step", **mistake):
+        assert min(max(report.parameters.values()) / PARAMETER_TOLERANCE, 1e9) > 100
+        assert max(report.directions.values()) / DIRECTION_TOLERANCE > 100
+
+
+# ------------------------------------------------------------------------------------------- the harness itself
+
+
+def raise_on_rank_one() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def test_an_exception_on_one_rank_is_reported_with_its_traceback() -> None:
+    group = Ranks(2)
+    with pytest.raises(AssertionError, match="(?s)rank 0: .*rank 1: .*raise_on_rank_one.*only here"):
+        group.run(raise_on_rank_one)

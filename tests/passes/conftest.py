@@ -1,0 +1,204 @@
+"""What the pass tests share: ranks without processes, and the graphs of one training step before they are lowered."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+from torch.testing._internal.distributed import multi_threaded_pg
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from compile_muon import MuonZero
+from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, Lowering, PassContext, run_passes
+from compile_muon.passes.torch_private import autograd_cache_disabled
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world: int) -> Iterator[None]:
+    """This process as `rank` of `world`, under torch's fake process group: collectives send nothing."""
+    if world == 1:
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_threads(world: int, body: Callable[[int, str], Any]) -> list[Any]:
+    """`body(rank, group name)` on `world` threads with real collectives between them; results in rank order."""
+    results: list[Any] = [None] * world
+    errors: list[BaseException] = []
+    store = dist.HashStore()
+
+    def worker(rank: int) -> None:
+        dist.init_process_group(backend="threaded", rank=rank, world_size=world, store=store)
+        try:
+            results[rank] = body(rank, dist.group.WORLD.group_name)
+        except BaseException as error:
+            errors.append(error)
+            multi_threaded_pg.ProcessLocalGroup.exception_handle(error)  # wakes the threads that wait for this one
+        finally:
+            dist.destroy_process_group()
+
+    multi_threaded_pg._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        multi_threaded_pg._uninstall_threaded_pg()
+    if errors:
+        raise errors[0]
+    return results
+
+
+@dataclass
+class Captured:
+    """The graphs of one frame, markers in place.
+
+    Args:
+        joint: as AOTAutograd traced it.
+        rewritten: after the joint passes.
+        forward, backward: the partitioner's halves.
+        user_outputs: how many outputs of `forward` are the model's; the rest is saved for backward.
+    """
+
+    joint: GraphModule
+    rewritten: GraphModule
+    forward: GraphModule
+    backward: GraphModule
+    user_outputs: int
+    _lowered: dict[Any, Any] = field(default_factory=dict)
+
+    def lowered(
+        self,
+        half: Half,
+        lowering: Lowering = Lowering.REDUCE,
+        with_prior: bool = False,
+        passes: Any = HALF_PASSES,
+        **options: Any,
+    ) -> tuple[GraphModule, PassContext]:
+        """A copy of one half after `passes`; shared between tests unless the passes are a test's own."""
+        if passes is HALF_PASSES and not options:
+            key = (half, lowering, with_prior)
+            if key not in self._lowered:
+                self._lowered[key] = self._lower(*key, passes)
+            return self._lowered[key]
+        return self._lower(half, lowering, with_prior, passes, **options)
+
+    def _lower(
+        self, half: Half, lowering: Lowering, with_prior: bool, passes: Any, **options: Any
+    ) -> tuple[GraphModule, PassContext]:
+        ctx = PassContext(half, lowering=lowering, with_prior=with_prior, **options)
+        ctx.facts["user_outputs"] = self.user_outputs
+        gm = copy.deepcopy(self.forward if half is Half.FORWARD else self.backward)
+        return run_passes(gm, passes, ctx), ctx
+
+
+def capture(model: nn.Module, *inputs: torch.Tensor, joint_passes: Any = JOINT_PASSES) -> Captured:
+    """Trace one training step of a sharded model through the joint passes and the partitioner."""
+    found: dict[str, Any] = {}
+
+    def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        found["joint"] = copy.deepcopy(gm)
+        gm = run_passes(gm, joint_passes, PassContext(Half.JOINT))
+        found["rewritten"] = copy.deepcopy(gm)
+        found["user_outputs"] = kwargs["num_fwd_outputs"]
+        found["forward"], found["backward"] = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return copy.deepcopy(found["forward"]), copy.deepcopy(found["backward"])
+
+    def compiler(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, decompositions={})
+    with autograd_cache_disabled():
+        torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return Captured(**found)
+
+
+def targets(gm: GraphModule) -> list[str]:
+    """What every node of a graph does, in order."""
+    return [f"{node.op}:{node.target}" if node.op == "call_function" else node.op for node in gm.graph.nodes]
+
+
+class Uneven(nn.Module):
+    """No row count divides by 2, 3 or 4 ranks alike; one matrix has fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(17, 8)
+        self.up = nn.Linear(8, 13)
+        self.down = nn.Linear(13, 9, bias=False)
+        self.narrow = nn.Linear(9, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(2, 17)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(torch.tanh(self.up(self.emb(x))))
+        return self.head(self.narrow(torch.tanh(h)) * self.scale).square().mean()
+
+
+TOKENS = torch.arange(20).reshape(4, 5) % 17
+
+
+def captured_uneven(rank: int, world: int, **settings: Any) -> Captured:
+    """The graphs of `Uneven` on one rank of a world that is not there."""
+    torch.manual_seed(0)
+    with fake_world(rank, world):
+        model = Uneven()
+        settings = {"ns_dtype": "float32", "ns_method": "standard", "exchange": "owner", **settings}
+        MuonZero(model, **settings)
+        return capture(model, TOKENS)
+
+
+# pytest's importlib mode keeps test files from importing each other: what they share comes as fixtures.
+
+
+@pytest.fixture
+def world() -> Callable[[int, int], contextlib.AbstractContextManager[None]]:
+    """`with world(rank, size):`, see :func:`fake_world`."""
+    return fake_world
+
+
+@pytest.fixture
+def threads() -> Callable[[int, Callable[[int, str], Any]], list[Any]]:
+    """`threads(size, body)`, see :func:`on_threads`."""
+    return on_threads
+
+
+@pytest.fixture
+def trace() -> Iterator[Callable[..., Captured]]:
+    """`trace(model, *inputs)`, see :func:`capture`."""
+    yield capture
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def uneven() -> Callable[..., Captured]:
+    """`uneven(rank, world, stage=...)`: graphs of a model whose shards are uneven, traced once per setting."""
+    return functools.lru_cache(maxsize=None)(captured_uneven)
+
+
+@pytest.fixture
+def node_targets() -> Callable[[GraphModule], list[str]]:
+    """`node_targets(gm)`, see :func:`targets`."""
+    return targets

@@ -1,0 +1,218 @@
+"""The exchange: whole matrices there and back, each orthogonalized once, by balanced owners."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_muon.kernels import newton_schulz
+from compile_muon.passes.exchange import assign_owners, orthogonalize_group
+from compile_muon.passes.spec import MuonSpec, ParamSpec
+
+JORDAN = (3.4445, -4.7750, 2.0315) * 5
+HYPER = torch.tensor([0.05, 0.95])
+
+
+def spec(shape, world=1, rank=0, group="", exchange="owner", stage=2, batch=1, dtype="float32", coefficients=JORDAN):
+    muon = MuonSpec(batch, *shape[-2:], True, "standard", coefficients, 1.0, (), dtype, 1e-7, exchange)
+    return ParamSpec(tuple(shape), world, rank, group, stage, "float32", "float32", "float32", muon)
+
+
+# --- owners -----------------------------------------------------------------------------------------------------------
+
+
+def work(s):
+    k, l = sorted(s.shape)  # noqa: E741
+    return k * k * (2 * l + k)
+
+
+shapes = st.tuples(st.integers(1, 64), st.integers(1, 64))
+
+
+def best_makespan(loads, world):
+    """Smallest largest load over all assignments (ranks are interchangeable, so the first item stays put)."""
+    best = float("inf")
+    for rest in itertools.product(range(world), repeat=len(loads) - 1):
+        totals = [0] * world
+        for load, rank in zip(loads, (0, *rest), strict=True):
+            totals[rank] += load
+        best = min(best, max(totals))
+    return best
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(shapes, min_size=1, max_size=7), st.integers(2, 3))
+def test_owners_are_balanced(found, world):
+    """Longest processing time first is within 4/3 - 1/(3 W) of the best (Graham 1969)."""
+    specs = [spec(s, world) for s in found]
+    owners = assign_owners(specs)
+    totals = [sum(work(s) for s, owner in zip(specs, owners, strict=True) if owner == r) for r in range(world)]
+    assert max(totals) <= (4 / 3 - 1 / (3 * world)) * best_makespan([work(s) for s in specs], world) * (1 + 1e-9)
+
+
+@given(st.lists(shapes, max_size=40), st.integers(2, 9))
+def test_every_rank_computes_the_same_owners(found, world):
+    tables = {assign_owners([spec(s, world, rank) for s in found]) for rank in range(world)}
+    (owners,) = tables
+    assert len(owners) == len(found)
+    assert all(0 <= owner < world for owner in owners)
+
+
+@given(st.lists(shapes, min_size=1, max_size=20, unique_by=lambda s: tuple(sorted(s))), st.integers(2, 5), st.randoms())
+def test_order_of_parameters_changes_no_load(found, world, random):
+    def loads(order):
+        owners = assign_owners([spec(s, world) for s in order])
+        return sorted(sum(work(spec(s)) for s, o in zip(order, owners, strict=True) if o == r) for r in range(world))
+
+    assert loads(found) == loads(random.sample(found, len(found)))
+
+
+def test_equal_matrices_spread_evenly():
+    owners = assign_owners([spec((8, 8), 4)] * 12)
+    assert sorted(owners) == sorted([0, 1, 2, 3] * 3)
+    assert owners[:4] == (0, 1, 2, 3)
+    assert assign_owners([]) == ()
+
+
+def test_a_parameter_without_muon_has_no_owner():
+    plain = ParamSpec((4, 4), 2, 0, "", 2, "float32", "float32", "float32", None)
+    with pytest.raises(ValueError, match="not a Muon matrix"):
+        assign_owners([plain])
+
+
+# --- directions -------------------------------------------------------------------------------------------------------
+
+SHAPES = [(7, 4), (2, 5), (6, 6), (1, 9), (13, 3)]
+
+
+def gradients():
+    return [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(SHAPES)]
+
+
+def momenta():
+    return [torch.randn(s, generator=torch.Generator().manual_seed(99 + i)) for i, s in enumerate(SHAPES)]
+
+
+def unsharded():
+    new = [m.lerp(g, 0.05) for m, g in zip(momenta(), gradients(), strict=True)]
+    updates = [g.lerp(m, 0.95) for m, g in zip(new, gradients(), strict=True)]
+    return [newton_schulz(u, dtype="float32", method="standard") for u in updates], new
+
+
+class Matrices(TorchDispatchMode):
+    """Counts what goes through Newton-Schulz."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.muon_zero.newton_schulz.default:
+            self.count += sum(x.shape[:-2].numel() for x in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def shards(tensors, specs):
+    return [
+        t[slice(*s.shard_rows(s.rank))].clone() if s.sharded else t.clone() for t, s in zip(tensors, specs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("exchange", ["owner", "replicate"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, threads):
+    def body(rank, group):
+        specs = [spec(s, size, rank, group, exchange, stage) for s in SHAPES]
+        grads, old = shards(gradients(), specs), shards(momenta(), specs)
+        kept = [t.clone() for t in (*grads, *old)]
+        with Matrices() as counted:
+            directions, new = orthogonalize_group(grads, old, [HYPER] * len(specs), specs)
+        assert all(torch.equal(a, b) for a, b in zip(kept, (*grads, *old), strict=True)), "inputs were modified"
+        return directions, new, counted.count, specs
+
+    expected, expected_momenta = unsharded()
+    matrices = 0
+    for directions, new, count, specs in threads(size, body):
+        matrices += count
+        wanted = shards(expected, specs)
+        for got, want, s in zip(directions, wanted, specs, strict=True):
+            assert got.shape == s.local_shape
+            torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+        for got, want in zip(new, shards(expected_momenta, specs), strict=True):
+            assert torch.equal(got, want)
+    assert matrices == len(SHAPES) * (1 if exchange == "owner" else size)
+
+
+def test_matrices_of_several_settings_share_a_call(threads):
+    """Each route goes its own way; results come back in the order of the parameters."""
+    kinds = [("owner", JORDAN), ("replicate", JORDAN), ("owner", JORDAN[:9]), ("local", JORDAN), ("owner", JORDAN)]
+
+    def body(rank, group):
+        specs = []
+        for shape, (exchange, coefficients) in zip(SHAPES, kinds, strict=True):
+            world = 1 if exchange == "local" else 2
+            specs.append(spec(shape, world, rank % world, group, exchange, coefficients=coefficients))
+        return orthogonalize_group(
+            shards(gradients(), specs), shards(momenta(), specs), [HYPER] * len(specs), specs
+        )[0], specs
+
+    expected, _ = unsharded()
+    third = gradients()[2].lerp(momenta()[2].lerp(gradients()[2], 0.05), 0.95)
+    expected[2] = newton_schulz(third, dtype="float32", method="standard", steps=3)
+    for directions, specs in threads(2, body):
+        for got, want in zip(directions, shards(expected, specs), strict=True):
+            torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_travels_and_comes_back_in_master_dtype(dtype, threads):
+    def body(rank, group):
+        specs = [spec(s, 3, rank, group, dtype=dtype) for s in SHAPES]
+        return orthogonalize_group(
+            shards(gradients(), specs), shards(momenta(), specs), [HYPER] * len(specs), specs
+        )[0], specs
+
+    expected, _ = unsharded()
+    for directions, specs in threads(3, body):
+        for got, want in zip(directions, shards(expected, specs), strict=True):
+            assert got.dtype is torch.float32
+            torch.testing.assert_close(got, want, atol=0.03, rtol=0.03)  # 5 steps at 8 bits: errors up to 2e-2 seen
+
+
+@pytest.mark.parametrize("experts", [2, 3, 4])
+def test_expert_stacks_are_orthogonalized_where_they_lie(experts, threads):
+    """Sharded by expert: every rank has whole matrices; a rank past the last expert has none."""
+    whole = torch.randn(experts, 4, 6, generator=torch.Generator().manual_seed(0))
+
+    def body(rank, group):
+        s = spec((experts, 4, 6), 3, rank, group, "local", batch=experts)
+        grads = shards([whole], [s])
+        return orthogonalize_group(grads, [torch.zeros_like(grads[0])], [HYPER], [s])[0][0]
+
+    update = whole.lerp(torch.zeros_like(whole).lerp(whole, 0.05), 0.95)
+    expected = newton_schulz(update, dtype="float32", method="standard")
+    torch.testing.assert_close(torch.cat(threads(3, body)), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_padding_never_leaks_between_parameters(threads):
+    """Each slot of the wire has its own padding: NaN in one parameter stays there."""
+
+    def body(rank, group):
+        kinds = ["owner", "replicate", "owner", "replicate", "owner"]
+        specs = [spec(s, 3, rank, group, exchange) for s, exchange in zip(SHAPES, kinds, strict=True)]
+        grads = shards(gradients(), specs)
+        grads[0].fill_(float("nan"))
+        grads[1].fill_(float("nan"))
+        return orthogonalize_group(grads, shards(momenta(), specs), [HYPER] * len(specs), specs)[0]
+
+    for directions in threads(3, body):
+        assert all(bool(torch.isnan(d).all()) for d in directions[:2])
+        assert all(bool(torch.isfinite(d).all()) for d in directions[2:])
+
+

@@ -1,0 +1,182 @@
+"""Deduplicate, recompute, insert_orthogonalize: what the joint graph looks like afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compile_muon import MuonZero
+from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
+from compile_muon.passes.recompute import is_view_or_cast
+from compile_muon.passes.spec import ParamSpec
+
+X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def count(gm, target):
+    return len(gm.graph.find_nodes(op="call_function", target=target))
+
+
+class Tied(nn.Module):
+    """One matrix read by two modules, another read twice by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.inner.weight
+        self.twice = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.again(torch.tanh(self.inner(x)))
+        return self.head(self.twice(torch.tanh(self.twice(x)))).square().mean()
+
+
+def sharded(cls, **settings):
+    torch.manual_seed(0)
+    model = cls()
+    return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_unshard_and_one_reduction_per_parameter(size, world, trace):
+    with world(0, size):
+        model, _ = sharded(Tied, stage=3)
+        graphs = trace(model, X)
+    parameters = len(list(model.parameters()))
+    assert count(graphs.joint, UNSHARD) > parameters, "the model must read weights repeatedly"
+    assert count(graphs.joint, REDUCE_GRAD) > parameters
+    assert count(graphs.rewritten, UNSHARD) == parameters
+    assert count(graphs.rewritten, REDUCE_GRAD) == parameters
+    states = {node.args[1] for node in graphs.rewritten.graph.find_nodes(op="call_function", target=UNSHARD)}
+    assert len(states) == parameters
+
+
+def test_the_merged_gradient_is_the_sum():
+    model, _ = sharded(Tied, update="step")
+    plain = Tied()
+    plain.load_state_dict(model.state_dict())
+    torch.compile(model, backend="muon_zero", fullgraph=True, options={"codegen": "eager"})(X).backward()
+    plain(X).backward()
+    for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, atol=1e-7, rtol=1e-6, msg=name)
+
+
+def test_the_merged_gradient_is_the_sum_of_what_the_markers_give_in_eager():
+    """The same graph without the pass: the markers themselves reduce each contribution and autograd adds them."""
+    model, _ = sharded(Tied, update="step")
+    model(X).backward()
+    eager = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    torch.compile(model, backend="muon_zero", fullgraph=True, options={"codegen": "eager"})(X).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, eager[name], atol=1e-7, rtol=1e-6)
+
+
+def test_only_equal_reductions_merge():
+    """Sums of two parameters' gradients, or of a gradient and something else, stay what they are."""
+    text = ParamSpec((2, 2), 1, 0, "", 2, "float32", "float32", "float32", None).encode()
+    graph = torch.fx.Graph()
+    grad, state_a, state_b, hyper = (graph.placeholder(n) for n in ("grad", "state_a", "state_b", "hyper"))
+    for node in (grad, state_a, state_b, hyper):
+        node.meta["val"] = torch.zeros(2, 2)
+    a = graph.call_function(REDUCE_GRAD, (grad, state_a, hyper, text))
+    b = graph.call_function(REDUCE_GRAD, (grad, state_b, hyper, text))
+    a.meta["val"] = b.meta["val"] = torch.zeros(2, 2)
+    both = graph.call_function(torch.ops.aten.add.Tensor, (a, b))
+    plus = graph.call_function(torch.ops.aten.add.Tensor, (a, grad))
+    graph.output((both, plus))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    gm = run_passes(gm, JOINT_PASSES[:1], PassContext(Half.JOINT))
+    assert count(gm, REDUCE_GRAD) == 2
+    assert count(gm, torch.ops.aten.add.Tensor) == 2
+
+
+# --- recompute --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_unshard_and_what_only_reshapes_it_is_recomputed(stage, world, trace):
+    with world(1, 2):
+        model, _ = sharded(Tied, stage=stage, param_dtype=torch.bfloat16)
+        graphs = trace(model, X.bfloat16())
+    unshards = graphs.rewritten.graph.find_nodes(op="call_function", target=UNSHARD)
+    stack = list(unshards)
+    seen = 0
+    while stack:
+        node = stack.pop()
+        seen += 1
+        assert node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE, node
+        assert "ac_graph_id" in node.meta
+        stack += [user for user in node.users if is_view_or_cast(user)]
+    assert seen > len(unshards), "the model must have views of its weights"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_weight_is_saved_for_backward(stage, world, trace):
+    with world(0, 2):
+        model, _ = sharded(Tied, stage=stage)
+        graphs = trace(model, X)
+    saved = graphs.forward.graph.output_node().args[0][graphs.user_outputs :]
+    for node in saved:
+        while node.op == "call_function" and is_view_or_cast(node):
+            node = node.args[0]
+        assert node.target is not UNSHARD, node
+
+
+# --- insert_orthogonalize ---------------------------------------------------------------------------------------------
+
+
+def test_every_matrix_gets_one_direction_in_backward_only(trace):
+    model, optimizer = sharded(Tied)
+    graphs = trace(model, X)
+    muon = [row.name for row in optimizer.summary().rows if row.algorithm == "muon"]
+    assert muon == ["inner.weight", "twice.weight"]
+    directions = graphs.rewritten.graph.find_nodes(op="call_function", target=ORTHOGONALIZE)
+    assert len(directions) == len(muon)
+    output = graphs.rewritten.graph.output_node()
+    for node in directions:
+        assert node.args[0].target is REDUCE_GRAD
+        assert set(node.args[0].users) == {node}
+        assert set(node.users) == {output}
+        assert ParamSpec.decode(node.args[3]).muon is not None
+        assert node.meta["partitioner_tag"] == "must_be_in_backward"
+    assert count(graphs.forward, ORTHOGONALIZE) == 0
+    assert count(graphs.backward, ORTHOGONALIZE) == len(muon)
+    assert count(graphs.forward, REDUCE_GRAD) == 0
+    assert count(graphs.joint, ORTHOGONALIZE) == 0
+
+
+def test_frozen_parameters_get_no_reduction(trace):
+    torch.manual_seed(0)
+    model = Tied()
+    model.twice.weight.requires_grad_(False)
+    MuonZero(model)
+    graphs = trace(model, X)
+    assert count(graphs.rewritten, UNSHARD) == len(list(model.parameters()))
+    assert count(graphs.rewritten, REDUCE_GRAD) == len(list(model.parameters())) - 1
+    assert count(graphs.rewritten, ORTHOGONALIZE) == 1
+
+
+def test_a_gradient_that_something_else_reads_stays_raw():
+    spec = ParamSpec.decode(muon_text())
+    graph = torch.fx.Graph()
+    grad, state, hyper = (graph.placeholder(n) for n in ("grad", "state", "hyper"))
+    for node in (grad, state, hyper):
+        node.meta["val"] = torch.zeros(spec.shape)
+    reduced = graph.call_function(REDUCE_GRAD, (grad, state, hyper, muon_text()))
+    reduced.meta["val"] = torch.zeros(spec.shape)
+    norm = graph.call_function(torch.ops.aten.sum.default, (reduced,))
+    norm.meta["val"] = torch.zeros(())
+    graph.output((reduced, norm))
+    gm = run_passes(torch.fx.GraphModule(nn.Module(), graph), JOINT_PASSES, PassContext(Half.JOINT))
+    assert count(gm, ORTHOGONALIZE) == 0
+
+
+def muon_text():
+    _, optimizer = sharded(Tied)
+    return next(s.text for s in optimizer._ledger.states if s.spec.muon)

@@ -1,0 +1,181 @@
+"""Lowering: what each backward variant takes, returns and sends, stage by stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from compile_muon import MuonZero
+from compile_muon.passes import Half, Lowering
+from compile_muon.passes.collectives import collectives
+from compile_muon.passes.lower import reduced_grads
+from compile_muon.passes.markers import MARKERS
+
+WORLD = 3
+STAGES = (0, 1, 2, 3)
+
+
+def kinds(gm):
+    return [kind for _, kind in collectives(gm)]
+
+
+def newton_schulz(gm):
+    return gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
+
+
+def outputs(gm):
+    return len(gm.graph.output_node().args[0])
+
+
+def inputs(gm):
+    return len(gm.graph.find_nodes(op="placeholder"))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("lowering", list(Lowering))
+@pytest.mark.parametrize("with_prior", [False, True])
+def test_plan_describes_what_was_appended(stage, lowering, with_prior, uneven):
+    graphs = uneven(1, WORLD, stage=stage)
+    gm, ctx = graphs.lowered(Half.BACKWARD, lowering, with_prior)
+    plan = ctx.facts["plan"]
+    every = range(len(plan.grads))
+    matrices = tuple(i for i in every if plan.grads[i].spec.muon)
+    # 13 rows go over 3 ranks unevenly, and the scalar is replicated even at stage 1: it accumulates all the same.
+    expected = {
+        Lowering.ACCUMULATE: ((), tuple(every) if stage == 1 else (), ()),
+        Lowering.REDUCE: (tuple(every) if stage == 1 else (), (), ()),
+        Lowering.UPDATE: (tuple(every) if stage == 1 else matrices, (), matrices),
+    }[lowering]
+    assert len(matrices) == 3
+    assert plan.updated == expected[2]
+    assert plan.accumulated == expected[1]
+    if lowering is not Lowering.ACCUMULATE:
+        assert plan.priors == (expected[0] if with_prior else ())
+    assert inputs(gm) == inputs(graphs.backward) + len(plan.priors)
+    extra = len(plan.accumulated) + (len(plan.updated) + 1 if plan.updated else 0)
+    assert outputs(gm) == outputs(graphs.backward) + extra
+    assert not [node for node in gm.graph.nodes if node.target in MARKERS]
+    values = [node.meta["val"] for node in gm.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
+    momenta = values[len(values) - extra + len(plan.accumulated) : -1]
+    if plan.updated:
+        assert [tuple(v.shape) for v in momenta] == [plan.grads[i].spec.local_shape for i in plan.updated]
+        assert tuple(values[-1].shape) == (len(plan.updated),)
+        assert values[-1].dtype is torch.float32
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_keep_their_places_and_shapes(stage, uneven):
+    """Whatever the variant, autograd gets one tensor of the shard's shape where it expects one."""
+    graphs = uneven(1, WORLD, stage=stage)
+
+    def shapes(gm):
+        found = gm.graph.output_node().args[0][: outputs(graphs.backward)]
+        # a DeviceMesh may be an output too (torch 2.13)
+        values = [None if node is None else node.meta.get("val") for node in found]
+        return [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values]
+
+    wanted = shapes(graphs.backward)
+    specs = [grad.spec for grad in reduced_grads(graphs.backward)]
+    assert sorted(s for s in wanted if s is not None) == sorted(spec.local_shape for spec in specs)
+    for lowering in Lowering:
+        assert shapes(graphs.lowered(Half.BACKWARD, lowering)[0]) == wanted
+
+
+FORWARD = {0: [], 1: [], 2: [], 3: ["all_gather"]}
+REDUCTION = {
+    0: ["all_reduce"],
+    # the scalar parameter cannot be sharded: one all-reduce beside the one reduce-scatter
+    1: ["all_reduce", "reduce_scatter"],
+    2: ["all_reduce", "reduce_scatter"],
+    3: ["all_reduce", "reduce_scatter"],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_forward_gathers_at_stage_three_only(stage, uneven):
+    assert kinds(uneven(1, WORLD, stage=stage).lowered(Half.FORWARD)[0]) == FORWARD[stage]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_reduce(stage, uneven):
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Lowering.REDUCE)
+    assert kinds(gm) == FORWARD[stage] + REDUCTION[stage]
+    assert not newton_schulz(gm)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulate_sends_nothing_at_stage_one(stage, uneven):
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Lowering.ACCUMULATE)
+    assert kinds(gm) == (FORWARD[stage] + REDUCTION[stage] if stage != 1 else [])
+    assert not newton_schulz(gm)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "stage"), [*(("owner", stage) for stage in STAGES), ("replicate", 0), ("replicate", 2)]
+)
+def test_update(stage, exchange, uneven):
+    gm, _ = uneven(1, WORLD, stage=stage, exchange=exchange).lowered(Half.BACKWARD, Lowering.UPDATE)
+    exchanged = {
+        ("owner", False): ["all_gather"],
+        ("owner", True): ["all_to_all", "all_to_all"],
+        ("replicate", False): [],
+        ("replicate", True): ["all_gather"],
+    }[exchange, stage > 0]
+    assert kinds(gm) == FORWARD[stage] + REDUCTION[stage] + exchanged
+    assert newton_schulz(gm)
+
+
+def test_matrices_are_orthogonalized_once_over_all_ranks(uneven):
+    def on(rank, exchange):
+        gm, _ = uneven(rank, WORLD, stage=2, exchange=exchange).lowered(Half.BACKWARD, Lowering.UPDATE)
+        return sum(len(node.args[0]) for node in newton_schulz(gm))
+
+    assert sum(on(rank, "owner") for rank in range(WORLD)) == 3
+    assert [on(rank, "replicate") for rank in range(WORLD)] == [3] * WORLD
+
+
+def test_world_one_has_no_collectives(uneven):
+    graphs = uneven(0, 1, stage=3)
+    for lowering in Lowering:
+        assert kinds(graphs.lowered(Half.BACKWARD, lowering)[0]) == []
+    assert kinds(graphs.lowered(Half.FORWARD)[0]) == []
+
+
+class Returns(nn.Module):
+    """Hands its weight out of the graph, as weight tying by hand and some losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)), self.body.weight
+
+
+def test_a_weight_that_leaves_the_graph_is_a_copy(world, trace):
+    with world(0, 2):
+        model = Returns()
+        MuonZero(model, stage=2)
+        graphs = trace(model, torch.randn(3, 6))
+    gm, _ = graphs.lowered(Half.FORWARD)
+    returned = gm.graph.output_node().args[0][1]
+    assert returned.target is torch.ops.aten.clone.default
+
+
+def test_buckets_keep_to_their_size(uneven):
+    """Smaller buckets give more collectives; each stays below the cap unless one tensor alone exceeds it."""
+    graphs = uneven(1, WORLD, stage=3)
+    cap = 600
+    gm, _ = graphs.lowered(Half.BACKWARD, Lowering.REDUCE, bucket_bytes=cap)
+    found = {}
+    for node, kind in collectives(gm):
+        found.setdefault(kind, []).append(node.args[0].meta["val"].numel() * 4)
+    assert len(found["all_gather"]) > 1
+    assert len(found["reduce_scatter"]) > 1
+    specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.sharded]
+    padded = [spec.chunk * WORLD * spec.row_numel * 4 for spec in specs]
+    padding = sum(padded) - sum(spec.numel * 4 for spec in specs)
+    assert max(found["reduce_scatter"]) <= max(cap + padding, *padded)
+    assert sum(found["reduce_scatter"]) == sum(padded)

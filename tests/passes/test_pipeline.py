@@ -1,0 +1,124 @@
+"""The runner: order, contracts, lint, dumps; and the pipelines as values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from compile_muon.passes import HALF_PASSES, JOINT_PASSES, GraphPass, Half, Lowering, PassContext, run_passes
+from compile_muon.passes.errors import PassContractError
+
+
+def small_graph():
+    graph = Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.relu.default, (x,))
+    graph.output((y,))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def noop(name, **contract):
+    return GraphPass(name, lambda gm, ctx: gm, **contract)
+
+
+def run(*passes, half=Half.FORWARD, **kwargs):
+    ctx = PassContext(half, **kwargs)
+    return run_passes(small_graph(), passes, ctx), ctx
+
+
+def test_requires():
+    with pytest.raises(PassContractError, match=r"'second' needs \['first'\] to run before it"):
+        run(noop("second", requires=("first",)), noop("first"))
+    run(noop("first"), noop("second", requires=("first",)))
+
+
+def test_a_pass_that_was_left_out_of_this_half_does_not_count():
+    first = noop("first", halves=(Half.JOINT,))
+    with pytest.raises(PassContractError, match="needs"):
+        run(first, noop("second", requires=("first",)), half=Half.FORWARD)
+
+
+def test_an_unknown_requirement_is_named():
+    with pytest.raises(PassContractError, match=r"'verify' needs \['lowre'\]"):
+        run(noop("lower"), noop("verify", requires=("lowre",)))
+
+
+def test_conflicts():
+    with pytest.raises(PassContractError, match=r"'deduplicate' must run before \['lower'\]"):
+        run(noop("lower"), noop("deduplicate", conflicts=("lower",)))
+    run(noop("deduplicate", conflicts=("lower",)), noop("lower"))
+
+
+def test_lint():
+    def break_it(gm, ctx):
+        relu = next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)))
+        relu.prepend(gm.graph.output_node())
+        return gm
+
+    with pytest.raises(PassContractError, match="'careless' left an ill-formed graph"):
+        run(GraphPass("careless", break_it))
+
+
+def test_the_graph_a_pass_returns_is_the_one_that_goes_on():
+    replacement = small_graph()
+    seen = []
+
+    def look(gm, ctx):
+        seen.append(gm)
+        return gm
+
+    result, ctx = run(GraphPass("swap", lambda gm, ctx: replacement), GraphPass("look", look))
+    assert result is replacement
+    assert seen == [replacement]
+    assert set(ctx.timings) == {"swap", "look"}
+    assert all(seconds >= 0 for seconds in ctx.timings.values())
+
+
+def test_edits_are_recompiled():
+    def negate(gm, ctx):
+        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        relu.target = torch.ops.aten.neg.default
+        return gm
+
+    gm, _ = run(GraphPass("negate", negate))
+    assert torch.equal(gm(torch.ones(2))[0], -torch.ones(2))
+
+
+def test_dump_holds_every_graph_before_and_after(tmp_path):
+    def negate(gm, ctx):
+        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        relu.target = torch.ops.aten.neg.default
+        return gm
+
+    run(
+        noop("first"),
+        GraphPass("negate", negate),
+        half=Half.BACKWARD,
+        lowering=Lowering.UPDATE,
+        with_prior=True,
+        frame="frame7",
+        dump=tmp_path / "new" / "folder",
+    )
+    files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
+    title = "frame7.backward.update_prior"
+    assert sorted(files) == [f"{title}.00_before.py", f"{title}.01_first.py", f"{title}.02_negate.py"]
+    assert "aten.relu" in files[f"{title}.01_first.py"]
+    assert "aten.neg" in files[f"{title}.02_negate.py"]
+    assert "aten.neg" not in files[f"{title}.00_before.py"]
+
+
+def test_pipelines_are_printable_and_keep_their_own_contracts():
+    for half in Half:
+        passes = JOINT_PASSES if half is Half.JOINT else HALF_PASSES
+        done = []
+        for graph_pass in (p for p in passes if half in p.halves):
+            assert set(graph_pass.requires) <= set(done), graph_pass.name
+            assert not set(graph_pass.conflicts) & set(done), graph_pass.name
+            done.append(graph_pass.name)
+    everything = (*JOINT_PASSES, *HALF_PASSES)
+    known = {p.name for p in everything}
+    assert all(set(p.requires) | set(p.conflicts) <= known for p in everything)
+    names = [p.name for p in HALF_PASSES]
+    # What follows the verifier may only add what sends and computes nothing.
+    assert set(names[names.index("verify") + 1 :]) <= {"annotate"}

@@ -1,0 +1,203 @@
+"""Every private torch API that is wrapped in torch_private.py: it exists and does what the wrapper is for.
+
+A failure here says which API of a new torch moved, before anything that stands on it fails in a less readable way.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile_muon.passes import torch_private as private
+
+
+def moved(api, what):
+    return f"torch {torch.__version__}: {api} {what}; adapt passes/torch_private.py"
+
+
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
+def test_compile_fx_takes_an_inner_compiler_and_config_patches():
+    from torch._inductor.compile_fx import compile_fx
+
+    missing = {"inner_compile", "config_patches"} - set(parameters(compile_fx))
+    assert not missing, moved("compile_fx", f"lost its arguments {missing}")
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_compile_fx_calls_inner_compilers_and_the_partitioner(trains):
+    """One partition call per frame with a backward, none without; forward, backward and inference told apart."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+
+    calls = []
+
+    def partition(gm, joint_inputs, **kwargs):
+        calls.append("partition")
+        assert "num_fwd_outputs" in kwargs, moved("custom_partitioner_fn", "is no longer told num_fwd_outputs")
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def inner(gm, inputs, **kwargs):
+        kinds = [name for name in ("backward", "inference") if kwargs.get(f"is_{name}")]
+        calls.append(*(kinds or ["forward"]))
+        return make_boxed_func(gm.forward)
+
+    def backend(gm, inputs):
+        patches = {"custom_partitioner_fn": private.make_partitioner(partition, b"test")}
+        with private.autograd_cache_disabled():
+            return private.compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+
+    torch._dynamo.reset()
+    weight = torch.ones(3, requires_grad=trains)
+    result = torch.compile(lambda w: (w.exp() * 2).sum(), backend=backend)(weight)
+    if trains:
+        result.backward()
+        torch.testing.assert_close(weight.grad, 2 * weight.detach().exp())
+    expected = ["partition", "forward", "backward"] if trains else ["inference"]
+    assert calls == expected, moved("compile_fx", f"calls {calls}")
+
+
+def test_compile_fx_inner_generates_code_for_a_graph_of_fake_inputs():
+    fake = FakeTensorMode()
+    with private.fresh_context(fake):
+        x = fake.from_tensor(torch.zeros(4))
+        graph = Graph()
+        node = graph.placeholder("x")
+        node.meta["val"] = x
+        result = graph.call_function(torch.ops.aten.add.Tensor, (node, 1.0))
+        result.meta["val"] = x
+        graph.output((result,))
+        run = private.compile_fx_inner(GraphModule(torch.nn.Module(), graph), [x], is_inference=True)
+    assert getattr(run, "_boxed_call", False), moved("compile_fx_inner", "no longer returns a boxed callable")
+    (result,) = run([torch.zeros(4)])
+    assert torch.equal(result, torch.ones(4))
+
+
+def test_autograd_cache_switch():
+    from torch._functorch import config
+
+    before = config.enable_autograd_cache
+    with private.autograd_cache_disabled():
+        assert config.enable_autograd_cache is False
+    assert config.enable_autograd_cache is before
+
+
+def test_partitioner_object():
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    partitioner = private.make_partitioner(lambda gm, inputs, **kwargs: (gm, inputs), b"who")
+    assert isinstance(partitioner, CustomPartitionerFn)
+    assert partitioner("graph", "inputs", num_fwd_outputs=1) == ("graph", "inputs")
+    assert partitioner.uuid() == b"who"
+    copy = pickle.loads(pickle.dumps(partitioner))  # Inductor pickles its configuration to key caches
+    assert copy.uuid() == b"who"
+    with pytest.raises(RuntimeError, match="only keys caches"):
+        copy("graph", "inputs")
+
+
+def test_custom_partitioner_is_a_setting_of_inductor():
+    from torch._inductor import config
+
+    assert hasattr(config, "custom_partitioner_fn"), moved("torch._inductor.config.custom_partitioner_fn", "is gone")
+
+
+def test_decomposition_table():
+    table = private.decomposition_table()
+    assert torch.ops.aten.lerp.Scalar in table or torch.ops.aten.lerp.Tensor in table
+    gm = make_fx(lambda x: torch.nn.functional.silu(x), decomposition_table=table)(torch.ones(2))
+    targets = {node.target for node in gm.graph.nodes if node.op == "call_function"}
+    assert torch.ops.aten.silu.default not in targets, moved("select_decomp_table", "no longer decomposes silu")
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_mark_recompute_is_obeyed_by_the_partitioner(marked):
+    """The most expensive op of a graph is saved unless the mark says otherwise."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    halves = []
+
+    def partition(gm, joint_inputs, **kwargs):
+        if marked:
+            for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[:1]:
+                private.mark_recompute(node)
+        halves.extend(min_cut_rematerialization_partition(gm, joint_inputs, **kwargs))
+        return tuple(halves)
+
+    def compiler(gm, inputs):
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, decompositions={})
+    a, b = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    with private.autograd_cache_disabled():
+        torch.compile(lambda a, b: torch.mm(a, b).sin().sum(), backend=backend)(a, b)
+    backward = halves[1]
+    forward_mm = [n for n in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)]
+    assert len(forward_mm) == (2 if marked else 1), moved("meta['recompute']", "is no longer obeyed")
+
+
+def test_fake_mode_of():
+    fake = FakeTensorMode()
+    x = fake.from_tensor(torch.zeros(2))
+    assert private.fake_mode_of([x]) is fake
+    with private.fake_mode_of([torch.zeros(2)]):
+        assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_compiled_autograd_is_noticed():
+    assert not private.compiled_autograd_active()
+    assert hasattr(torch._dynamo.config, "compiled_autograd"), moved("dynamo config compiled_autograd", "is gone")
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        assert private.compiled_autograd_active()
+    seen = []
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        seen.append(private.compiled_autograd_active())
+    assert seen == [True], moved("compiled_autograd._enable", "is no longer noticed")
+
+
+def test_trace_artifact_reaches_the_structured_trace():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    trace = logging.getLogger("torch.__trace")
+    trace.addHandler(handler)
+    try:
+        private.trace_artifact("muon_zero.test", "a readable graph")
+    finally:
+        trace.removeHandler(handler)
+    names = [getattr(record, "metadata", {}).get("artifact", {}).get("name") for record in records]
+    assert names == ["muon_zero.test"], moved("trace_structured", f"recorded {names}")
+    assert records[0].payload == "a readable graph"
+
+
+def test_saved_context_restores_what_compilation_sees():
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.virtualized import V
+
+    fake = FakeTensorMode()
+    with tracing(TracingContext(fake)), V.set_fake_mode(fake):
+        saved = private.SavedContext()
+        inside = TracingContext.try_get()
+    assert TracingContext.try_get() is None
+    with torch.autocast("cpu", dtype=torch.bfloat16), saved.restored():
+        assert TracingContext.try_get() is inside
+        assert V.get_fake_mode() is fake
+        assert not torch.is_autocast_enabled("cpu")
+    assert TracingContext.try_get() is None
+
+
+def test_versions_are_those_checked():
+    major_minor = ".".join(torch.__version__.split(".")[:2])
+    low, high = (tuple(map(int, v.split("."))) for v in private.CHECKED_VERSIONS)
+    found = tuple(map(int, major_minor.split(".")))
+    if not low <= found <= high:
+        pytest.skip(f"torch {major_minor} is newer or older than {private.CHECKED_VERSIONS}; the tests above decide")
