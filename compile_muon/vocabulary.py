@@ -257,9 +257,7 @@ def read_config(source: str | os.PathLike | Mapping[str, Any]) -> Config:
         if key in top:
             given.put(key, top[key], key)
     _put_precision(given, top)
-    return assemble(
-        given.values, given.paths, compile=_compile_config(top.get("compile", False)), algorithm=algorithm
-    )
+    return assemble(given.values, given.paths, compile=_compile_config(top.get("compile", False)), algorithm=algorithm)
 
 
 def _put_params(given: _Given, params: Mapping[str, Any]) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from compile_muon.kernels import muon_momentum
 
 from .costs import owner_work
-from .semantics import all_gather, all_to_all, pad_shard
+from .packing import pack, unpack
+from .semantics import all_gather, all_to_all
 from .spec import MuonSpec, ParamSpec, decode_dtype
 
 __all__ = ["assign_owners", "orthogonalize_group"]
@@ -96,14 +97,10 @@ def _replicate(updates: list[Tensor], specs: list[ParamSpec]) -> list[Tensor]:
     world, rank, group = specs[0].world, specs[0].rank, specs[0].group
     if not specs[0].sharded:
         return _local(updates, specs)
-    # Each slot of the send buffer is a row-padded shard in its own storage; uneven shards never overrun it.
-    padded = [pad_shard(u, s).reshape(-1) for u, s in zip(updates, specs, strict=True)]
-    sizes = [p.numel() for p in padded]
-    gathered = all_gather(torch.cat(padded), world, group).view(world, sum(sizes))
-    whole = []
-    for piece, spec in zip(gathered.split(sizes, dim=1), specs, strict=True):
-        rows = piece.reshape(world * spec.chunk, spec.row_numel)[: spec.shape[0]]
-        whole.append(_as_matrices(rows, _muon(spec)))
+    widths = [spec.chunk * spec.row_numel for spec in specs]
+    gathered = all_gather(pack(updates, widths, dtype=updates[0].dtype), world, group)
+    pieces = unpack(gathered, widths, [spec.numel for spec in specs], world=world)
+    whole = [_as_matrices(piece, _muon(spec)) for piece, spec in zip(pieces, specs, strict=True)]
     directions = _newton_schulz(whole, _muon(specs[0]))
     return [
         direction.reshape(spec.shape)[slice(*spec.shard_rows(rank))]
@@ -121,21 +118,36 @@ def _owner_sharded(updates: list[Tensor], specs: list[ParamSpec], owners: Sequen
     received = [sum(specs[i].shard_numel(r) for i in mine) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned[r]]
-    inbox = all_to_all(torch.cat([updates[i].reshape(-1) for i in by_owner]), received, sent, group)
-    pieces = inbox.split([specs[i].shard_numel(r) for r in ranks for i in mine]) if mine else ()
-    whole = [_as_matrices(torch.cat(pieces[k :: len(mine)]), _muon(specs[i])) for k, i in enumerate(mine)]
-    directions = [d.reshape(-1) for d in _newton_schulz(whole, _muon(specs[0]))]
+    outbound = [specs[i].shard_numel(rank) for i in by_owner]
+    wire = updates[0].dtype
+    inbox = all_to_all(pack([updates[i] for i in by_owner], outbound, dtype=wire), received, sent, group)
+    whole = [_as_matrices(rows, _muon(specs[i])) for rows, i in zip(_join(inbox, mine, specs), mine, strict=True)]
+    directions = _newton_schulz(whole, _muon(specs[0]))
+    outbox = all_to_all(_cut(directions, mine, specs, updates[0]), sent, received, group)
+    shards = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
+    return [shards[i].view(spec.local_shape) for i, spec in enumerate(specs)]
 
-    outgoing = []
-    for r in ranks:
-        for k, i in enumerate(mine):
+
+def _join(inbox: Tensor, mine: list[int], specs: list[ParamSpec]) -> list[Tensor]:
+    """Whole flat matrices from an inbox that holds, rank by rank, the rows of each."""
+    if not mine:
+        return []
+    sizes = [specs[i].shard_numel(r) for r in range(specs[0].world) for i in mine]
+    pieces = unpack(inbox, sizes, sizes)
+    return [torch.cat(pieces[k :: len(mine)]) for k in range(len(mine))]
+
+
+def _cut(directions: list[Tensor], mine: list[int], specs: list[ParamSpec], like: Tensor) -> Tensor:
+    """The outbox: rank by rank, the rows of each owned direction."""
+    dtype = decode_dtype(_muon(specs[0]).dtype)
+    if not mine:
+        return like.new_empty(0, dtype=dtype)
+    rows = []
+    for r in range(specs[0].world):
+        for direction, i in zip(directions, mine, strict=True):
             start, stop = specs[i].shard_rows(r)
-            outgoing.append(directions[k][start * specs[i].row_numel : stop * specs[i].row_numel])
-    nothing = updates[0].new_empty(0, dtype=decode_dtype(_muon(specs[0]).dtype))
-    outbox = torch.cat([*outgoing, nothing])
-    returned = all_to_all(outbox, sent, received, group)
-    shards = dict(zip(by_owner, returned.split([specs[i].shard_numel(rank) for i in by_owner]), strict=True))
-    return [shards[i].reshape(spec.local_shape) for i, spec in enumerate(specs)]
+            rows.append(direction.reshape(specs[i].shape[0], -1)[start:stop])
+    return pack(rows, [piece.numel() for piece in rows], dtype=dtype)
 
 
 def _owner_whole(updates: list[Tensor], specs: list[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
@@ -145,15 +157,16 @@ def _owner_whole(updates: list[Tensor], specs: list[ParamSpec], owners: Sequence
     mine = owned[rank]
     width = max(sum(specs[i].numel for i in indices) for indices in owned)
     directions = _newton_schulz([_as_matrices(updates[i], _muon(specs[i])) for i in mine], _muon(specs[0]))
-    padding = updates[0].new_zeros(width - sum(specs[i].numel for i in mine), dtype=decode_dtype(_muon(specs[0]).dtype))
-    gathered = all_gather(torch.cat([*(d.reshape(-1) for d in directions), padding]), world, group).view(world, width)
-    result = list(updates)
-    for r, indices in enumerate(owned):
-        offset = 0
-        for i in indices:
-            result[i] = gathered[r, offset : offset + specs[i].numel].reshape(specs[i].shape)
-            offset += specs[i].numel
-    return result
+    dtype = decode_dtype(_muon(specs[0]).dtype)
+    padding = [width - sum(specs[i].numel for i in indices) for indices in owned]
+    # The padding is a tensor of its own: a rank that owns nothing sends only that.
+    filler = updates[0].new_zeros(padding[rank], dtype=dtype)
+    flat = pack([*directions, filler], [*(specs[i].numel for i in mine), padding[rank]], dtype=dtype)
+    slots = [slot for r in range(world) for slot in (*((i, specs[i].numel) for i in owned[r]), (-1, padding[r]))]
+    sizes = [size for _, size in slots]
+    pieces = unpack(all_gather(flat, world, group), sizes, sizes)
+    found = {i: piece for (i, _), piece in zip(slots, pieces, strict=True) if i >= 0}
+    return [found[i].view(spec.shape) for i, spec in enumerate(specs)]
 
 
 def _dispatch(strategy: str, updates: list[Tensor], specs: list[ParamSpec], owners: list[int]) -> list[Tensor]:

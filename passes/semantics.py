@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .packing import pack, unpack
 from .spec import ParamSpec, decode_dtype
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "all_to_all",
     "gather_finish",
     "gather_start",
-    "pad_shard",
     "reduce_finish",
     "reduce_grad",
     "reduce_start",
@@ -27,23 +27,6 @@ __all__ = [
 ]
 
 _c10d = torch.ops._c10d_functional
-
-
-def _append_zeros(x: Tensor, rows: int, spec: ParamSpec) -> Tensor:
-    """``x`` with ``rows`` zero rows below, in a fresh buffer.
-
-    Where any rank of an uneven parameter pads, every rank does (by zero rows, maybe): graphs of all ranks then have the
-    same nodes, and no scheduling decision can come out differently on one of them. One op does it on all ranks alike;
-    Inductor's decomposition of ``cat`` would drop the empty tensors of one rank.
-    """
-    if spec.chunk * spec.world == spec.shape[0]:
-        return x
-    return torch.constant_pad_nd(x, [*[0, 0] * (x.ndim - 1), 0, rows])
-
-
-def pad_shard(shard: Tensor, spec: ParamSpec) -> Tensor:
-    """A shard padded to the rows of the largest one."""
-    return _append_zeros(shard, spec.chunk - shard.shape[0], spec)
 
 
 def all_gather(x: Tensor, world: int, group: str) -> Tensor:
@@ -56,6 +39,11 @@ def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[i
     return _c10d.wait_tensor(_c10d.all_to_all_single(x, list(output_splits), list(input_splits), group))
 
 
+def _shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
+    """Elements of the largest shard of each parameter: the same on every rank."""
+    return [spec.chunk * spec.row_numel for spec in specs]
+
+
 def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
     """Start one all-gather of several shards in compute dtype; the result must be waited for.
 
@@ -63,21 +51,16 @@ def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor
         shards: this rank's rows of each parameter, ``spec.local_shape``, master dtype.
         specs: of parameters that share group and compute dtype.
     """
-    dtype = decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    flat = [pad_shard(shard.to(dtype), spec).reshape(-1) for shard, spec in zip(shards, specs, strict=True)]
-    sent = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return _c10d.all_gather_into_tensor(sent, specs[0].world, specs[0].group)
+    flat = pack(shards, _shard_widths(specs), dtype=decode_dtype(specs[0].compute_dtype))
+    return _c10d.all_gather_into_tensor(flat, specs[0].world, specs[0].group)
 
 
 def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Wait for :func:`gather_start` and cut out the full weights, ``spec.shape`` each."""
-    pieces = _c10d.wait_tensor(handle).view(specs[0].world, -1)
-    pieces = pieces.split([spec.chunk * spec.row_numel for spec in specs], dim=1)
-    return [
-        piece.reshape(spec.world * spec.chunk, *spec.shape[1:])[: spec.shape[0]]
-        for piece, spec in zip(pieces, specs, strict=True)
-    ]
+    flat = _c10d.wait_tensor(handle)
+    pieces = unpack(flat, _shard_widths(specs), [spec.numel for spec in specs], world=specs[0].world)
+    return [piece.view(spec.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
 def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
@@ -106,24 +89,21 @@ def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
         specs: of parameters that share group, reduce dtype and whether they are sharded; world > 1.
     """
     world, group, dtype = specs[0].world, specs[0].group, decode_dtype(specs[0].reduce_dtype)
-    # Divide before the sum: no overflow in half precision, and the division fuses into the producing kernel.
-    scaled = [grad.to(dtype) / world for grad in grads]
+    # Divide before the sum: no overflow in half precision.
     if not specs[0].sharded:
-        return _c10d.all_reduce(torch.cat([grad.reshape(-1) for grad in scaled]), "sum", group)
-    rows = [
-        _append_zeros(grad, spec.chunk * world - spec.shape[0], spec).reshape(world, -1)
-        for grad, spec in zip(scaled, specs, strict=True)
-    ]
-    return _c10d.reduce_scatter_tensor(torch.cat(rows, dim=1).reshape(-1), "sum", world, group)
+        flat = pack(grads, [spec.numel for spec in specs], dtype=dtype, divisor=world)
+        return _c10d.all_reduce(flat, "sum", group)
+    flat = pack(grads, _shard_widths(specs), world=world, dtype=dtype, divisor=world)
+    return _c10d.reduce_scatter_tensor(flat, "sum", world, group)
 
 
 def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Wait for :func:`reduce_start`; the averaged gradients of the local shards in master dtype."""
-    reduced = _c10d.wait_tensor(handle)
-    sizes = [spec.chunk * spec.row_numel if spec.sharded else spec.numel for spec in specs]
+    flat = _c10d.wait_tensor(handle)
+    widths = _shard_widths(specs) if specs[0].sharded else [spec.numel for spec in specs]
+    pieces = unpack(flat, widths, [spec.shard_numel(spec.rank) for spec in specs])
     return [
-        piece[: spec.shard_numel(spec.rank)].reshape(spec.local_shape).to(decode_dtype(spec.dtype))
-        for piece, spec in zip(reduced.split(sizes), specs, strict=True)
+        piece.view(spec.local_shape).to(decode_dtype(spec.dtype)) for piece, spec in zip(pieces, specs, strict=True)
     ]
 
 
