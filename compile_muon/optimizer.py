@@ -104,7 +104,7 @@ class MuonZero(Optimizer):
     def _setup(
         self, model: nn.Module, config: Config, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
     ) -> None:
-        assignments = assign(model, config.muon_params, use_muon=getattr(config, "algorithm", "muon") == "muon")
+        assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon")
         device = next(model.parameters()).device
         mesh = resolve_mesh(mesh, process_group, device)
         self.config = config

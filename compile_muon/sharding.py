@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compile_muon.assignment import Assignment
 from compile_muon.config import Config
-from compile_muon.errors import UnsupportedModelError, config_error
+from compile_muon.errors import ConfigError, UnsupportedModelError, config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype, resolve_method
 from compile_muon.ledger import Ledger, ParamState
 from compile_muon.passes.costs import choose_exchange
@@ -66,8 +66,12 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
         return None
     batch, rows, cols = assignment.matrix
     ns = config.muon.ns
-    chosen = resolve_coefficients(ns.coefficients, ns.steps)
-    dtype = resolve_dtype(ns.dtype, device)
+    try:
+        chosen = resolve_coefficients(ns.coefficients, ns.steps)
+        dtype = resolve_dtype(ns.dtype, device, chosen)
+        method = resolve_method(ns.method, rows, cols, dtype, chosen)
+    except ValueError as error:
+        raise ConfigError(f"ns_{error}") from error  # kernels name their arguments as we do, less the prefix
     if world == 1 or (batch > 1 and stage > 0):
         exchange = "local"  # whole matrices already: one process, or experts sharded by expert
     elif config.zero.exchange == "auto":
@@ -79,7 +83,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
         rows=rows,
         cols=cols,
         nesterov=config.muon.nesterov,
-        method=resolve_method(ns.method, rows, cols, dtype, chosen),
+        method=method,
         coefficients=tuple(value for triple in chosen.steps for value in triple),
         safety=chosen.safety,
         restarts=chosen.gram_restarts(dtype),
@@ -207,12 +211,13 @@ def shard_model(
         One state per parameter, in ``named_parameters()`` order.
     """
     named = dict(model.named_parameters())
+    specs = {name: describe(param, assignments[name], config, mesh) for name, param in named.items()}
     if mesh is not None:
         _same_everywhere(named.items(), mesh)
         _broadcast(model, mesh)
     states: dict[nn.Parameter, ParamState] = {}
     for name, param in named.items():
-        spec = describe(param, assignments[name], config, mesh)
+        spec = specs[name]
         new, replica = _split(param, spec, mesh)
         local = new._local_tensor if isinstance(new, DTensor) else new
         momentum = torch.zeros_like(local) if spec.muon else local.new_empty(0)

@@ -1,0 +1,558 @@
+"""The backend as torch.compile sees it: found, checked, compiled once, and right on models nobody here foresaw."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compile_muon import ConfigError, MuonZero, initialize
+from compile_muon.kernels import newton_schulz
+from compile_muon.ledger import state_of
+from compile_muon.passes.markers import UNSHARD
+
+EAGER = {"codegen": "eager"}
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.a = nn.Linear(6, width)
+        self.b = nn.Linear(width, 6, bias=False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def built(cls=Net, **settings):
+    torch.manual_seed(0)
+    model = cls()
+    return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
+
+
+class Reference:
+    """The same formulas on an unsharded eager model: Muon in float32, torch.optim.AdamW for the rest."""
+
+    def __init__(self, model, optimizer, clip=None):
+        self.model = model
+        config = optimizer.config
+        self.muon = [row.name for row in optimizer.summary().rows if row.algorithm == "muon"]
+        self.lr, self.decay, self.mu = config.muon.lr, config.muon.weight_decay, config.muon.momentum
+        self.clip = clip
+        named = dict(model.named_parameters())
+        self.buffers = {name: torch.zeros_like(named[name]) for name in self.muon}
+        rest = [p for name, p in named.items() if name not in self.muon and p.requires_grad]
+        adamw = config.adamw
+        self.adamw = torch.optim.AdamW(
+            rest, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
+        )
+
+    @torch.no_grad()
+    def step(self):
+        named = dict(self.model.named_parameters())
+        for name in self.muon:
+            p = named[name]
+            if p.grad is None:
+                continue
+            self.buffers[name].lerp_(p.grad, 1 - self.mu)
+            update = newton_schulz(p.grad.lerp(self.buffers[name], self.mu), dtype="float32", method="standard")
+            p.mul_(1 - self.lr * self.decay)
+            p.add_(update, alpha=-self.lr * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+        self.adamw.step()
+        self.model.zero_grad()
+
+
+def assert_same(model, reference, atol=1e-6):
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train(run, optimizer, steps=3, data=None, loss=None):
+    loss = loss or (lambda out: out.square().mean())
+    for i in range(steps):
+        loss(run((X if data is None else data) * (i + 1) / 2)).backward()
+        optimizer.step()
+        if isinstance(optimizer, MuonZero):
+            assert optimizer._ledger.balance() == 0
+            optimizer.zero_grad()
+
+
+def check_against_eager(cls=Net, loss=None, data=None, atol=1e-6, settings=None, wrap=None, **compile_options):
+    """Train three steps compiled and unsharded, and compare; returns the optimizer and the update counter."""
+    model, optimizer = built(cls, **(settings or {}))
+    torch.manual_seed(0)
+    plain = cls()
+    reference = Reference(plain, optimizer)
+    run = torch.compile(model, backend="muon_zero", options=EAGER, **compile_options)
+    train(wrap(run) if wrap else run, optimizer, data=data, loss=loss)
+    train(wrap(plain) if wrap else plain, reference, data=data, loss=loss)
+    assert_same(model, plain, atol)
+    return optimizer
+
+
+# --- found and checked ------------------------------------------------------------------------------------------------
+
+
+def test_found_by_name_without_importing_us(tmp_path):
+    code = """
+import sys, torch
+assert not any(name.startswith("compile_muon") for name in sys.modules)
+assert "muon_zero" in torch._dynamo.list_backends(exclude_tags=())
+f = torch.compile(lambda x: x * 2, backend="muon_zero", options={"codegen": "eager"})
+assert torch.equal(f(torch.ones(2)), torch.full((2,), 2.0))
+assert "compile_muon.backend" in sys.modules
+assert "passes" not in sys.modules and "kernels" not in sys.modules
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"codgen": "eager"}, ("codgen", "'eager'", "unknown option", "did you mean 'codegen'?")),
+        ({"zzz": 1}, ("zzz", "use one of", "codegen", "dump")),
+        ({"codegen": "triton"}, ("codegen", "'triton'", "inductor", "eager")),
+        ({"bucket_mb": 0}, ("bucket_mb", "0", "> 0")),
+        ({"bucket_mb": "25"}, ("bucket_mb", "'25'")),
+        ({"bucket_mb": True}, ("bucket_mb", "True")),
+    ],
+)
+def test_bad_options(options, parts):
+    from compile_muon.backend import muon_zero
+
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(ConfigError) as caught:
+        muon_zero(gm, [torch.ones(1)], options=options)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_bad_options_through_torch_compile():
+    model, _ = built()
+    with pytest.raises(Exception, match="did you mean 'codegen'"):
+        torch.compile(model, backend="muon_zero", options={"codegn": "eager"})(X)
+
+
+def test_modes_are_refused():
+    from compile_muon.backend import muon_zero
+
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    with pytest.raises(ConfigError, match="mode = 'max-autotune'"):
+        muon_zero(gm, [torch.ones(1)], mode="max-autotune")
+
+
+def test_unsharded_model_compiles_plainly_with_one_warning():
+    torch.manual_seed(0)
+    model = Net()
+    compiled = torch.compile(model, backend="muon_zero")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(X).square().mean().backward()
+        compiled(X)
+    ours = [str(w.message) for w in caught if "muon_zero" in str(w.message)]
+    assert len(ours) == 1, ours
+    assert "compile_muon.MuonZero(model, ...)" in ours[0]
+    assert "never sharded" in ours[0]
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    plain(X).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_a_sharded_model_does_not_warn():
+    model, optimizer = built()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(torch.compile(model, backend="muon_zero", options=EAGER), optimizer)
+    assert not [w for w in caught if "muon_zero" in str(w.message)]
+
+
+def test_dump_folder(tmp_path):
+    model, optimizer = built()
+    run = torch.compile(model, backend="muon_zero", options={**EAGER, "dump": tmp_path / "graphs"})
+    train(run, optimizer, steps=1)
+    names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    for graph, passes in {
+        "joint": ["before", "deduplicate", "recompute", "insert_orthogonalize"],
+        "forward": ["before", "deduplicate", "lower", "verify"],
+        "backward.update": ["before", "deduplicate", "lower", "verify"],
+    }.items():
+        found = [n.split(".")[-2] for n in names if f".{graph}." in n]
+        assert [f.split("_", 1)[1] for f in found][: len(passes)] == passes, (graph, names)
+    text = {n.split(".", 1)[1]: (tmp_path / "graphs" / n).read_text() for n in names}
+    before = next(t for n, t in text.items() if n.startswith("backward.update.00"))
+    after = next(t for n, t in text.items() if n.startswith("backward.update") and "lower" in n)
+    assert "muon_zero.reduce_grad" in before and "muon_zero.newton_schulz" not in before
+    assert "muon_zero.reduce_grad" not in after and "muon_zero.newton_schulz" in after
+    assert all("def forward(" in t for t in text.values())
+
+
+# --- compiled once ----------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(Net6() for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Net6(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 12)
+        self.down = nn.Linear(12, 6)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_identical_blocks_compile_once(tmp_path):
+    model, optimizer = built(Blocks)
+    torch.manual_seed(0)
+    plain = Blocks()
+    reference = Reference(plain, optimizer)
+    for block in model.blocks:
+        block.compile(backend="muon_zero", options={**EAGER, "dump": tmp_path})
+    train(model, optimizer)
+    train(plain, reference)
+    assert_same(model, plain)
+    frames = {path.name.split(".")[0] for path in tmp_path.iterdir()}
+    backward = {path.name for path in tmp_path.iterdir() if "backward" in path.name and "lower" in path.name}
+    assert len(frames - {f for f in frames if f.startswith("step")}) == 1, frames
+    assert len(backward) == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("codegen", ["eager", "inductor"])
+def test_no_recompilation_after_two_steps(codegen):
+    """lr and momentum change, micro-batches accumulate, the last batch counts once: nothing compiles again."""
+    model, optimizer = built(gradient_accumulation_steps=2)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": codegen})
+
+    def step(i):
+        optimizer.param_groups[0]["lr"] = 0.02 / (i + 1)
+        optimizer.param_groups[1]["lr"] = 1e-3 / (i + 1)
+        optimizer.param_groups[0]["momentum"] = 0.95 - 0.01 * (i % 7)
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * (i % 3)
+        for k in range(2):
+            (run(X * (k + 1)).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(2):
+        step(i)
+    compiled = count_compilations()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for i in range(20):
+            step(i)
+    assert count_compilations() == compiled
+
+
+def count_compilations():
+    counters = torch._dynamo.utils.counters
+    return {
+        "frames": counters["stats"]["unique_graphs"],
+        "aot": counters["aot_autograd"]["total"],
+        "inductor": counters["inductor"].get("fxgraph_cache_miss", 0) + counters["inductor"].get("fxgraph_cache_hit", 0),
+    }
+
+
+def test_a_changed_lr_is_not_ignored():
+    model, optimizer = built(weight_decay=0.0)
+    run = torch.compile(model, backend="muon_zero", options=EAGER)
+    moved = []
+    for lr in (0.02, 0.0, 0.04):
+        optimizer.param_groups[0]["lr"] = lr
+        before = model.b._parameters["weight"].detach().clone()
+        train(run, optimizer, steps=1)
+        moved.append((model.b._parameters["weight"].detach() - before).norm().item())
+    assert moved[1] == 0.0
+    assert moved[2] == pytest.approx(2 * moved[0], rel=0.2)
+
+
+# --- side by side -----------------------------------------------------------------------------------------------------
+
+
+def test_two_models_train_side_by_side_as_if_alone():
+    configs = [
+        {"lr": 0.02, "stage": 2, "momentum": 0.9, "update": "backward"},
+        {"lr": 0.05, "stage": 3, "momentum": 0.5, "nesterov": False, "gradient_clipping": 0.1},
+    ]
+
+    def alone(config):
+        torch._dynamo.reset()
+        model, optimizer = built(**config)
+        train(torch.compile(model, backend="muon_zero", options=EAGER), optimizer, steps=4)
+        return model
+
+    wanted = [alone(config) for config in configs]
+    torch._dynamo.reset()
+    models = [built(**config) for config in configs]
+    runs = [torch.compile(model, backend="muon_zero", options=EAGER) for model, _ in models]
+    for i in range(4):
+        for run in runs:  # forwards and backwards interleave
+            run((X) * (i + 1) / 2).square().mean().backward()
+        for _, optimizer in models:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (model, _), alone_model in zip(models, wanted, strict=True):
+        for p, q in zip(model.parameters(), alone_model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_two_models_in_one_frame():
+    """A student and a teacher, each with an optimizer of its own, compiled into one graph."""
+    (a, opt_a), (b, opt_b) = built(), built(lr=0.05)
+
+    @torch.compile(backend="muon_zero", options=EAGER)
+    def both(x):
+        return a(x).square().mean() + b(x).square().mean()
+
+    plain_a, plain_b = Net(), Net()
+    plain_a.load_state_dict(a.state_dict())
+    plain_b.load_state_dict(b.state_dict())
+    references = Reference(plain_a, opt_a), Reference(plain_b, opt_b)
+    for _ in range(3):
+        both(X).backward()
+        (plain_a(X).square().mean() + plain_b(X).square().mean()).backward()
+        for optimizer in (opt_a, opt_b):
+            optimizer.step()
+            optimizer.zero_grad()
+        for reference in references:
+            reference.step()
+    assert_same(a, plain_a)
+    assert_same(b, plain_b)
+
+
+# --- odd frames -------------------------------------------------------------------------------------------------------
+
+
+class Breaks(Net):
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        return self.head(torch.tanh(self.b(h)))
+
+
+class Scalar(Net):
+    """Outputs a Python-shaped mix: a 0-dim loss, None, and a tensor without gradient."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return out.square().mean(), None, out.detach().argmax(-1)
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        h = checkpoint(lambda y: torch.tanh(self.b(torch.tanh(self.a(y)))), x, use_reentrant=False)
+        return self.head(h)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Linear(6, 6, bias=False)
+        self.mid = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.emb.weight
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.again(torch.tanh(self.mid(torch.tanh(self.emb(x))))))
+
+
+class Buffers(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.b(self.norm(self.a(x)))))
+
+
+def first(out):
+    return out[0]
+
+
+@pytest.mark.parametrize("cls", [Breaks, Checkpointed, Tied, Buffers])
+def test_models(cls):
+    optimizer = check_against_eager(cls)
+    assert optimizer.traffic.matrices == 3 * len(optimizer._muon)
+
+
+def test_scalar_and_mixed_outputs():
+    check_against_eager(Scalar, loss=first)
+
+
+def test_fullgraph():
+    optimizer = check_against_eager(fullgraph=True)
+    assert optimizer.traffic.matrices == 3 * 2
+
+
+def test_module_compile_keeps_type_and_keys():
+    model, optimizer = built()
+    kind, keys = type(model), list(model.state_dict())
+    model.compile(backend="muon_zero", fullgraph=True, options=EAGER)
+    torch.manual_seed(0)
+    plain = Net()
+    reference = Reference(plain, optimizer)
+    train(model, optimizer)
+    train(plain, reference)
+    assert_same(model, plain)
+    assert type(model) is kind
+    assert list(model.state_dict()) == keys == list(plain.state_dict())
+    assert isinstance(model.a, nn.Linear)
+
+
+def test_initialize_compiles_in_place():
+    torch.manual_seed(0)
+    model, optimizer = initialize(Net(), {"compile": {"codegen": "eager"}, "zero_optimization": {"stage": 3}})
+    train(model, optimizer)
+    assert optimizer.traffic.matrices == 6
+
+
+def test_updates_in_backward_are_really_made_there():
+    model, optimizer = built()
+    torch.compile(model, backend="muon_zero", options=EAGER)(X).square().mean().backward()
+    assert all(state.pending is not None for state in optimizer._muon)
+    assert optimizer.traffic.matrices == 2
+
+
+@pytest.mark.parametrize("mark", [True, None])
+def test_dynamic_shapes(mark):
+    """Batches of changing length: a symint among the saved values, and no recompilation per length."""
+    model, optimizer = built()
+    torch.manual_seed(0)
+    plain = Net()
+    reference = Reference(plain, optimizer)
+    run = torch.compile(model, backend="muon_zero", options=EAGER, dynamic=mark)
+    for rows in (5, 7, 4, 9, 3):
+        for target, opt in ((run, optimizer), (plain, reference)):
+            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+            target(x).square().mean().backward()
+            opt.step()
+        optimizer.zero_grad()
+    assert_same(model, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (1 if mark else 2)
+
+
+def test_recompile_limit_falls_back_to_eager_and_stays_right():
+    """Ranks of tensors the frame has not seen exhaust the limit; later frames run eagerly on the markers themselves."""
+    model, optimizer = built()
+    torch.manual_seed(0)
+    plain = Net()
+    reference = Reference(plain, optimizer)
+    run = torch.compile(model, backend="muon_zero", options=EAGER, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for rows in (5, 7, 4, 9, 3, 5):
+            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+            for target, opt in ((run, optimizer), (plain, reference)):
+                target(x).square().mean().backward()
+                opt.step()
+            optimizer.zero_grad()
+    assert_same(model, plain)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert optimizer.traffic.matrices == 6 * 2
+
+
+def test_checkpoint_around_a_compiled_model():
+    check_against_eager(wrap=lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
+
+
+def test_autocast():
+    def in_autocast(run):
+        def call(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return run(x).float()
+
+        return call
+
+    optimizer = check_against_eager(wrap=in_autocast, atol=2e-3)
+    assert all(state.param.dtype is torch.float32 for state in optimizer._muon)
+
+
+def test_bfloat16_parameters_with_float32_masters():
+    model, optimizer = built(param_dtype=torch.bfloat16)
+    seen = []
+    run = torch.compile(model, backend="muon_zero", options=EAGER)
+    torch.manual_seed(0)
+    plain = Net()
+    reference = Reference(plain, optimizer)
+    for i in range(3):
+        out = run((X * (i + 1) / 2).bfloat16())
+        seen.append(out.dtype)
+        out.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        half = copy.deepcopy(plain).bfloat16()
+        half((X * (i + 1) / 2).bfloat16()).float().square().mean().backward()
+        for p, q in zip(plain.parameters(), half.parameters(), strict=True):
+            p.grad = q.grad.float()
+        reference.step()
+    assert set(seen) == {torch.bfloat16}
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    assert_same(model, plain, atol=1e-5)
+
+
+def test_inductor_agrees_with_eager():
+    results = []
+    for codegen in ("eager", "inductor"):
+        torch._dynamo.reset()
+        model, optimizer = built()
+        train(torch.compile(model, backend="muon_zero", options={"codegen": codegen}), optimizer)
+        results.append(model)
+    assert_same(results[1], results[0], atol=1e-5)
+
+
+def test_inference_frames_leave_no_account():
+    model, optimizer = built()
+    run = torch.compile(model, backend="muon_zero", options=EAGER)
+    with torch.no_grad():
+        want = run(X)
+    with torch.inference_mode():
+        assert torch.equal(run(X), want)
+    assert optimizer._ledger.balance() == 0
+    assert all(state.reads == 0 for state in optimizer._ledger.states)
+
+
+def test_weights_reach_the_graph_as_inputs():
+    """State travels as tensors: the marker's state argument is what identifies a parameter at run time."""
+    model, optimizer = built()
+    graphs = []
+
+    def look(gm, inputs):
+        graphs.append((gm, inputs))
+        return gm
+
+    torch.compile(model, backend=look)(X)
+    gm, inputs = graphs[0]
+    found = {state_of(x).name for x in inputs if isinstance(x, torch.Tensor) and state_of(x) is not None}
+    assert found == set(dict(model.named_parameters()))
+    targets = (UNSHARD, torch.ops.muon_zero.unshard)
+    assert sum(node.target in targets for node in gm.graph.nodes) == len(found)

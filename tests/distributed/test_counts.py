@@ -1,0 +1,233 @@
+"""Counted at run time: Newton-Schulz once per matrix and step, reductions when they are due, bytes by the formulas.
+
+The counts are those of PyTorch's profiler (``traced.py``), which sees what compiled graphs execute.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from traced import Trace, trace
+
+import compile_muon
+from compile_muon.passes.costs import bytes_sent, weight_bytes
+
+EXPERTS = 4
+FLOAT = 4  # bytes
+
+
+class Small(nn.Module):
+    """Six hidden matrices and a stack of experts; 10 rows or 6 do not divide by 4 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.up = nn.Linear(12, 10)
+        self.down = nn.Linear(10, 12, bias=False)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, 12, 12) / 4)
+        self.head = nn.Linear(12, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        for layer in self.layers:
+            h = h + layer(h).tanh()
+        h = h + self.down(self.up(h).relu()) + torch.einsum("btc,ecd->btd", h, self.experts)
+        return self.head(h)
+
+
+MATRICES = [(12, 12)] * 4 + [(10, 12), (12, 10)]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        x = x + self.out(torch.softmax(self.query(h) @ self.key(h).mT, -1) @ self.value(h))
+        return x + self.down(self.up(x).relu())
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.head = nn.Linear(width, 64, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+def shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    return [tuple(param.shape) for param in model.parameters()]
+
+
+def padded(shape: tuple[int, ...], world: int) -> tuple[int, int]:
+    """``(rows, cols)`` of a parameter with its rows filled up to a multiple of ``world``."""
+    return -(-shape[0] // world) * world, torch.Size(shape[1:]).numel()
+
+
+def count(model: nn.Module, rank: int, world: int, warm: int, micro: int, **settings: Any) -> dict[str, Any]:
+    """Train ``warm`` steps, then trace one."""
+    everything = shapes(model)
+    optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=micro, **settings)
+    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    tokens = torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> None:
+        for _ in range(micro):
+            (torch.nn.functional.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten()) / micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(warm):
+        step()
+    before = optimizer.traffic
+    traced = trace(step, world=world, rank=rank)
+    claimed = optimizer.traffic.bytes_sent - before.bytes_sent
+    matrices = optimizer.traffic.matrices - before.matrices
+    return {"trace": traced.__dict__, "claimed": claimed, "matrices": matrices, "shapes": everything}
+
+
+def count_small(**settings: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return count(Small(), dist.get_rank(), dist.get_world_size(), 2, **settings)
+
+
+def count_fake(rank: int, world: int, **settings: Any) -> dict[str, Any]:
+    """One rank of a large world: its collectives do nothing, but they are called as they would be."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        torch.manual_seed(0)
+        # one set of Newton-Schulz settings, and every rank owns a matrix: the fake all-to-all cannot take empty inputs
+        return count(GPT(12, 64), rank, world, 1, micro=1, ns_method="standard", exchange="owner", **settings)
+    finally:
+        dist.destroy_process_group()
+
+
+COMBINATIONS = list(itertools.product([0, 1, 2, 3], ["backward", "step"], [1, 3]))
+
+
+@pytest.fixture(scope="module")
+def counted(ranks: Callable[[int], Ranks]) -> Callable[..., list[dict[str, Any]]]:
+    """Counts per rank, measured once per combination."""
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def of(world: int, **settings: Any) -> list[dict[str, Any]]:
+        key = (world, *sorted(settings.items()))
+        if key not in known:
+            known[key] = ranks(world).run(count_small, **settings)
+        return known[key]
+
+    return of
+
+
+def traces(results: list[dict[str, Any]]) -> list[Trace]:
+    return [Trace(**result["trace"]) for result in results]
+
+
+@pytest.mark.parametrize(("stage", "update", "micro"), COMBINATIONS)
+def test_newton_schulz_runs_once_per_matrix_and_step(
+    counted: Callable[..., Any], stage: int, update: str, micro: int
+) -> None:
+    results = counted(2, stage=stage, update=update, micro=micro, exchange="owner")
+    ran = sorted(shape for traced in traces(results) for shape in traced.shapes)
+    split = 1 if stage == 0 else 2  # a stack is sharded by expert: each rank orthogonalizes its own
+    stacks = [(EXPERTS // split, 12, 12)] * split
+    assert ran == sorted([(1, *shape) for shape in MATRICES] + stacks)
+    assert [r["matrices"] for r in results] == [traced.matrices for traced in traces(results)]
+
+
+@pytest.mark.parametrize(("stage", "update", "micro"), COMBINATIONS)
+def test_gradients_are_reduced_when_due(counted: Callable[..., Any], stage: int, update: str, micro: int) -> None:
+    results = counted(2, stage=stage, update=update, micro=micro, exchange="owner")
+    total = sum(torch.Size(padded(shape, 2 if stage else 1)).numel() for shape in results[0]["shapes"])
+    for traced in traces(results):
+        if stage == 0:
+            assert traced.elements["all_reduce"] == total * micro
+            assert "reduce_scatter" not in traced.elements
+        else:
+            assert traced.elements["reduce_scatter"] == total * (1 if stage == 1 else micro)
+            assert "all_reduce" not in traced.elements
+
+
+@pytest.mark.parametrize(("stage", "update", "micro"), COMBINATIONS)
+def test_the_optimizers_own_count_is_the_profilers(
+    counted: Callable[..., Any], stage: int, update: str, micro: int
+) -> None:
+    for result in counted(2, stage=stage, update=update, micro=micro, exchange="owner"):
+        assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
+
+
+def expected_bytes(everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int, exchange: str) -> dict:
+    """The formulas: bytes a rank sends, on average, for one reduction, one unshard and one exchange of everything."""
+    rows = [padded(shape, world) for shape in everything]
+    # replicate gathers padded rows; the all-to-alls of owner need no padding
+    sizes = [padded(shape, world) for shape in matrices] if exchange == "replicate" else matrices
+    return {
+        "reduce_scatter": sum(weight_bytes("reduce_scatter", *shape, world=world, itemsize=FLOAT) for shape in rows),
+        "all_gather": sum(weight_bytes("all_gather", *shape, world=world, itemsize=FLOAT) for shape in rows),
+        "exchange": sum(bytes_sent(exchange, *shape, world=world, itemsize=FLOAT) for shape in sizes),
+    }
+
+
+def check_bytes(sent: dict[str, float], expected: dict[str, float], stage: int, exchange: str, micro: int) -> None:
+    """Compare what ranks sent on average, by kind, with the formulas."""
+    assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"] * (micro if stage > 1 else 1), rel=0.05)
+    gathered = sent["all_gather"]
+    if exchange == "owner":
+        assert sent["all_to_all"] == pytest.approx(expected["exchange"], rel=0.05)
+    else:
+        gathered -= expected["exchange"]
+    if stage < 3:  # the refresh, once per step
+        assert gathered == pytest.approx(expected["all_gather"], rel=0.05)
+    else:  # forward gathers everything, backward what it needs of it
+        assert 1.05 * expected["all_gather"] * micro < gathered < 2.05 * expected["all_gather"] * micro
+
+
+def mean(parts: list[dict[str, float]], weights: list[int]) -> dict[str, float]:
+    kinds = {kind for part in parts for kind in part}
+    return {k: sum(w * p.get(k, 0.0) for p, w in zip(parts, weights, strict=True)) / sum(weights) for k in kinds}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("world", "exchange"), [(2, "owner"), (2, "replicate"), (4, "owner"), (4, "replicate")])
+def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, exchange: str, stage: int) -> None:
+    results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1, exchange=exchange)
+    everything = results[0]["shapes"]
+    sent = mean([traced.sent for traced in traces(results)], [1] * world)
+    expected = expected_bytes(everything, MATRICES, world, exchange)
+    check_bytes(sent, expected, stage, exchange, micro=3 if world == 2 else 1)
+
+
+def test_replicate_runs_every_matrix_everywhere(counted: Callable[..., Any]) -> None:
+    for traced in traces(counted(2, stage=2, update="backward", micro=3, exchange="replicate")):
+        assert traced.matrices == len(MATRICES) + EXPERTS // 2
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_of_a_world_of_64(ranks: Callable[[int], Ranks], stage: int) -> None:
+    """24 large matrices and 48 small ones on 64 ranks: three kinds of owners, one of each is looked at."""
+    owners = {0: [(1, 256, 64)], 24: [(1, 64, 64)] * 2, 40: [(1, 64, 64)]}
+    weights = [24, 8, 32]  # 24 large, and 2 * 8 + 32 small ones, on 64 ranks
+    results = [ranks(1).run(count_fake, rank=rank, world=64, stage=stage)[0] for rank in owners]
+    for result, owned in zip(results, owners.values(), strict=True):
+        traced = Trace(**result["trace"])
+        assert sorted(sorted(shape) for shape in traced.shapes) == sorted(sorted(shape) for shape in owned)
+        assert result["claimed"] == round(sum(traced.sent.values()))
+    sent = mean([traced.sent for traced in traces(results)], weights)
+    matrices = ([(64, 64)] * 4 + [(256, 64), (64, 256)]) * 12
+    check_bytes(sent, expected_bytes(results[0]["shapes"], matrices, 64, "owner"), stage, "owner", micro=1)
