@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 
 from compile_muon.errors import MuonZeroError
 from compile_muon.frame_options import FrameOptions
-from compile_muon.ledger import Decision, ParamState, Pending, state_of
+from compile_muon.ledger import Arrival, Decision, ParamState, Pending, state_of
 from compile_muon.passes import HALF_PASSES, Half, Lowering, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
-from compile_muon.passes.lower import BackwardPlan, ReducedGrad, reduced_grads
+from compile_muon.passes.lower import BackwardPlan, ReducedGrad, gradient_positions, reduced_grads
 from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active
@@ -138,6 +138,7 @@ class BackwardGraph:
     def __post_init__(self) -> None:
         self.grads = reduced_grads(self.gm)
         self._outputs = len(self.gm.graph.output_node().args[0])
+        self._positions = gradient_positions(self.gm)
 
     def _variant(self, lowering: Lowering, with_prior: bool) -> _Variant:
         if not any(grad.accumulates for grad in self.grads) and lowering is Lowering.ACCUMULATE:
@@ -165,7 +166,7 @@ class BackwardGraph:
         except BaseException:
             self._return_priors(variant.plan, states, taken)
             raise
-        self._hand_over(variant.plan, states, decision, results[self._outputs :])
+        self._hand_over(variant.plan, states, decision, results)
         ledger.count(variant.traffic)
         return results[: self._outputs]
 
@@ -197,9 +198,9 @@ class BackwardGraph:
                 state.ledger.add_gradient(state, prior)
 
     def _hand_over(
-        self, plan: BackwardPlan, states: list[ParamState], decision: Decision, extra: list[Tensor]
+        self, plan: BackwardPlan, states: list[ParamState], decision: Decision, results: list[Tensor]
     ) -> None:
-        count = len(plan.accumulated)
+        extra, count = results[self._outputs :], len(plan.accumulated)
         for index, grad in zip(plan.accumulated, extra[:count], strict=True):
             state = states[index]
             if decision.receives[index]:
@@ -208,4 +209,6 @@ class BackwardGraph:
             return
         momenta, norms = extra[count:-1], extra[-1].unbind()
         for index, momentum, norm in zip(plan.updated, momenta, norms, strict=True):
-            states[index].pending = Pending(momentum, norm)
+            position = self._positions[index]
+            direction = None if position is None else Arrival.of(results[position])
+            states[index].pending = Pending(momentum, norm, direction)

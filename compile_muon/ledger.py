@@ -15,9 +15,10 @@ non-finite step) therefore leaves no trace.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,6 +68,23 @@ class _Snapshot:
             return False
         return self.versions == (grad._version, local_tensor(grad)._version)
 
+    def added_to(self, grad: Tensor | None) -> bool:
+        """Whether ``grad`` is that object with a single edit, which autograd made just now (not zeroed before)."""
+        return grad is not None and self.tensor() is grad and local_tensor(grad)._version == self.versions[1] + 1
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A tensor on its way through autograd: the same memory, unedited, or autograd has added something to it."""
+
+    address: int
+    version: int
+
+    @staticmethod
+    def of(grad: Tensor) -> Arrival:
+        shard = local_tensor(grad)
+        return Arrival(shard.data_ptr(), shard._version)
+
 
 @dataclass
 class Pending:
@@ -75,11 +93,13 @@ class Pending:
     Args:
         momentum: new momentum of the shard.
         norm_squared: 0-dim, squared norm of the raw gradient shard behind the direction.
+        direction: what the compiled graph returned, to recognize it when autograd brings it to the parameter.
         delivered: the direction as autograd wrote it to ``.grad``; None until then.
     """
 
     momentum: Tensor
     norm_squared: Tensor
+    direction: Arrival | None = None
     delivered: _Snapshot | None = None
 
 
@@ -120,6 +140,16 @@ class ParamState:
         self.text = self.spec.encode()
         self.refreshed_version = self.local._version
         setattr(self.state, _STATE_ATTRIBUTE, weakref.ref(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamState:
+        """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
+        ledger = copy.deepcopy(self.ledger, memo)
+        tensors = {name: copy.deepcopy(getattr(self, name), memo) for name in ("param", "state", "replica")}
+        copied = replace(self, ledger=ledger, pending=None, stale_direction=None, _accumulator=None, **tensors)
+        copied.close()
+        ledger.states.append(copied)
+        memo[id(self)] = copied
+        return copied
 
     @property
     def local(self) -> Tensor:
@@ -254,7 +284,9 @@ class Ledger:
 
     @staticmethod
     def _is_clean(state: ParamState) -> bool:
-        """Read once, by frames the ledger sees, and nothing foreign in ``.grad``."""
+        """Read once, by frames the ledger sees, nothing foreign in ``.grad``, and no hook that expects a gradient."""
+        if len(state.param._backward_hooks or ()) > 1:  # one is :meth:`arriving`
+            return False
         return state.owed == 1 and state.reads == 1 and not state.eager_read and state.gradient_is_ours
 
     def _settle(self, state: ParamState, receiving: bool) -> bool:
@@ -294,6 +326,11 @@ class Ledger:
                 "tell the optimizer about every micro-batch: gradient_accumulation_steps=N, "
                 "`with optimizer.accumulate():` around all but the last, or update='step'"
             )
+        Ledger.check_fresh(state)
+
+    @staticmethod
+    def check_fresh(state: ParamState) -> None:
+        """Raise if ``.grad`` is the direction of the previous step: it is no gradient."""
         if state.stale_direction is not None and state.stale_direction.still(state.param.grad):
             raise LedgerError(
                 f"the gradient of {state.name!r} still holds the Muon direction of the previous step; "
@@ -306,10 +343,29 @@ class Ledger:
         if torch.is_grad_enabled() and state.param.requires_grad:
             state.eager_read = True
 
+    def arriving(self, state: ParamState, grad: Tensor) -> None:
+        """Autograd has summed the gradient of ``state.param``: a direction must be the only summand.
+
+        Raises:
+            LedgerError: the parameter also got a gradient from outside the compiled graphs in the same backward.
+        """
+        pending = state.pending
+        if pending is None or pending.delivered is not None or pending.direction in (None, Arrival.of(grad)):
+            return
+        raise LedgerError(
+            f"{state.name!r} got a gradient beside its Muon update, from a use of the parameter outside the model "
+            "(a penalty over model.parameters(), say); set update='step'"
+        )
+
     def delivered(self, state: ParamState) -> None:
         """Autograd finished writing ``state.param.grad``: remember what the direction looks like."""
         if state.pending is not None and state.pending.delivered is None and state.param.grad is not None:
             state.pending.delivered = _Snapshot.of(state.param.grad)
+        elif state.stale_direction is not None and state.stale_direction.added_to(state.param.grad):
+            raise LedgerError(
+                f"a gradient of {state.name!r} was added to the Muon direction of the previous step; "
+                "call optimizer.zero_grad() between step() and the next backward"
+            )
 
     def check_untouched(self, state: ParamState) -> None:
         """Raise if the direction in ``.grad`` is not what backward delivered."""
@@ -349,6 +405,15 @@ class Ledger:
             yield
         finally:
             self.accumulating = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
+        """No optimizer steps a copied module: its gradients stay raw, its resident weights follow its shards."""
+        from compile_muon.replicas import refresh_replicas
+
+        copied = Ledger(accumulation_steps=None, update_in_backward=False, options=self.options)
+        copied.refresh = lambda: copied.count(refresh_replicas(copied.states))
+        memo[id(self)] = copied
+        return copied
 
     def balance(self) -> int:
         """Visits still owed, over all parameters."""

@@ -127,10 +127,14 @@ class MuonZero(Optimizer):
         self._adamw = [state for state in trained if state.spec.muon is None]
         self._scales = {s.name: lr_scale(config.muon.adjust_lr, s.spec.muon.rows, s.spec.muon.cols) for s in self._muon}
         super().__init__(self._groups(), {})
+        # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
+        cycled = "momentum" if self._muon else "betas"
+        self.defaults[cycled] = self.param_groups[0][cycled]
         self._create_state()
         self._sync_momentum()
         if self._ledger.update_in_backward:
             for state in self._muon:
+                state.param.register_hook(lambda grad, s=state: self._ledger.arriving(s, grad))
                 state.param.register_post_accumulate_grad_hook(lambda _, s=state: self._ledger.delivered(s))
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -214,6 +218,7 @@ class MuonZero(Optimizer):
         self._sync_momentum()
         for state in self._muon:
             self._ledger.check_untouched(state)
+            self._ledger.check_fresh(state)
         self._reduce_leftovers()
         updated, raw = self._split_by_kind()
         if self._measure(updated, raw):
@@ -271,10 +276,11 @@ class MuonZero(Optimizer):
 
     def _refuse_nonfinite(self, names: list[str], squares: Tensor) -> bool:
         if self.config.zero.nonfinite == "skip":
+            for state in self._muon:
+                if state.pending is not None:
+                    state.note_direction()
             return False
         bad = [name for name, value in zip(names, squares.tolist(), strict=True) if not value < float("inf")]
-        for state in self._ledger.states:
-            state.pending = None
         shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         raise NonFiniteError(
             f"gradient of {shown} = inf or nan: nothing was updated; lower the learning rate, look at the batch, or "

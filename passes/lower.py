@@ -21,7 +21,7 @@ from .pipeline import GraphPass, Half, Lowering, PassContext, tensor_value
 from .recompute import is_view_or_cast
 from .spec import ParamSpec, decode_dtype
 
-__all__ = ["LOWER", "BackwardPlan", "ReducedGrad", "reduced_grads"]
+__all__ = ["LOWER", "BackwardPlan", "ReducedGrad", "gradient_positions", "reduced_grads"]
 
 
 @dataclass(frozen=True)
@@ -153,6 +153,13 @@ def _collect(gm: GraphModule) -> list[tuple[Node, Node | None, ReducedGrad]]:
 def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
     """The parameters whose gradients a backward graph with markers produces."""
     return tuple(facts for _, _, facts in _collect(gm))
+
+
+def gradient_positions(gm: GraphModule) -> tuple[int | None, ...]:
+    """Where a backward graph with markers returns each of :func:`reduced_grads`; None if only in some other form."""
+    outputs = list(gm.graph.output_node().args[0])
+    nodes = [direction or node for node, direction, _ in _collect(gm)]
+    return tuple(outputs.index(node) if node in outputs else None for node in nodes)
 
 
 def _placeholder(gm: GraphModule, name: str, like: torch.Tensor) -> Node:

@@ -42,7 +42,7 @@ def _(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divis
 
 @torch.library.custom_op("muon_zero::unpack", mutates_args=())
 def _unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
-    pieces = torch.split_with_sizes_copy(flat.view(world, -1), list(widths), dim=1)
+    pieces = torch.ops.aten.split_with_sizes_copy.default(flat.view(world, -1), list(widths), 1)
     return [piece.view(-1)[:numel] for piece, numel in zip(pieces, numels, strict=True)]
 
 

@@ -112,7 +112,10 @@ def accumulator_of(param: torch.Tensor) -> Any:
 
 def will_execute(node: Any) -> bool:
     """Inside a backward: whether the engine will run ``node`` in it."""
-    return bool(torch._C._will_engine_execute_node(node))
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad() for this very leaf: its gradient is handed to the caller, not accumulated
+        return False
 
 
 def compiled_autograd_active() -> bool:

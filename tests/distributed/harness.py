@@ -98,6 +98,7 @@ class Ranks:
         self.timeout = timeout
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], /, *, patience: float = 300.0, **kwargs: Any) -> list[Any]:
         """Call a module-level ``function(**kwargs)`` on every rank; the values by rank.
@@ -156,7 +157,8 @@ class Ranks:
         if self._processes:
             return
         context = multiprocessing.get_context("spawn")
-        store = tempfile.NamedTemporaryFile(prefix="muon_zero_store_", delete=False).name
+        self._folder = tempfile.TemporaryDirectory(prefix="muon_zero_ranks_")
+        store = os.path.join(self._folder.name, "store")  # a file: no port to be taken by someone else
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world, store, self.timeout, theirs)
@@ -173,6 +175,9 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder = None
         self._processes, self._connections = [], []
 
 

@@ -172,7 +172,9 @@ def test_the_optimizers_own_count_is_the_profilers(
         assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
 
 
-def expected_bytes(everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int, exchange: str) -> dict:
+def expected_bytes(
+    everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int, exchange: str
+) -> dict:
     """The formulas: bytes a rank sends, on average, for one reduction, one unshard and one exchange of everything."""
     rows = [padded(shape, world) for shape in everything]
     # replicate gathers padded rows; the all-to-alls of owner need no padding

@@ -1,4 +1,4 @@
-"""Models nobody here wrote train like their unsharded selves: Hugging Face's GPT-2, Llama and Mixtral, and a conv net."""
+"""Models nobody here wrote train like their unsharded selves: GPT-2, Llama and Mixtral of Hugging Face, a conv net."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ def train_model(name: str, **settings: Any) -> Report:
     torch.manual_seed(0)
     model = MODELS[name]()
     loss, data = (classification_loss, images) if name == "convnet" else (causal_loss, tokens)
-    return train(model, _matrices(name, model), loss, data, steps=STEPS, **settings)
+    # A router's gradient has rank experts - 1 (softmax ignores a shift of all logits): its smallest singular value is
+    # rounding noise, which Newton-Schulz magnifies nearly 500 times. So its tolerance is measured.
+    noisy = name == "mixtral"
+    return train(model, _matrices(name, model), loss, data, steps=STEPS, measure_noise=noisy, **settings)
 
 
 def check(group: Ranks, name: str, **settings: Any) -> None:
@@ -100,18 +103,29 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
         assert not report.problems(), f"rank {rank}: {report.problems()}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
-    # odd stages update in the step graph, where one forgotten gradient would show; "auto" updates in backward
-    check(ranks(2), name, stage=stage, update="step" if stage % 2 else "auto")
+@pytest.mark.parametrize(
+    ("name", "stage", "update"),
+    [
+        ("gpt2", 0, "auto"),
+        ("gpt2", 1, "step"),
+        ("gpt2", 2, "auto"),
+        ("llama", 2, "step"),
+        ("llama", 3, "auto"),
+        ("mixtral", 1, "auto"),
+        ("mixtral", 3, "auto"),
+        ("convnet", 1, "auto"),
+        ("convnet", 2, "step"),
+    ],
+)
+def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update: str) -> None:
+    check(ranks(2), name, stage=stage, update=update)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), ("llama", 1), ("mixtral", 3), ("convnet", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), ("llama", 1), ("convnet", 3)])
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
     check(ranks(2), name, stage=stage, codegen="inductor")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["convnet", "mixtral"])
 def test_uneven_world(ranks: Callable[[int], Ranks], name: str) -> None:
     check(ranks(3), name, stage=3, gradient_accumulation_steps=2)

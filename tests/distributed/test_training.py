@@ -144,11 +144,9 @@ def test_gram_form(ranks: Callable[[int], Ranks], stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mistake", [{"slices": 2}, {"used": 1}], ids=["newton-schulz-on-a-slice", "last-micro-batch"])
-def test_a_wrong_reference_is_far_away(
-    ranks: Callable[[int], Ranks], stage: int, mistake: dict[str, int]
-) -> None:
+def test_a_wrong_reference_is_far_away(ranks: Callable[[int], Ranks], stage: int, mistake: dict[str, int]) -> None:
     for report in ranks(2).run(train_odd, stage=stage, gradient_accumulation_steps=2, update="step", **mistake):
-        assert min(max(report.parameters.values()) / PARAMETER_TOLERANCE, 1e9) > 100
+        assert max(report.parameters.values()) / PARAMETER_TOLERANCE > 100
         assert max(report.directions.values()) / DIRECTION_TOLERANCE > 100
 
 

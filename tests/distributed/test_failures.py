@@ -1,0 +1,344 @@
+"""What goes wrong on one rank goes wrong alike on all, or nowhere: errors, dying ranks, checkpoints, odd loops."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Ranks
+from reference import Report, full, relative_error, train
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+
+import compile_muon
+
+WIDTH = 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 14), nn.Linear(14, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Tiny(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, tokens: Tensor, poison: Tensor | None = None) -> Tensor:
+        h = self.embedding(tokens)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        if poison is not None:  # reaches the gradients of one row of the first block's `up`, and nothing else
+            up: Any = self.blocks[0].up
+            logits = logits + (up(torch.ones(WIDTH)) * poison)[0]
+        return logits
+
+
+def tiny(blocks: int = 2) -> Tiny:
+    torch.manual_seed(0)
+    return Tiny(blocks)
+
+
+def matrices(blocks: int = 2) -> dict[str, tuple[int, int, int]]:
+    up = {f"blocks.{i}.up.weight": (1, 14, WIDTH) for i in range(blocks)}
+    return up | {f"blocks.{i}.down.weight": (1, WIDTH, 14) for i in range(blocks)}
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randint(0, 16, (4, 5), generator=generator)
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module, **settings: Any) -> compile_muon.MuonZero:
+    return compile_muon.MuonZero(model, adamw_eps=1e-4, **settings)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+
+
+def check(reports: list[Report]) -> None:
+    for rank, report in enumerate(reports):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+# ----------------------------------------------------------------------------------- before the first step
+
+
+def test_several_processes_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = tiny()
+    with pytest.raises(compile_muon.ConfigError, match="WORLD_SIZE.*'2'.*init_process_group"):
+        optimizer_of(model)
+    assert type(model) is Tiny
+
+
+def build_differently(difference: str) -> str:
+    model = tiny(3 if difference == "shapes" and dist.get_rank() == 1 else 2)
+    if difference == "requires_grad" and dist.get_rank() == 1:
+        model.head.weight.requires_grad_(False)
+    try:
+        optimizer_of(model)
+    except compile_muon.UnsupportedModelError as error:
+        assert type(model.head) is nn.Linear and type(model.head.weight) is nn.Parameter
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("difference", ["shapes", "requires_grad"])
+def test_ranks_with_different_models_all_raise(ranks: Callable[[int], Ranks], difference: str) -> None:
+    first, *others = ranks(3).run(build_differently, difference=difference)
+    assert "[1]" in first and "build the same model on every rank" in first
+    assert others == [first] * 2
+
+
+# ------------------------------------------------------------------------------------------ a rank that fails
+
+
+def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
+    model = tiny()
+    optimizer = optimizer_of(model, stage=stage)
+    run = compiled(model)
+    for step in range(50):
+        if step == 2 and dist.get_rank() == 1:
+            if how == "dies":
+                os._exit(7)
+            time.sleep(12)
+        started = time.monotonic()
+        try:
+            loss(run, batch(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error), time.monotonic() - started
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(("how", "stage"), [("dies", 3), ("dies", 0), ("hangs", 3)])
+def test_losing_a_rank_ends_the_others_within_the_timeout(how: str, stage: int) -> None:
+    group = Ranks(2, timeout=15 if how == "dies" else 6)
+    try:
+        alive, lost = group.outcomes(lose_rank_one, how=how, stage=stage, patience=60, grace=30)
+    finally:
+        group.close()
+    assert alive.failure is None, alive.failure
+    message, seconds = alive.value
+    assert message != "no error"
+    assert seconds < group.timeout + 5
+    if how == "dies":
+        assert lost.failure is not None and "code 7" in lost.failure
+
+
+# -------------------------------------------------------------------------------------- non-finite gradients
+
+
+def _snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
+    held = {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            held |= {f"{name}.{key}": full(v).detach().clone() for key, v in optimizer.state[param].items()}
+    return held
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def poison_one_rank(stage: int, nonfinite: str, update: str, value: float) -> tuple[bool, str, bool]:
+    """Three steps with a poisoned one in the middle, beside a twin that never sees the poison."""
+    model = tiny()
+    twin = copy.deepcopy(model)
+    optimizers = [optimizer_of(m, stage=stage, nonfinite=nonfinite, update=update) for m in (model, twin)]
+    runs = [compiled(model), compiled(twin)]
+    rank = dist.get_rank()
+    kept, message = True, ""
+    for step in range(3):
+        bad = torch.tensor(value if step == 1 and rank == 1 else 0.0)
+        for optimizer, run, poison in zip(optimizers, runs, (bad, torch.tensor(0.0)), strict=True):
+            if step == 1 and run is runs[1]:
+                continue
+            logits = run(batch(step, 0, rank), poison)
+            F.cross_entropy(logits.flatten(0, 1), batch(step, 0, rank).flatten()).backward()
+            if step != 1:
+                # the poisoned term is in the loss of every step, so that only its value differs
+                optimizer.step()
+            else:
+                before = _snapshot(model, optimizer)
+                try:
+                    optimizer.step()
+                except compile_muon.NonFiniteError as error:
+                    message = str(error)
+                kept = _same(before, _snapshot(model, optimizer))
+            optimizer.zero_grad()
+    as_if_never = _same(_snapshot(model, optimizers[0]), _snapshot(twin, optimizers[1]))
+    return kept, message, as_if_never
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("nonfinite", "update", "value"),
+    [("error", "backward", float("nan")), ("error", "step", float("inf")), ("skip", "step", float("nan"))],
+)
+def test_nonfinite_gradients_of_one_rank(
+    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, value: float
+) -> None:
+    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update, value=value)
+    assert [kept for kept, _, _ in results] == [True, True]
+    assert [as_if_never for _, _, as_if_never in results] == [True, True]
+    messages = {message for _, message, _ in results}
+    assert len(messages) == 1
+    assert ("blocks.0.up.weight" in messages.pop()) == (nonfinite == "error")
+
+
+# ------------------------------------------------------------------------------------------------- clipping
+
+
+def train_tiny(blocks: int = 2, steps: int = 3, **settings: Any) -> Report:
+    return train(tiny(blocks), matrices(blocks), loss, batch, steps=steps, **settings)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("limit", [0.05, 1e6], ids=["clips", "does-not-clip"])
+def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks], stage: int, limit: float) -> None:
+    check(ranks(3).run(train_tiny, stage=stage, gradient_clipping=limit))
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def _steps(model: nn.Module, optimizer: compile_muon.MuonZero, first: int, count: int) -> None:
+    run = compiled(model)
+    for step in range(first, first + count):  # the same batch on every rank: worlds of all sizes see one gradient
+        loss(run, batch(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_and_go_on(folder: str, stage: int, way: str) -> None:
+    model = tiny()
+    optimizer = optimizer_of(model, stage=stage)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.013, 1e-4
+    _steps(model, optimizer, 0, 2)
+    if way == "ours":
+        compile_muon.save_checkpoint(folder, model, optimizer, step=2)
+    else:
+        weights, states = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    saved = _snapshot(model, optimizer)
+    _steps(model, optimizer, 2, 2)
+    later = _snapshot(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save((saved, later), f"{folder}.pt")
+
+
+def load_and_go_on(folder: str, stage: int, way: str) -> tuple[bool, list[float], float]:
+    torch.manual_seed(1)  # nothing of the initial weights may survive
+    model = Tiny()
+    optimizer = optimizer_of(model, stage=stage)
+    _steps(model, optimizer, 50, 1)
+    if way == "ours":
+        extra = compile_muon.load_checkpoint(folder, model, optimizer)
+        assert extra == {"step": 2}
+    else:
+        weights, states = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": states}
+        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    saved, later = torch.load(f"{folder}.pt")
+    loaded = _same(saved, _snapshot(model, optimizer))
+    _steps(model, optimizer, 2, 2)
+    now = _snapshot(model, optimizer)
+    distance = max(relative_error(now[name], later[name]) for name in later)
+    return loaded, [group["lr"] for group in optimizer.param_groups], distance
+
+
+@pytest.mark.parametrize("way", ["ours", "torch.distributed.checkpoint"])
+def test_a_checkpoint_loads_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path, way: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    ranks(2).run(save_and_go_on, folder=folder, stage=3, way=way)
+    for world, stage in ((1, 0), (3, 1), (2, 2)):
+        for loaded, rates, distance in ranks(world).run(load_and_go_on, folder=folder, stage=stage, way=way):
+            assert loaded, f"world {world}: weights, momentum or moments differ from what was saved"
+            assert rates == [0.013, 1e-4]
+            assert distance <= 1e-6
+
+
+# -------------------------------------------------------------------------------------- loops of many kinds
+
+
+@pytest.mark.parametrize(
+    ("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward"), (1, "step")]
+)
+def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
+    check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
+
+
+def train_regionally(folder: str, **settings: Any) -> tuple[Report, int, list[str]]:
+    options = {"codegen": "eager", "dump": f"{folder}/{dist.get_rank()}"}
+
+    def compile_blocks(model: nn.Module) -> nn.Module:
+        blocks: Any = model.blocks
+        for block in blocks:
+            block.compile(backend="muon_zero", options=options)
+        return model
+
+    torch._dynamo.utils.counters.clear()
+    report = train_tiny(blocks=4, compiled=compile_blocks, **settings)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return report, graphs, sorted(path.name for path in Path(options["dump"]).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward"), (3, "step")]
+)
+def test_identical_blocks_compile_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int, update: str) -> None:
+    settings = {"stage": stage, "update": update, "gradient_accumulation_steps": 2}
+    results = ranks(2).run(train_regionally, folder=str(tmp_path), **settings)
+    check([report for report, _, _ in results])
+    for _, graphs, files in results:
+        assert graphs == 1
+        assert sum(".forward.00_" in file for file in files) == 1
+        # one per lowering that two micro-batches and one step need, whatever the number of blocks
+        lowered = [file for file in files if ".backward." in file and ".00_" in file]
+        assert len(lowered) == (2 if stage == 1 or update == "backward" else 1), lowered
+
+
+def lengths(step: int, micro: int, rank: int) -> Tensor:
+    """Sequences of 3 to 9 tokens: equal on the ranks in some steps, different in most."""
+    length = (3, 7, 4, 9, 4, 5)[(step * (rank + 1) + rank) % 6]
+    generator = torch.Generator().manual_seed(10_000 * step + rank)
+    return torch.randint(0, 16, (2, length), generator=generator)
+
+
+def train_lengths(**settings: Any) -> Report:
+    return train(tiny(), matrices(), loss, lengths, steps=6, **settings)
+
+
+@pytest.mark.parametrize(("stage", "codegen"), [(0, "eager"), (1, "eager"), (3, "eager"), (3, "inductor")])
+def test_ranks_with_different_lengths_agree_on_collectives(
+    ranks: Callable[[int], Ranks], stage: int, codegen: str
+) -> None:
+    assert len({tuple(lengths(step, 0, rank).shape[1] for rank in range(3)) for step in range(6)}) > 3
+    check(ranks(3).run(train_lengths, stage=stage, codegen=codegen))
