@@ -128,11 +128,11 @@ def compiled_autograd_active() -> bool:
     )
 
 
-def trace_artifact(name: str, text: str) -> None:
-    """Hand a readable graph to TORCH_TRACE / tlparse."""
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Hand a readable graph to TORCH_TRACE / tlparse; ``text`` is called only if one of them listens."""
     from torch._logging import trace_structured
 
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
 
 
 class SavedContext:

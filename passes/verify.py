@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import GraphModule, Node
 
 from .collectives import collectives, is_wait
 from .errors import VerificationError
@@ -30,7 +31,9 @@ def _one_wait_each(gm: GraphModule) -> None:
             )
 
 
-
+def _hands_on(node: Node) -> bool:
+    """Whether a weight that goes into ``node`` comes out of it."""
+    return node.target is torch.ops.muon_zero.unpack.default or is_view_or_cast(node)
 
 
 def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
@@ -48,7 +51,7 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
                     raise VerificationError(
                         f"gathered weight {current.name} is saved for backward; the recompute pass must see its unshard"
                     )
-                stack.extend(user for user in current.users if is_view_or_cast(user))
+                stack.extend(user for user in current.users if _hands_on(user))
 
 
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:

@@ -1,6 +1,6 @@
 """What every distributed run is compared with: one unsharded fp32 model trained on the averaged gradient.
 
-Nothing of compile_muon is used here, so an error in it cannot hide on both sides of a comparison.
+:class:`Reference` uses nothing of compile_muon, so an error in it cannot hide on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import compile_muon
 
@@ -134,9 +135,10 @@ class Reference:
         self.step()
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor; collective."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -189,10 +191,10 @@ def train(
     data: Data,
     *,
     steps: int,
-    codegen: str | None = "eager",
+    codegen: str = "eager",
     slices: int = 1,
     used: int | None = None,
-    compiled: Callable[[nn.Module], nn.Module] | None = None,
+    compiled: Callable[[nn.Module], Any] | None = None,
     by_context: bool = False,
     dynamic: bool | None = None,
     measure_noise: bool = False,
@@ -221,10 +223,11 @@ def train(
     )  # fmt: skip
     chosen = {row.name for row in optimizer.summary().rows if row.algorithm == "muon"}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
-    options = {"codegen": codegen}
-    step_model = compiled(model) if compiled else torch.compile(
-        model, backend="muon_zero", options=options, dynamic=dynamic
-    )  # fmt: skip
+    run: Any
+    if compiled is not None:
+        run = compiled(model)
+    else:
+        run = torch.compile(model, backend="muon_zero", options={"codegen": codegen}, dynamic=dynamic)
     in_backward = settings.get("update") == "backward"
     named = dict(model.named_parameters())
     errors = dict.fromkeys(matrices, 0.0)
@@ -234,7 +237,7 @@ def train(
         for k in range(micro):
             last = k == micro - 1
             with optimizer.accumulate() if by_context and not last else contextlib.nullcontext():
-                (loss(step_model, data(step, k, rank)) / micro).backward()
+                (loss(run, data(step, k, rank)) / micro).backward()
         # after an update in backward the gradient is the direction
         directions = {n: full(named[n].grad).clone() for n in matrices if in_backward and named[n].grad is not None}
         optimizer.step()

@@ -118,7 +118,7 @@ def count_fake(rank: int, world: int, **settings: Any) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-COMBINATIONS = list(itertools.product([0, 1, 2, 3], ["backward", "step"], [1, 3]))
+COMBINATIONS = [*itertools.product([0, 1, 2, 3], ["backward", "step"], [3]), (1, "backward", 1), (3, "backward", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,10 @@ def mean(parts: list[dict[str, float]], weights: list[int]) -> dict[str, float]:
     return {k: sum(w * p.get(k, 0.0) for p, w in zip(parts, weights, strict=True)) / sum(weights) for k in kinds}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("world", "exchange"), [(2, "owner"), (2, "replicate"), (4, "owner"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("world", "exchange", "stage"),
+    [(2, "owner", 1), (2, "owner", 2), (2, "owner", 3), (2, "replicate", 2), (4, "owner", 3), (4, "replicate", 1)],
+)
 def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, exchange: str, stage: int) -> None:
     results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1, exchange=exchange)
     everything = results[0]["shapes"]

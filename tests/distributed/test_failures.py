@@ -48,7 +48,7 @@ class Tiny(nn.Module):
         logits = self.head(h)
         if poison is not None:  # reaches the gradients of one row of the first block's `up`, and nothing else
             up: Any = self.blocks[0].up
-            logits = logits + (up(torch.ones(WIDTH)) * poison)[0]
+            logits = logits + up(torch.ones(WIDTH))[0] * poison
         return logits
 
 
@@ -196,10 +196,18 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, value: float) -> tu
     return kept, message, as_if_never
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("nonfinite", "update", "value"),
-    [("error", "backward", float("nan")), ("error", "step", float("inf")), ("skip", "step", float("nan"))],
+    ("stage", "nonfinite", "update", "value"),
+    [
+        (0, "error", "backward", float("nan")),
+        (0, "skip", "step", float("inf")),
+        (1, "error", "step", float("nan")),
+        (1, "skip", "step", float("nan")),
+        (2, "error", "backward", float("inf")),
+        (2, "skip", "step", float("nan")),
+        (3, "error", "backward", float("nan")),
+        (3, "skip", "step", float("inf")),
+    ],
 )
 def test_nonfinite_gradients_of_one_rank(
     ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, value: float
@@ -219,8 +227,7 @@ def train_tiny(blocks: int = 2, steps: int = 3, **settings: Any) -> Report:
     return train(tiny(blocks), matrices(blocks), loss, batch, steps=steps, **settings)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("limit", [0.05, 1e6], ids=["clips", "does-not-clip"])
+@pytest.mark.parametrize(("stage", "limit"), [(0, 0.05), (1, 0.05), (2, 1e6), (2, 0.05), (3, 0.05)])
 def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks], stage: int, limit: float) -> None:
     check(ranks(3).run(train_tiny, stage=stage, gradient_clipping=limit))
 
@@ -288,9 +295,7 @@ def test_a_checkpoint_loads_on_other_worlds_and_stages(ranks: Callable[[int], Ra
 # -------------------------------------------------------------------------------------- loops of many kinds
 
 
-@pytest.mark.parametrize(
-    ("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward"), (1, "step")]
-)
+@pytest.mark.parametrize(("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward")])
 def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
     check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
 
@@ -310,12 +315,11 @@ def train_regionally(folder: str, **settings: Any) -> tuple[Report, int, list[st
     return report, graphs, sorted(path.name for path in Path(options["dump"]).iterdir())
 
 
-@pytest.mark.parametrize(
-    ("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward"), (3, "step")]
-)
+@pytest.mark.parametrize(("stage", "update"), [(0, "backward"), (1, "backward"), (2, "backward"), (3, "step")])
 def test_identical_blocks_compile_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int, update: str) -> None:
-    settings = {"stage": stage, "update": update, "gradient_accumulation_steps": 2}
-    results = ranks(2).run(train_regionally, folder=str(tmp_path), **settings)
+    results = ranks(2).run(
+        train_regionally, folder=str(tmp_path), stage=stage, update=update, gradient_accumulation_steps=2
+    )
     check([report for report, _, _ in results])
     for _, graphs, files in results:
         assert graphs == 1
@@ -325,20 +329,25 @@ def test_identical_blocks_compile_once(ranks: Callable[[int], Ranks], tmp_path: 
         assert len(lowered) == (2 if stage == 1 or update == "backward" else 1), lowered
 
 
+#: Tokens per sequence by rank and step: each rank meets a new length, and compiles for it, at steps of its own.
+LENGTHS = ((5, 5, 5, 8, 3, 8), (4, 7, 1, 6, 9, 3), (6, 6, 3, 3, 7, 1))
+
+
 def lengths(step: int, micro: int, rank: int) -> Tensor:
-    """Sequences of 3 to 9 tokens: equal on the ranks in some steps, different in most."""
-    length = (3, 7, 4, 9, 4, 5)[(step * (rank + 1) + rank) % 6]
     generator = torch.Generator().manual_seed(10_000 * step + rank)
-    return torch.randint(0, 16, (2, length), generator=generator)
+    return torch.randint(0, 16, (2, LENGTHS[rank][step]), generator=generator)
+
+
+def reconstruction_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def train_lengths(**settings: Any) -> Report:
-    return train(tiny(), matrices(), loss, lengths, steps=6, **settings)
+    return train(tiny(), matrices(), reconstruction_loss, lengths, steps=6, **settings)
 
 
-@pytest.mark.parametrize(("stage", "codegen"), [(0, "eager"), (1, "eager"), (3, "eager"), (3, "inductor")])
+@pytest.mark.parametrize(("stage", "codegen"), [(1, "eager"), (2, "inductor"), (3, "eager")])
 def test_ranks_with_different_lengths_agree_on_collectives(
     ranks: Callable[[int], Ranks], stage: int, codegen: str
 ) -> None:
-    assert len({tuple(lengths(step, 0, rank).shape[1] for rank in range(3)) for step in range(6)}) > 3
     check(ranks(3).run(train_lengths, stage=stage, codegen=codegen))

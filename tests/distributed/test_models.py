@@ -108,11 +108,9 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
     [
         ("gpt2", 0, "auto"),
         ("gpt2", 1, "step"),
-        ("gpt2", 2, "auto"),
         ("llama", 2, "step"),
         ("llama", 3, "auto"),
         ("mixtral", 1, "auto"),
-        ("mixtral", 3, "auto"),
         ("convnet", 1, "auto"),
         ("convnet", 2, "step"),
     ],

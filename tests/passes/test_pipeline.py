@@ -122,3 +122,18 @@ def test_pipelines_are_printable_and_keep_their_own_contracts():
     names = [p.name for p in HALF_PASSES]
     # What follows the verifier may only add what sends and computes nothing.
     assert set(names[names.index("verify") + 1 :]) <= {"annotate"}
+
+
+def test_pipelines_refuse_another_order():
+    """The contracts say what the order is for: each pass moved in front of its neighbour, and the runner objects."""
+    for half, passes in ((Half.JOINT, JOINT_PASSES), (Half.FORWARD, HALF_PASSES)):
+        used = [p for p in passes if half in p.halves]
+        pairs = {("recompute", "deduplicate"), ("insert_orthogonalize", "deduplicate"), ("verify", "lower")}
+        pairs |= {("lower", "deduplicate"), ("annotate", "verify")}
+        names = [p.name for p in used]
+        for late, early in pairs & {(a, b) for a in names for b in names}:
+            order = [GraphPass(p.name, lambda gm, ctx: gm, p.requires, p.conflicts, p.halves) for p in used]
+            i, j = names.index(early), names.index(late)
+            order[i], order[j] = order[j], order[i]
+            with pytest.raises(PassContractError):
+                run(*order, half=half)

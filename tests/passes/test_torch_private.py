@@ -171,7 +171,7 @@ def test_trace_artifact_reaches_the_structured_trace():
     trace = logging.getLogger("torch.__trace")
     trace.addHandler(handler)
     try:
-        private.trace_artifact("muon_zero.test", "a readable graph")
+        private.trace_artifact("muon_zero.test", lambda: "a readable graph")
     finally:
         trace.removeHandler(handler)
     names = [getattr(record, "metadata", {}).get("artifact", {}).get("name") for record in records]
