@@ -95,6 +95,8 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
     for name in MUON:
         buffer = optimizer.state[dict(model.named_parameters())[name]]["momentum_buffer"]
         assert torch.equal(buffer, others[0].state[dict(reference.named_parameters())[name]]["momentum_buffer"])
+    loss_of(run, 9).backward()
+    assert all((state.pending is not None) == (update == "backward") for state in optimizer._muon)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

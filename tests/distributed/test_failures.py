@@ -46,9 +46,12 @@ class Tiny(nn.Module):
         for block in self.blocks:
             h = block(h)
         logits = self.head(h)
-        if poison is not None:  # reaches the gradients of one row of the first block's `up`, and nothing else
+        if poison is not None:
+            # Forward this is finite; backward the root of 0 has an infinite slope. It reaches the gradient of one row
+            # of the first block's `up` and nothing else, so only the rank that holds the row can see it.
             up: Any = self.blocks[0].up
-            logits = logits + up(torch.ones(WIDTH))[0] * poison
+            value = up(torch.ones(WIDTH))[0]
+            logits = logits + (value - value.detach() + poison).sqrt() * torch.arange(16.0)
         return logits
 
 
@@ -166,7 +169,7 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def poison_one_rank(stage: int, nonfinite: str, update: str, value: float) -> tuple[bool, str, bool]:
+def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str, bool]:
     """Three steps with a poisoned one in the middle, beside a twin that never sees the poison."""
     model = tiny()
     twin = copy.deepcopy(model)
@@ -175,8 +178,8 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, value: float) -> tu
     rank = dist.get_rank()
     kept, message = True, ""
     for step in range(3):
-        bad = torch.tensor(value if step == 1 and rank == 1 else 0.0)
-        for optimizer, run, poison in zip(optimizers, runs, (bad, torch.tensor(0.0)), strict=True):
+        bad = torch.tensor(0.0 if step == 1 and rank == 1 else 1.0)
+        for optimizer, run, poison in zip(optimizers, runs, (bad, torch.tensor(1.0)), strict=True):
             if step == 1 and run is runs[1]:
                 continue
             logits = run(batch(step, 0, rank), poison)
@@ -197,27 +200,27 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, value: float) -> tu
 
 
 @pytest.mark.parametrize(
-    ("stage", "nonfinite", "update", "value"),
+    ("stage", "nonfinite", "update"),
     [
-        (0, "error", "backward", float("nan")),
-        (0, "skip", "step", float("inf")),
-        (1, "error", "step", float("nan")),
-        (1, "skip", "step", float("nan")),
-        (2, "error", "backward", float("inf")),
-        (2, "skip", "step", float("nan")),
-        (3, "error", "backward", float("nan")),
-        (3, "skip", "step", float("inf")),
+        (0, "error", "backward"),
+        (0, "skip", "step"),
+        (1, "error", "step"),
+        (1, "skip", "step"),
+        (2, "error", "backward"),
+        (2, "skip", "step"),
+        (3, "error", "backward"),
+        (3, "skip", "step"),
     ],
 )
 def test_nonfinite_gradients_of_one_rank(
-    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, value: float
+    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str
 ) -> None:
-    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update, value=value)
+    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update)
     assert [kept for kept, _, _ in results] == [True, True]
     assert [as_if_never for _, _, as_if_never in results] == [True, True]
-    messages = {message for _, message, _ in results}
-    assert len(messages) == 1
-    assert ("blocks.0.up.weight" in messages.pop()) == (nonfinite == "error")
+    (message,) = {message for _, message, _ in results}
+    named = "gradient of blocks.0.up.weight, blocks.0.up.bias = inf or nan"
+    assert message.startswith(named) if nonfinite == "error" else message == ""
 
 
 # ------------------------------------------------------------------------------------------------- clipping
