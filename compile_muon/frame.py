@@ -160,7 +160,10 @@ class BackwardGraph:
         decision = ledger.visit_backward(states, [grad.updates for grad in self.grads])
         variant = self._variant(decision.lowering, decision.with_prior)
         taken = self._take_priors(variant.plan, states, decision)
-        args.extend(taken)
+        args.extend(
+            states[i].local.new_zeros(self._prior_shape(i)) if prior is None else prior
+            for i, prior in zip(variant.plan.priors, taken, strict=True)
+        )
         try:
             results = list(variant.run(args))
         except BaseException:
@@ -170,32 +173,36 @@ class BackwardGraph:
         ledger.count(variant.traffic)
         return results[: self._outputs]
 
-    def _take_priors(self, plan: BackwardPlan, states: list[ParamState], decision: Decision) -> list[Tensor]:
+    def _prior_shape(self, index: int) -> tuple[int, ...]:
+        """Stage 1 sums whole gradients, the others shards."""
+        grad = self.grads[index]
+        return grad.spec.shape if grad.accumulates else grad.spec.local_shape
+
+    def _take_priors(
+        self, plan: BackwardPlan, states: list[ParamState], decision: Decision
+    ) -> list[Tensor | None]:
         """What earlier micro-batches left; the graph adds it in, so it leaves the parameter."""
-        taken = []
+        taken: list[Tensor | None] = []
         for index in plan.priors:
-            state, grad = states[index], self.grads[index]
-            if not decision.receives[index]:
-                prior, shape = None, state.spec.shape if grad.accumulates else state.spec.local_shape
-            elif grad.accumulates:
+            state, prior = states[index], None
+            if decision.receives[index] and self.grads[index].accumulates:
                 prior, state.unreduced = state.unreduced, None
-                shape = state.spec.shape
-            else:
+            elif decision.receives[index]:
                 prior, state.param.grad = state.gradient(), None
-                shape = state.spec.local_shape
-            taken.append(state.local.new_zeros(shape) if prior is None else prior.detach())
+            taken.append(None if prior is None else prior.detach())
         # At stage 1 `.grad` may hold the zeros of earlier micro-batches: drop them so that autograd sets the direction.
         for index in plan.updated:
             states[index].param.grad = None
         return taken
 
-    def _return_priors(self, plan: BackwardPlan, states: list[ParamState], taken: list[Tensor]) -> None:
+    def _return_priors(self, plan: BackwardPlan, states: list[ParamState], taken: list[Tensor | None]) -> None:
         for index, prior in zip(plan.priors, taken, strict=True):
-            state = states[index]
+            if prior is None:
+                continue
             if self.grads[index].accumulates:
-                state.unreduced = prior
+                states[index].unreduced = prior
             else:
-                state.ledger.add_gradient(state, prior)
+                states[index].ledger.add_gradient(states[index], prior)
 
     def _hand_over(
         self, plan: BackwardPlan, states: list[ParamState], decision: Decision, results: list[Tensor]
