@@ -189,7 +189,8 @@ class BackwardGraph:
                 prior, state.unreduced = state.unreduced, None
             elif decision.receives[index]:
                 prior, state.param.grad = state.gradient(), None
-            taken.append(None if prior is None else prior.detach())
+            # The graph was compiled for contiguous priors, but may return gradients in another layout (convolutions).
+            taken.append(None if prior is None else prior.detach().contiguous())
         # At stage 1 `.grad` may hold the zeros of earlier micro-batches: drop them so that autograd sets the direction.
         for index in plan.updated:
             states[index].param.grad = None

@@ -180,10 +180,10 @@ class ParamState:
     def gradient_is_ours(self) -> bool:
         """Whether an update lowering can account for what ``.grad`` holds now.
 
-        At stages 0, 2 and 3 it takes ``.grad`` as the sum of earlier micro-batches. At stage 1 that sum is kept
-        unreduced, and ``.grad`` holds zeros between boundaries; anything else there came from elsewhere.
+        At stages 0, 2 and 3 it takes ``.grad`` as the sum of earlier micro-batches. At stage 1 of several ranks that
+        sum is kept unreduced, and ``.grad`` holds zeros between boundaries; anything else there came from elsewhere.
         """
-        if self.param.grad is None or self.spec.stage != 1:
+        if self.param.grad is None or self.spec.stage != 1 or self.spec.world == 1:
             return True
         return self.unreduced is not None and not self.reduced
 

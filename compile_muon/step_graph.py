@@ -78,6 +78,8 @@ class StepGraphs:
                 options = replace(options, codegen="eager")
             self._compiled[key] = self._compile(states, options)
         compiled = self._compiled[key]
+        # Backward graphs may return gradients in another layout than the shard's (convolutions).
+        grads = [grad.contiguous() for grad in grads]
         results = compiled.run([*grads, *(state.momentum for state in states), states[0].hyper])
         return list(results[: len(states)]), list(results[len(states) :]), compiled.traffic
 

@@ -55,9 +55,10 @@ def test_python_range() -> None:
 
 
 def test_a_missing_compiler_fails_and_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.check_compiler()
+    # monkeypatch would not put a config value back: it deletes what it finds no instance attribute for
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        found = doctor.check_compiler()
     assert found.verdict is Verdict.FAIL
     assert "CXX" in found.remedy
 

@@ -250,6 +250,7 @@ def train(
         assert set(directions) == set(reference.directions), set(directions) ^ set(reference.directions)
         for name, direction in directions.items():
             errors[name] = max(errors[name], relative_error(direction, reference.directions[name]))
+        assert optimizer.grad_norm is not None
         norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
     found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}

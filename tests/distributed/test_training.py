@@ -54,7 +54,8 @@ class Odd(nn.Module):
         h = self.even(torch.relu(self.norm(self.uneven(self.embedding(tokens)))))
         h = h + self.widen(self.narrow(h)) * self.scale
         image = self.conv(torch.stack([h, h.flip(1)], dim=1))
-        h = h + image.mean(1)
+        # each channel is used in its own way: with a plain mean its gradient would have rank 1, and the rest be noise
+        h = h + sum(image[:, channel].roll(channel, -1).tanh() for channel in range(5)) / 5
         h = h + torch.einsum("btc,ecd->btd", h, self.experts)[..., :8].tanh()
         return self.head(h)
 
@@ -119,10 +120,8 @@ def test_other_worlds(ranks: Callable[[int], Ranks], world: int, settings: dict[
     (
         (0, "backward", "owner", 2),
         (1, "step", "replicate", 2),
-        (1, "backward", "owner", 1),
-        (2, "backward", "replicate", 1),
+        (2, "step", "owner", 1),
         (3, "backward", "owner", 2),
-        (3, "step", "owner", 1),
     )
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
@@ -131,7 +130,7 @@ def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, A
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> None:
-    check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="owner", gradient_accumulation_steps=2)
+    check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="replicate")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -142,7 +141,7 @@ def test_gram_form(ranks: Callable[[int], Ranks], stage: int) -> None:
 # ------------------------------------------------------------------- no wrong answer could pass the tolerances
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("mistake", [{"slices": 2}, {"used": 1}], ids=["newton-schulz-on-a-slice", "last-micro-batch"])
 def test_a_wrong_reference_is_far_away(ranks: Callable[[int], Ranks], stage: int, mistake: dict[str, int]) -> None:
     for report in ranks(2).run(train_odd, stage=stage, gradient_accumulation_steps=2, update="step", **mistake):
