@@ -17,10 +17,10 @@ from compile_muon.passes.spec import MuonSpec, ParamSpec
 ACCUMULATE, REDUCE, UPDATE = Lowering.ACCUMULATE, Lowering.REDUCE, Lowering.UPDATE
 
 
-def make_state(book, name="w", stage=2, muon=True):
+def make_state(book, name="w", stage=2, muon=True, world=1):
     steps = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
     facts = MuonSpec(1, 4, 3, True, "standard", steps, 1.0, (), "float32", 1e-7, "local") if muon else None
-    spec = ParamSpec((4, 3), 1, 0, "", stage, "float32", "float32", "float32", facts)
+    spec = ParamSpec((4, 3), world, 0, "", stage, "float32", "float32", "float32", facts)
     param = nn.Parameter(torch.zeros(4, 3))
     state = ParamState(name, param, spec, torch.zeros(4, 3), torch.tensor([0.05, 0.95]), None, book)
     book.states.append(state)
@@ -243,7 +243,10 @@ def test_dropped_gradients_drop_their_update():
 
 
 def test_stage_one_trusts_only_its_own_zeros():
-    w = make_state(book(), stage=1)
+    alone = make_state(book(), stage=1)
+    alone.param.grad = torch.zeros(4, 3)
+    assert alone.gradient_is_ours  # one process keeps nothing unreduced: `.grad` is the sum itself
+    w = make_state(book(), stage=1, world=2)
     assert w.gradient_is_ours
     w.param.grad = torch.zeros(4, 3)
     assert not w.gradient_is_ours  # came from elsewhere
