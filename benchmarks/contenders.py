@@ -1,4 +1,4 @@
-"""The systems under test. Each is a function from a fresh model to a `Session` whose `step(x, y)` trains once.
+"""The systems under test. Each is a function from a fresh model to a `Session` whose `step(micro_batches)` trains once.
 
 To add one: write `build(model, plan) -> Session`, and list it in CONTENDERS.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from gpt import muon_names
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 ALL_STAGES = (0, 1, 2, 3)
 NO_STAGE = -1  # for what involves neither communication nor optimizer
 
+MicroBatches = Sequence[tuple[Tensor, Tensor]]  # tokens and targets of each, int64 [batch, context]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -24,8 +28,10 @@ class Plan:
 
     stage: int
     ranks: int
-    micro_batch: int
+    micro_batches: int
+    sequences: int  # of one micro-batch
     device: torch.device
+    dtype: torch.dtype
     muon_lr: float = 0.02
     adamw_lr: float = 3e-4
     momentum: float = 0.95
@@ -38,9 +44,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Session:
-    """A ready training setup. `counted_bytes` is the system's own count of bytes sent, if it keeps one."""
+    """A ready training setup. `step` trains on one global batch and returns this rank's mean loss, detached.
 
-    step: Callable[[Tensor, Tensor], Tensor]
+    `counted_bytes` is the system's own count of bytes sent, if it keeps one.
+    """
+
+    step: Callable[[MicroBatches], Tensor]
     muon_matrices: int
     note: str
     counted_bytes: Callable[[], int] | None = None
@@ -53,12 +62,33 @@ class Contender:
     stages: tuple[int, ...]
     requires: str
     remedy: str
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
-    def missing(self) -> str | None:
+    def missing(self, dtype: torch.dtype) -> str | None:
         """Why this contender cannot run here, with the remedy; None if it can."""
+        if dtype not in self.dtypes:
+            return f"it has no {dtype} form here; use --dtype float32"
         if importlib.util.find_spec(self.requires) is None:
             return f"{self.requires} is not installed: {self.remedy}"
         return None
+
+
+def _accumulate(
+    model: Callable[[Tensor, Tensor], Tensor],
+    micro_batches: MicroBatches,
+    unsynchronized: Callable[[], AbstractContextManager] = nullcontext,
+) -> Tensor:
+    """Forward and backward of each micro-batch, its loss divided by their number, as PyTorch loops do.
+
+    All but the last run inside `unsynchronized()`. Returns the mean loss, detached.
+    """
+    losses = []
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        with nullcontext() if number == len(micro_batches) else unsynchronized():
+            loss = model(x, y) / len(micro_batches)
+            loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
@@ -79,16 +109,17 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
         "compile": True,
         "optimizer": {"type": algorithm, "params": params},
         "zero_optimization": {"stage": plan.stage},
+        "gradient_accumulation_steps": plan.micro_batches,
+        "bf16": {"enabled": plan.dtype == torch.bfloat16},
     }
     matrices = len(muon_names(model)) if algorithm == "Muon" else 0
     model, optimizer = compile_muon.initialize(model, config)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)
-        loss.backward()
+    def step(micro_batches: MicroBatches) -> Tensor:
+        loss = _accumulate(model, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     return Session(step, matrices, "compiled", lambda: int(optimizer.traffic.bytes_sent))
 
@@ -116,13 +147,13 @@ def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:
         # DeepSpeed raises "Muon and reduce scatter cannot be used together" at stage 3 otherwise.
         zero["reduce_scatter"] = False
     config = {
-        "train_micro_batch_size_per_gpu": plan.micro_batch,
-        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": plan.sequences,
+        "gradient_accumulation_steps": plan.micro_batches,
         # Its default of 1.0 clips the orthogonalized update at stage 3, shrinking Muon's steps by the update's norm
         # (25x in the tiny preset). Without clipping its four stages train bit for bit alike.
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000,
-        "bf16": {"enabled": False},
+        "bf16": {"enabled": plan.dtype == torch.bfloat16},
         "fp16": {"enabled": False},
         "zero_optimization": zero,
         "optimizer": {
@@ -144,11 +175,14 @@ def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:
         engine.compile()
     matrices = sum(bool(getattr(p, "use_muon", False)) for p in engine.module.parameters())
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+    def step(micro_batches: MicroBatches) -> Tensor:
+        losses = []
+        for x, y in micro_batches:
+            loss = engine(x, y)
+            engine.backward(loss)  # divides by gradient_accumulation_steps
+            engine.step()  # does nothing before the last micro-batch
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     return Session(step, matrices, "engine.compile()" if compiled else "eager model, its own compiled NS")
 
@@ -164,30 +198,31 @@ def deepspeed_muon_compiled(model: nn.Module, plan: Plan) -> Session:
 def fsdp2_adamw(model: nn.Module, plan: Plan) -> Session:
     """`fully_shard` a block at a time, each compiled (torchtitan's recipe); stage 2 keeps weights after forward."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(plan.device.type, (plan.ranks,))
-    reshard = plan.stage == 3
+    half = plan.dtype == torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=plan.dtype) if half else MixedPrecisionPolicy()
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=plan.stage == 3, mp_policy=policy)
     for block in model.get_submodule("blocks").children():
         block.compile()
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        shard(block)
+    shard(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.adamw_lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay
     )
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)
-        loss.backward()
+    def step(micro_batches: MicroBatches) -> Tensor:
+        loss = _accumulate(model, micro_batches)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
     return Session(step, 0, "blocks compiled")
 
 
 def ddp_muon(model: nn.Module, plan: Plan) -> Session:
-    """DDP with torch.optim.Muon: every rank orthogonalizes every matrix."""
+    """DDP with torch.optim.Muon, in float32: every rank orthogonalizes every matrix."""
     from torch.nn.parallel import DistributedDataParallel
 
     names = set(muon_names(model))
@@ -204,28 +239,27 @@ def ddp_muon(model: nn.Module, plan: Plan) -> Session:
         ),
         torch.optim.AdamW(others, lr=plan.adamw_lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay),
     ]
-    compiled = torch.compile(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    data_parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    compiled = torch.compile(data_parallel)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = compiled(x, y)
-        loss.backward()
+    def step(micro_batches: MicroBatches) -> Tensor:
+        loss = _accumulate(compiled, micro_batches, data_parallel.no_sync)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)  # gradients stay views of DDP's buckets
-        return loss.detach()
+        return loss
 
     return Session(step, len(matrices), "compiled")
 
 
 def compute_only(model: nn.Module, plan: Plan) -> Session:
     """Forward and backward on every rank, nothing else: the floor that no training system can beat here."""
-    compiled = torch.compile(model)
+    compiled = torch.compile(model.to(plan.dtype))
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = compiled(x, y)
-        loss.backward()
+    def step(micro_batches: MicroBatches) -> Tensor:
+        loss = _accumulate(compiled, micro_batches)
         model.zero_grad()
-        return loss.detach()
+        return loss
 
     return Session(step, 0, "compiled, no update")
 
@@ -241,7 +275,7 @@ CONTENDERS = {
         Contender("deepspeed-muon", deepspeed_muon, ALL_STAGES, "deepspeed", _FROM_PYPI),
         Contender("deepspeed-muon-compiled", deepspeed_muon_compiled, ALL_STAGES, "deepspeed", _FROM_PYPI),
         Contender("fsdp2-adamw", fsdp2_adamw, (2, 3), "torch", "pip install torch"),
-        Contender("ddp-muon", ddp_muon, (0,), "torch", "pip install torch"),
+        Contender("ddp-muon", ddp_muon, (0,), "torch", "pip install torch", (torch.float32,)),
         Contender("compute-only", compute_only, (NO_STAGE,), "torch", "pip install torch"),
     )
 }

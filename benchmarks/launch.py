@@ -26,6 +26,8 @@ class Trial:
     repeat: int
     ranks: int
     preset: str
+    micro_batches: int
+    dtype: str
     warmup: int
     steps: int
     device: str

@@ -43,6 +43,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--preset", default="full", choices=list(PRESETS))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=1, help="a rank's step is split into so many backwards")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and activations")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones; the first compiles")
     parser.add_argument("--repeats", type=int, default=2, help="trials of each contender and stage")
@@ -52,15 +54,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one trial")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
-    parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET.json")
+    parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET….json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
     options = parser.parse_args(argv)
-    for name in ("ranks", "steps", "warmup", "repeats", "threads"):
+    for name in ("ranks", "micro_batches", "steps", "warmup", "repeats", "threads"):
         if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
+    sequences = PRESETS[options.preset].batch
+    if sequences % options.micro_batches:
+        parser.error(f"--micro-batches {options.micro_batches} does not divide a rank's {sequences} sequences")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
-    options.json = options.json or _RESULTS / f"train_step_{options.preset}.json"
+    variant = options.preset
+    if options.micro_batches > 1:
+        variant += f"_{options.micro_batches}_micro_batches"
+    if options.dtype != "float32":
+        variant += f"_{options.dtype}"
+    options.json = options.json or _RESULTS / f"train_step_{variant}.json"
     options.png = options.png or options.json.with_suffix(".png")
     return options
 
@@ -69,7 +79,7 @@ def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
     """All trials, shuffled within each repeat, so that a contender's repeats are spread over the run."""
     runnable = []
     for name in options.contenders:
-        missing = CONTENDERS[name].missing()
+        missing = CONTENDERS[name].missing(getattr(torch, options.dtype))
         if missing:
             console.print(f"[yellow]skipping {name}[/yellow]: {missing}", soft_wrap=True)
         else:
@@ -85,6 +95,8 @@ def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
                 repeat=repeat,
                 ranks=options.ranks,
                 preset=options.preset,
+                micro_batches=options.micro_batches,
+                dtype=options.dtype,
                 warmup=options.warmup,
                 steps=options.steps,
                 device=options.device,
@@ -141,7 +153,6 @@ def describe(options: argparse.Namespace) -> dict:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,
-        "dtype": "float32",
         "shape": vars(PRESETS[options.preset]),
         "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
     }
@@ -173,9 +184,11 @@ def main(argv: list[str] | None = None) -> int:
     rows = summarize(records, shape.context * shape.batch * options.ranks)
     verdicts = judge(rows)
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)
+    backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
     title = (
         f"{shape.layers}-layer GPT, {parameters / 1e6:.1f} M parameters, {shape.context * shape.batch:,} tokens per "
-        f"rank and step, {options.ranks} ranks, float32, {about['device']}, torch {torch.__version__}"
+        f"rank and step{backwards}, {options.ranks} ranks, {options.dtype}, {about['device']}, "
+        f"torch {torch.__version__}"
     )
     print_report(console, rows, verdicts, title)
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,16 @@ def run_trial(trial: dict, rank: int) -> dict:
     model = GPT(shape).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     expected = len(muon_names(model))
-    plan = Plan(trial["stage"], trial["ranks"], shape.batch, device, ns_method=trial["ns_method"])
+    micro_batches = trial["micro_batches"]
+    plan = Plan(
+        stage=trial["stage"],
+        ranks=trial["ranks"],
+        micro_batches=micro_batches,
+        sequences=shape.batch // micro_batches,
+        device=device,
+        dtype=getattr(torch, trial["dtype"]),
+        ns_method=trial["ns_method"],
+    )
 
     started = time.perf_counter()
     session = CONTENDERS[trial["contender"]].build(model, plan)
@@ -49,7 +58,7 @@ def run_trial(trial: dict, rank: int) -> dict:
         x, y = (tensor.to(device) for tensor in sample_batch(corpus, shape, generator))
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        loss = session.step(x, y)
+        loss = session.step(list(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - wall, time.process_time() - cpu, float(loss)
