@@ -25,12 +25,12 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 # torch comes first and by exact version: a range would let the resolver fetch several builds of it, gigabytes each.
-# TORCH=system leaves it out and drops its pin, so that nothing replaces the torch that is there.
+# TORCH=system leaves it out and drops its pin and Triton's, so that nothing replaces the pair that is there.
 $(VENV)/.compile_muon: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version || $(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
 ifeq ($(TORCH),system)
 	$(BIN)/python -c "import torch"
-	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt
 else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt "$(TORCH)" setuptools
@@ -62,6 +62,7 @@ bench: $(VENV)/.compile_muon
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.compile_muon
+	$(BIN)/python benchmarks/newton_schulz.py
 	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS)
 
 clean:

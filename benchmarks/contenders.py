@@ -102,6 +102,7 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
             "momentum": plan.momentum,
             "ns_steps": plan.ns_steps,
             "ns_method": plan.ns_method,
+            "ns_dtype": "bfloat16",  # as DeepSpeed and torch.optim.Muon have it, on every device
         }
     else:
         params |= {"lr": plan.adamw_lr}

@@ -1,13 +1,14 @@
 """What a rank can measure about itself, without help from the framework under test.
 
-Bytes come from the kernel's counters of this process's own TCP sockets, so every contender is counted
-by the same instrument, whatever it calls. Memory is measured twice: resident memory as the kernel sees
-it (includes the interpreter, compiled code and the allocator's slack), and tensor memory, exact but
-blind to what C++ worker threads allocate.
+Bytes come from the kernel's counters of this process's own TCP sockets, so every contender is counted by the same
+instrument, whatever it calls. Memory on CPU is resident memory as the kernel sees it: PyTorch's profiler does not see
+what worker threads free (Gloo's reduce-scatter copies its input), and reported memory that no longer existed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -17,12 +18,11 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor
 
 # struct tcp_info of linux/tcp.h: u64 tcpi_bytes_sent, in Linux 4.19 and later.
 _TCP_INFO = 11
 _BYTES_SENT_OFFSET = 200
-_BOUNDARY = "benchmark::boundary"
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 
 
 def socket_bytes_sent() -> int | None:
@@ -46,23 +46,30 @@ def socket_bytes_sent() -> int | None:
     return total
 
 
-def reset_peak_resident() -> bool:
-    """Start a new resident peak; False where the platform cannot (then the peak is the process's lifetime)."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        with open("/proc/self/clear_refs", "w") as control:
-            control.write("5")
-    except OSError:
-        return False
-    return True
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Largest memory during one training step: allocated tensors on CUDA, the whole process on CPU.
 
-
-def peak_resident_bytes() -> int:
-    """Largest resident memory of this process.
-
-    VmHWM, not ru_maxrss: the latter survives exec, so a rank would inherit the launcher's peak.
+    On CPU the C library keeps what is freed, so a peak would be that of the process's whole life, fragmentation and
+    compilation included. From here on (this is the last thing measured) it returns every block of 64 KiB or more.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform.startswith("linux"):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+        gc.collect()
+        step()  # blocks that live across steps move to the new kind of allocation
+        libc.malloc_trim(0)
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as control:
+        control.write("5")  # a new peak starts here
+    step()
+    return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM, not ru_maxrss: the latter survives exec, so a rank would inherit the launcher's peak."""
     try:
         with open("/proc/self/status") as status:
             line = next(line for line in status if line.startswith("VmHWM:"))
@@ -70,47 +77,3 @@ def peak_resident_bytes() -> int:
     except (OSError, StopIteration):
         scale = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def live_tensor_bytes(device_type: str) -> int:
-    """Bytes of all storages reachable from Python tensors on the device, each storage once."""
-    storages: dict[int, int] = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.Tensor):  # type(): isinstance would wake lazy proxies
-            continue
-        tensor = candidate._local_tensor if isinstance(candidate, DTensor) else candidate
-        try:
-            storage = tensor.untyped_storage()
-            if storage.device.type == device_type:
-                storages[storage.data_ptr()] = storage.nbytes()
-        except (NotImplementedError, RuntimeError):  # fake tensors and other storage-less wrappers
-            continue
-    storages.pop(0, None)
-    return sum(storages.values())
-
-
-def peak_tensor_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Largest tensor memory during one training step, measured over a second, identical one.
-
-    On CPU the allocator reports only blocks it saw allocated while profiling. So one step runs first,
-    for the blocks that live across steps to be seen, then a marker, then the step that counts.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        return torch.cuda.max_memory_allocated(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-        gc.collect()
-        at_boundary = live_tensor_bytes(device.type)
-        with torch.profiler.record_function(_BOUNDARY):
-            pass
-        step()
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    start = next(event.start_ns() for event in events if event.name() == _BOUNDARY)
-    current = peak = at_boundary
-    for event in events:
-        if event.name() == "[memory]" and event.start_ns() >= start:
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak

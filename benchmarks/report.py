@@ -34,8 +34,7 @@ class Row:
     tokens_per_s: float
     compile_cold_s: float
     compile_warm_s: float | None
-    peak_tensor_bytes: float | None
-    peak_resident_bytes: float
+    peak_bytes: float | None
     bytes_per_step: float | None
     counted_bytes_per_step: float | None
     loss: float
@@ -72,8 +71,7 @@ def summarize(records: list[dict], tokens_per_step: int) -> list[Row]:
                 tokens_per_s=tokens_per_step / median,
                 compile_cold_s=max(cold or warm),
                 compile_warm_s=statistics.median(warm) if warm else None,
-                peak_tensor_bytes=_median_of(runs, "peak_tensor_bytes"),
-                peak_resident_bytes=statistics.median(run["peak_resident_bytes"] for run in runs),
+                peak_bytes=_median_of(runs, "peak_bytes"),
                 bytes_per_step=_median_of(runs, "socket_bytes_per_step"),
                 counted_bytes_per_step=_median_of(runs, "counted_bytes_per_step"),
                 loss=statistics.fmean(run["losses"][-1] for run in runs),
@@ -97,8 +95,7 @@ def judge(rows: list[Row]) -> list[Verdict]:
         ours, adamw = at.get(("ours-muon", stage)), at.get(("ours-adamw", stage))
         verdicts.append(_ratio(f"ours Muon / ours AdamW, stage {stage}", ours, adamw, 1.15))
     verdicts += [
-        _memory_order(at, "peak_tensor_bytes", "peak tensor memory"),
-        _memory_order(at, "peak_resident_bytes", "peak resident memory"),
+        _memory_order(at),
         _same_training([row for row in rows if row.contender.endswith(("-muon", "-muon-compiled"))]),
     ]
     return verdicts
@@ -135,13 +132,13 @@ def _ratio(label: str, ours: Row | None, other: Row | None, bar: float) -> Verdi
     )
 
 
-def _memory_order(at: dict[tuple[str, int], Row], field: str, label: str) -> Verdict:
+def _memory_order(at: dict[tuple[str, int], Row]) -> Verdict:
     rows = [at.get(("ours-muon", stage)) for stage in (3, 1, 0)]
-    sizes = [size for row in rows if row and (size := getattr(row, field)) is not None]
+    sizes = [row.peak_bytes for row in rows if row and row.peak_bytes is not None]
     if len(sizes) < len(rows):
-        return Verdict(f"ours Muon {label}, stage 3 < 1 < 0: not measured", None)
-    text = " < ".join(f"{size / 2**20:.0f}" for size in sizes)
-    return Verdict(f"ours Muon {label}, stage 3 < 1 < 0: {text} MiB", sizes[0] < sizes[1] < sizes[2])
+        return Verdict("ours Muon peak memory, stage 3 < 1 < 0: not measured", None)
+    text = ", ".join(f"{size / 2**20:.0f}" for size in sizes)
+    return Verdict(f"ours Muon peak memory, stage 3 < 1 < 0: {text} MiB", sizes[0] < sizes[1] < sizes[2])
 
 
 def _same_training(rows: list[Row]) -> Verdict:
@@ -167,8 +164,7 @@ def print_report(console: Console, rows: list[Row], verdicts: list[Verdict], tit
         "CPU s",
         "tokens/s",
         "compile s\ncold/warm",
-        "peak MiB\ntensors",
-        "peak MiB\nresident",
+        "peak\nMiB",
         "MB sent\nper step",
         "loss",
     ):
@@ -185,8 +181,7 @@ def print_report(console: Console, rows: list[Row], verdicts: list[Verdict], tit
             f"{row.cpu_s:.3f}",
             f"{row.tokens_per_s:,.0f}",
             f"{row.compile_cold_s:.1f}/{_number(row.compile_warm_s, 1, 1)}",
-            _number(row.peak_tensor_bytes, 2**20, 0),
-            _number(row.peak_resident_bytes, 2**20, 0),
+            _number(row.peak_bytes, 2**20, 0),
             _sent(row),
             f"{row.loss:.3f}",
             row.note,
@@ -222,7 +217,7 @@ def as_json(rows: list[Row], verdicts: list[Verdict]) -> dict:
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Three bar charts, grouped by stage: step time (with the fastest step as a tick), tensor memory, bytes sent."""
+    """Three bar charts, grouped by stage: step time (with the fastest step as a tick), memory, bytes sent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -232,7 +227,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
     names = [name for name in _COLOURS if any(row.contender == name for row in rows)]
     panels = (
         ("step time, s (median; tick: fastest)", "step_s", 1.0),
-        ("peak tensor memory per rank, MiB", "peak_tensor_bytes", 2**20),
+        ("peak memory per rank, MiB", "peak_bytes", 2**20),
         ("sent per rank and step, MB", "bytes_per_step", 1e6),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(15, 4.5))

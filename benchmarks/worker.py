@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Plan, Session
 from gpt import GPT, PRESETS, muon_names, read_corpus, sample_batch
-from measure import peak_resident_bytes, peak_tensor_bytes, reset_peak_resident, socket_bytes_sent
+from measure import peak_bytes, socket_bytes_sent
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
@@ -64,7 +64,6 @@ def run_trial(trial: dict, rank: int) -> dict:
         return time.perf_counter() - wall, time.process_time() - cpu, float(loss)
 
     warmup = [step() for _ in range(trial["warmup"])]
-    steady_peak = reset_peak_resident()
     sockets_before, counted_before = socket_bytes_sent(), _counted(session)
     load_before = os.getloadavg()[0]
     timed = [step() for _ in range(trial["steps"])]
@@ -77,8 +76,6 @@ def run_trial(trial: dict, rank: int) -> dict:
         "cpu_s": [cpu for _, cpu, _ in timed],
         "losses": [loss for _, _, loss in warmup + timed],
         "load": [load_before, os.getloadavg()[0]],
-        "peak_resident_bytes": peak_resident_bytes(),
-        "peak_resident_covers": "timed steps" if steady_peak else "whole process",
         # Only Gloo's traffic goes through sockets; NCCL's goes through NVLink or PCIe.
         "socket_bytes_per_step": (
             _per_step(sockets_before, sockets_after, trial["steps"]) if dist.get_backend() == "gloo" else None
@@ -88,7 +85,7 @@ def run_trial(trial: dict, rank: int) -> dict:
         "parameters": parameters,
         "note": session.note,
     }
-    result["peak_tensor_bytes"] = peak_tensor_bytes(step, device) if trial["weigh"] else None
+    result["peak_bytes"] = peak_bytes(step, device) if trial["weigh"] else None
     return result
 
 

@@ -324,7 +324,8 @@ class Ledger:
             raise LedgerError(
                 f"a gradient for {state.name!r} arrived after its Muon update of this step was made in backward; "
                 "tell the optimizer about every micro-batch: gradient_accumulation_steps=N, "
-                "`with optimizer.accumulate():` around all but the last, or update='step'"
+                "`with optimizer.accumulate():` around all but the last, or update='step'; where step() raised or was "
+                "left out on purpose, call optimizer.zero_grad() to drop what the backward made"
             )
         Ledger.check_fresh(state)
 

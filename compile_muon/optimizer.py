@@ -319,7 +319,7 @@ class MuonZero(Optimizer):
             [directions[state.name] for state in states],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
-            scales=[self._scales[state.name] for state in states],
+            scale=[self._scales[state.name] for state in states],
         )
 
     def _step_adamw(self, states: Sequence[ParamState]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -68,10 +69,11 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
     ns = config.muon.ns
     try:
         chosen = resolve_coefficients(ns.coefficients, ns.steps)
-        dtype = resolve_dtype(ns.dtype, device, chosen)
+        dtype = resolve_dtype(ns.dtype, device, chosen, ns.method)
         method = resolve_method(ns.method, rows, cols, dtype, chosen)
     except ValueError as error:
-        raise ConfigError(f"ns_{error}") from error  # kernels name their arguments as we do, less the prefix
+        # The kernels name their arguments as we do, less the prefix.
+        raise ConfigError(re.sub(r"\b(coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     if world == 1 or (batch > 1 and stage > 0):
         exchange = "local"  # whole matrices already: one process, or experts sharded by expert
     elif config.zero.exchange == "auto":

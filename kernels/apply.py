@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .eager import may_launch
+
 __all__ = ["muon_apply"]
 
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
@@ -18,28 +20,62 @@ def muon_apply(
     *,
     lr: float | Tensor,
     weight_decay: float,
-    scales: Sequence[float],
+    scale: float | Sequence[float],
 ) -> None:
-    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p, update u and scale.
+    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
-    Updates have their parameter's shape, any strides and any floating dtype. `lr` is a number or a one-element tensor,
-    which is never read on the host (no synchronization, nothing baked into a traced graph). Decay uses the unscaled lr.
+    `scale` is one number for all, or one for each. Updates have their parameter's shape, any strides and any floating
+    dtype. `lr` is a number or a one-element tensor, on the CPU or on the parameters' device, which is never waited for
+    and never baked into a traced graph. Decay uses the unscaled lr.
+
     Bitwise torch.optim.Muon's `param.mul_(1 - lr * weight_decay)` and `param.add_(update, alpha=-lr * scale)`, except
-    for half-precision parameters with a tensor lr, where one rounding from float32 replaces several.
+    for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. On CUDA outside
+    of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding.
 
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.
     """
+    scales = [scale] * len(params) if isinstance(scale, int | float) else scale
     if not len(params) == len(updates) == len(scales):
         raise ValueError(f"{len(params)} params, {len(updates)} updates, {len(scales)} scales: expected one of each")
     for i, (p, u) in enumerate(zip(params, updates, strict=True)):
         if p.shape != u.shape:
             raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
+    if may_launch([*params, *updates]):
+        params, updates, scales = _launch(params, updates, lr, weight_decay, scales)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, weight_decay, scales)
+
+
+def _launch(
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    lr: float | Tensor,
+    weight_decay: float,
+    scales: Sequence[float],
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Updates what Triton's kernel covers, a launch for every few tensors; returns the rest."""
+    from .gpu import apply as gpu
+
+    groups: dict[object, list[int]] = {}
+    rest = []
+    for i, (p, u) in enumerate(zip(params, updates, strict=True)):
+        if gpu.takes(p, u):
+            groups.setdefault((p.device, p.dtype, u.dtype), []).append(i)
+        else:
+            rest.append(i)
+    for group in groups.values():
+        gpu.apply_updates(
+            [params[i] for i in group],
+            [updates[i] for i in group],
+            lr=lr,
+            weight_decay=weight_decay,
+            scales=[scales[i] for i in group],
+        )
+    return [params[i] for i in rest], [updates[i] for i in rest], [scales[i] for i in rest]
 
 
 def _apply_number_lr(

@@ -1,7 +1,11 @@
 """Which arithmetic runs: the compute dtype, standard or gram, and the implementation. Decided here and only here."""
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -19,11 +23,15 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat
 
 
 def resolve_dtype(
-    dtype: str | torch.dtype, device: torch.device | str, coefficients: CoefficientSet | None = None
+    dtype: str | torch.dtype,
+    device: torch.device | str,
+    coefficients: CoefficientSet | None = None,
+    method: str = "auto",
 ) -> torch.dtype:
     """The dtype Newton–Schulz computes in and returns; "auto" is bfloat16 on CUDA and float32 elsewhere.
 
-    (Most CPUs have no fast bfloat16 product.) On CUDA, "auto" is float32 for `coefficients` that diverge in bfloat16.
+    (Most CPUs have no fast bfloat16 product.) On CUDA, "auto" is float16 for method "gram", which bfloat16 is too
+    coarse for, and float32 for `coefficients` that do not survive that dtype.
     Raises ValueError for anything but the four floating dtypes.
     """
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
@@ -33,7 +41,11 @@ def resolve_dtype(
     if dtype == "auto":
         if torch.device(device).type != "cuda":
             return torch.float32
-        return torch.bfloat16 if coefficients is None or coefficients.survives_bfloat16 else torch.float32
+        if method == "gram":
+            survives = coefficients is None or coefficients.gram_is_stable(torch.float16)
+            return torch.float16 if survives else torch.float32
+        survives = coefficients is None or coefficients.survives_bfloat16
+        return torch.bfloat16 if survives else torch.float32
     names = ", ".join(map(repr, DTYPES))
     raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
 
@@ -74,23 +86,47 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
     return "standard" if method == "auto" and (dtype == torch.bfloat16 or not stable) else method
 
 
-def cheaper_method(rows: int, cols: int, steps: int, restarts: int) -> str:
-    """Whichever form takes fewer operations with dense products: gram above an aspect ratio of 1.5 for five steps."""
+def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
+    """Whichever form takes fewer operations, with dense products or with symmetric ones computed once.
+
+    For five steps and a restart that is gram above an aspect ratio of 1.5 or 1.
+    """
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
-    return "gram" if gram_flops(k, l, steps, restarts) < standard_flops(k, l, steps) else "standard"
+    gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
+    return "gram" if gram < standard_flops(k, l, steps, symmetric=symmetric) else "standard"
 
 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     """Newton–Schulz of every matrix in `xs`, each [..., m, n]; new contiguous tensors in `plan.dtype`.
 
-    A faster implementation for some device, shape and dtype is chosen here.
+    On CPUs each matrix by itself on aten. On GPUs all matrices of a shape at once: by Triton's kernels in half
+    precision, on the architectures and from the sizes of `gpu/tiles.json` on; by aten, that is cuBLAS, otherwise.
     """
     on_cpu = all(x.device.type == "cpu" for x in xs)
-    return one_by_one(xs, plan, _reference) if on_cpu else one_batch_per_shape(xs, plan, _reference)
+    return one_by_one(xs, plan, _on_aten) if on_cpu else one_batch_per_shape(xs, plan, _on_device)
 
 
-def _reference(x: Tensor, plan: Plan) -> Tensor:
-    method = plan.method
-    if method == "auto":
-        method = cheaper_method(x.shape[-2], x.shape[-1], len(plan.steps), len(plan.restarts))
-    return reference.orthogonalize(x, replace(plan, method=method))
+def _on_aten(x: Tensor, plan: Plan) -> Tensor:
+    return reference.orthogonalize(x, _with_method(x, plan, symmetric=False))
+
+
+def _on_device(x: Tensor, plan: Plan) -> Tensor:
+    gpu = triton_kernels()
+    if gpu is None or not gpu.serves(x, plan):
+        return _on_aten(x, plan)
+    return gpu.orthogonalize(x, _with_method(x, plan, symmetric=True), gpu.products_on(x.device))
+
+
+def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
+    if plan.method != "auto":
+        return plan
+    rows, cols = x.shape[-2:]
+    return replace(plan, method=cheaper_method(rows, cols, len(plan.steps), len(plan.restarts), symmetric=symmetric))
+
+
+@cache
+def triton_kernels() -> ModuleType | None:
+    """`gpu.newton_schulz` where torch sees a CUDA device and Triton is installed, imported on first use."""
+    if torch.version.cuda is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(".gpu.newton_schulz", __package__)

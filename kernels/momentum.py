@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from .eager import may_launch
+
 __all__ = ["muon_momentum"]
 
 
@@ -19,9 +21,12 @@ def muon_momentum(
     update = grad + beta (new − grad) if `nesterov`, else new, cast to `out_dtype`. All have grad's shape; new keeps
     momentum's dtype, which grad is cast to first; without `nesterov` and without a cast, both results are one tensor.
     `beta` is a number, or the pair of 0-dim (or one-element) float tensors (1 − beta, beta), on the CPU or on grad's
-    device, which keeps beta out of a traced graph. Plain aten, so compilers may fuse it.
+    device, which keeps beta out of a traced graph.
 
-    Bitwise torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)` and `grad.lerp(buf, momentum)`: eager lerp takes a
+    Plain aten wherever it is traced, so compilers may fuse it; on CUDA outside of graphs one Triton kernel, a single
+    pass over memory, whose results differ from aten's by the rounding of float32 arithmetic at most.
+
+    As aten, bitwise torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)` and `grad.lerp(buf, momentum)`: lerp takes a
     tensor weight with the same arithmetic as a number, if the weight's dtype is the one lerp computes in. That is
     float32 for half-precision momentum, which is therefore widened here (a half-precision weight would round beta).
     For float64 momentum the pair must be float64 to be exact.
@@ -31,8 +36,14 @@ def muon_momentum(
     """
     if grad.shape != momentum.shape:
         raise ValueError(f"grad has shape {tuple(grad.shape)}, momentum {tuple(momentum.shape)}: expected the same")
+    weights = (1 - beta, beta) if isinstance(beta, int | float) else beta
+    if may_launch([grad, momentum]):
+        from .gpu import momentum as gpu
+
+        if gpu.takes(grad, momentum, out_dtype):
+            return gpu.momentum_update(grad, momentum, weights=weights, nesterov=nesterov, out_dtype=out_dtype)
     grad = grad.to(momentum.dtype)
-    toward_grad, toward_new = (1 - beta, beta) if isinstance(beta, int | float) else beta
+    toward_grad, toward_new = weights
     new = _lerp(momentum, grad, toward_grad)
     update = _lerp(grad, new, toward_new) if nesterov else new
     return update.to(out_dtype), new

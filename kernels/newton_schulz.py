@@ -80,7 +80,7 @@ def make_plan(
     """The plan for these choices, all but the ones that depend on a shape. Raises as `newton_schulz` does."""
     _check_eps(eps)
     chosen = resolve_coefficients(coefficients, steps)
-    compute = resolve_dtype(dtype, device, chosen)
+    compute = resolve_dtype(dtype, device, chosen, method)
     admissible = admissible_method(method, compute, chosen)
     return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute))
 

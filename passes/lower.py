@@ -59,6 +59,12 @@ class BackwardPlan:
     updated: tuple[int, ...]
 
 
+# A graph's tensors are cut into this many collectives or more: with the next one prefetched, a quarter of a model's
+# weights are gathered at a time, however small the model is. Below a mebibyte latency outweighs that.
+_COLLECTIVES = 8
+_SMALLEST = 2**20
+
+
 def _escapes(node: Node, output: Node) -> bool:
     """Whether the graph returns ``node`` or a view of it."""
     return any(user is output or (is_view_or_cast(user) and _escapes(user, output)) for user in node.users)
@@ -67,7 +73,8 @@ def _escapes(node: Node, output: Node) -> bool:
 def _groups(
     items: Sequence[tuple[Node, ParamSpec]], dtype_of: Callable[[ParamSpec], str], cap_bytes: int
 ) -> list[list[tuple[Node, ParamSpec]]]:
-    """Neighbours in graph order that can share one collective, up to ``cap_bytes`` of full tensors each.
+    """Neighbours in graph order that can share one collective, up to ``cap_bytes`` of full tensors each, or less
+    where that would make fewer than ``_COLLECTIVES``.
 
     Not PyTorch's own bucketing passes: their topological sort orders collectives by what surrounds them, which is not
     the same on every rank when shards are uneven (docs/decisions.md). Marker order is.
@@ -75,9 +82,10 @@ def _groups(
     groups: list[list[tuple[Node, ParamSpec]]] = []
     sizes: dict[int, int] = {}
     open_group: dict[tuple[object, ...], int] = {}
-    for node, spec in items:
+    bytes_of = [spec.numel * decode_dtype(dtype_of(spec)).itemsize for _, spec in items]
+    cap_bytes = min(cap_bytes, max(sum(bytes_of) // _COLLECTIVES, _SMALLEST))
+    for (node, spec), nbytes in zip(items, bytes_of, strict=True):
         dtype = dtype_of(spec)
-        nbytes = spec.numel * decode_dtype(dtype).itemsize
         key = (spec.group, spec.world, spec.sharded, dtype)
         index = open_group.get(key)
         if index is None or sizes[index] + nbytes > cap_bytes:

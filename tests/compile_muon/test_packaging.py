@@ -100,7 +100,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"compile_muon"}
-    assert "compile_muon/py.typed" in names
+    assert {"compile_muon/py.typed", "compile_muon/kernels/gpu/tiles.json"} <= set(names)
     sources = {
         f"{package.replace('.', '/')}/{path.relative_to(folder)}"
         for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items()

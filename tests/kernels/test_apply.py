@@ -34,7 +34,7 @@ def test_bitwise_torch(param_dtype, update_dtype, weight_decay, kind):
     expected = statements_of_torch(
         params, updates, lr.squeeze() if isinstance(lr, torch.Tensor) else lr, weight_decay, SCALES
     )
-    muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scales=SCALES)
+    muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scale=SCALES)
     exact = kind == "number" or param_dtype == torch.float32
     for p, e in zip(params, expected, strict=True):
         torch.testing.assert_close(p, e, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
@@ -46,7 +46,7 @@ def test_bitwise_torch_for_any_rate(lr, weight_decay, scale, seed):
     params, updates = tensors(torch.float32, seed), tensors(torch.bfloat16, seed + 1)
     scales = [scale] * len(params)
     expected = statements_of_torch(params, updates, lr, weight_decay, scales)
-    muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scales=scales)
+    muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scale=scales)
     for p, e in zip(params, expected, strict=True):
         assert torch.equal(p, e)
 
@@ -56,14 +56,14 @@ def test_in_place_on_leaves_and_strided_updates():
     u = torch.randn(4, 6).T
     (expected,) = statements_of_torch([p.detach()], [u], 0.1, 0.1, [1.5])
     address = p.data_ptr()
-    muon_apply([p], [u], lr=0.1, weight_decay=0.1, scales=[1.5])
+    muon_apply([p], [u], lr=0.1, weight_decay=0.1, scale=[1.5])
     assert p.data_ptr() == address
     assert p.requires_grad and p.grad_fn is None
     assert torch.equal(p.detach(), expected)
 
 
 def test_empty_list():
-    muon_apply([], [], lr=0.1, weight_decay=0.1, scales=[])
+    muon_apply([], [], lr=0.1, weight_decay=0.1, scale=[])
 
 
 def test_a_compiled_step_takes_any_lr_without_recompiling():
@@ -75,7 +75,7 @@ def test_a_compiled_step_takes_any_lr_without_recompiling():
 
     @torch.compile(backend=counting, fullgraph=True)
     def step(p, u, lr):
-        muon_apply([p], [u], lr=lr, weight_decay=0.1, scales=[1.5])
+        muon_apply([p], [u], lr=lr, weight_decay=0.1, scale=[1.5])
 
     for lr in (0.1, 0.05, 0.01):
         p, u = torch.randn(4, 4), torch.randn(4, 4)
@@ -95,5 +95,5 @@ def test_a_compiled_step_takes_any_lr_without_recompiling():
 def test_bad_lists_change_nothing(updates, scales, message):
     params = [torch.ones(2, 2), torch.ones(2, 2)]
     with pytest.raises(ValueError, match=message):
-        muon_apply(params, updates, lr=0.1, weight_decay=0.1, scales=scales)
+        muon_apply(params, updates, lr=0.1, weight_decay=0.1, scale=scales)
     assert all(torch.equal(p, torch.ones(2, 2)) for p in params)

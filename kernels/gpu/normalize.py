@@ -1,0 +1,158 @@
+"""Frobenius normalization, fused: two passes over memory, all arithmetic in float32, one rounding at the very end.
+
+    X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
+
+No entry's square overflows or vanishes: sums of squares are kept over the largest entry seen, as
+`reference.normalize` has it, so entries from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one
+(largest, sum) pair a program, the second combines them in a fixed order: no atomics, the same bits every time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launch
+from .operands import empty_matrices
+
+__all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
+
+ROWS, COLS = 32, 128  # a tile; wide in the direction most inputs are contiguous in, tall enough for the other
+MOST_PARTIALS = 256  # per matrix, so that every program of the second pass can combine them all
+TINY = torch.finfo(torch.float32).tiny
+
+
+@triton.jit
+def _load(
+    x,
+    matrix,
+    tile,
+    across,
+    rows,
+    cols,
+    matrix_stride,
+    row_stride,
+    col_stride,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    r = (tile // across) * ROWS + tl.arange(0, ROWS)
+    c = (tile % across) * COLS + tl.arange(0, COLS)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    r = r.to(tl.int64)[:, None]
+    c = c.to(tl.int64)[None, :]
+    start = x + matrix.to(tl.int64) * matrix_stride
+    return r, c, inside, tl.load(start + r * row_stride + c * col_stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def partial_norms_kernel(
+    x,
+    partials,
+    rows,
+    cols,
+    matrix_stride,
+    row_stride,
+    col_stride,
+    programs,
+    TINY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """partials [b, 2, programs]: the largest |entry| of a program's tiles, and their sum of squares over its square."""
+    program = tl.program_id(0)
+    matrix = program // programs
+    first = program % programs
+    across = tl.cdiv(cols, COLS)
+    largest = TINY
+    total = 0.0
+    for tile in range(first, tl.cdiv(rows, ROWS) * across, programs):
+        _, _, _, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS)
+        grown = tl.maximum(largest, tl.max(tl.max(tl.abs(x_tile), axis=1), axis=0))
+        x_tile *= 1.0 / grown
+        shrink = largest / grown
+        total = total * shrink * shrink + tl.sum(tl.sum(x_tile * x_tile, axis=1), axis=0)
+        largest = grown
+    start = partials + matrix.to(tl.int64) * 2 * programs + first
+    tl.store(start, largest)
+    tl.store(start + programs, total)
+
+
+@triton.jit
+def divide_kernel(
+    x,
+    partials,
+    out,
+    rows,
+    cols,
+    matrix_stride,
+    row_stride,
+    col_stride,
+    out_matrix_stride,
+    out_row_stride,
+    programs,
+    eps: tl.float32,
+    safety: tl.float32,
+    PARTIALS: tl.constexpr,
+    TINY: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, COLS)
+    tiles = tl.cdiv(rows, ROWS) * across
+    program = tl.program_id(0)
+    matrix = program // tiles
+    i = tl.arange(0, PARTIALS)
+    start = partials + matrix.to(tl.int64) * 2 * programs + i
+    each = tl.load(start, mask=i < programs, other=TINY)
+    sums = tl.load(start + programs, mask=i < programs, other=0.0)
+    largest = tl.max(each, axis=0)
+    shrink = each / largest
+    norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), tl.maximum(eps / largest, TINY))
+    r, c, inside, x_tile = _load(
+        x, matrix, program % tiles, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS
+    )
+    # Two divisions: the product of the divisors may overflow.
+    x_tile = (x_tile / largest) / (norm * safety)
+    start = out + matrix.to(tl.int64) * out_matrix_stride
+    tl.store(start + r * out_row_stride + c, x_tile.to(out.dtype.element_ty), mask=inside)
+
+
+def partial_norms(x: Tensor, partials: Tensor) -> Launch:
+    """partials ← its pairs; x [b, m, n] of any strides, partials [b, 2, programs] in float32, contiguous."""
+    matrices, rows, cols = x.shape
+    programs = partials.shape[-1]
+    arguments = (x, partials, rows, cols, *x.stride(), programs)
+    return Launch(partial_norms_kernel, matrices * programs, x, arguments, {"TINY": TINY, "ROWS": ROWS, "COLS": COLS})
+
+
+def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: float) -> Launch:
+    """out ← x / (safety · max(‖x‖, eps)) of each matrix; out has unit last stride."""
+    matrices, rows, cols = x.shape
+    programs = partials.shape[-1]
+    return Launch(
+        divide_kernel,
+        matrices * _tiles(rows, cols),
+        x,
+        (x, partials, out, rows, cols, *x.stride(), *out.stride()[:2], programs, eps, safety),
+        {"PARTIALS": triton.next_power_of_2(programs), "TINY": TINY, "ROWS": ROWS, "COLS": COLS},
+    )
+
+
+def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
+    """A new [b, k, l] in `dtype` with unit last stride, for x of the same shape and any strides, unmodified.
+
+    x is float16, bfloat16 or float32. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole
+    matrix into NaN. No host synchronization.
+    """
+    matrices, rows, cols = x.shape
+    programs = min(_tiles(rows, cols), MOST_PARTIALS)
+    partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
+    out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
+    partial_norms(x, partials).run()
+    divide(x, partials, out, eps=eps, safety=safety).run()
+    return out
+
+
+def _tiles(rows: int, cols: int) -> int:
+    return triton.cdiv(rows, ROWS) * triton.cdiv(cols, COLS)

@@ -1,0 +1,88 @@
+"""What the two matrix-product kernels share: operands by pointers or tensor descriptors (TMA), and the tile order."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .tiles import Tile
+
+__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of"]
+
+
+@triton.jit
+def load_tile(
+    source,
+    matrix,
+    row,
+    col,
+    rows,
+    cols,
+    matrix_stride,
+    row_stride,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """[ROWS, COLS] of matrix `matrix` from (row, col) on, zero outside [rows, cols]."""
+    if DESCRIPTORS:
+        tile = source.load([matrix, row, col]).reshape(ROWS, COLS)
+    else:
+        r = row + tl.arange(0, ROWS)
+        c = col + tl.arange(0, COLS)
+        # 64 bits: 320 matrices of 2560 × 3072 have more elements than an int32 counts.
+        start = source + matrix.to(tl.int64) * matrix_stride
+        inside = (r < rows)[:, None] & (c < cols)[None, :]
+        tile = tl.load(start + r.to(tl.int64)[:, None] * row_stride + c[None, :], mask=inside, other=0.0)
+    if WIDEN:
+        tile = tile.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def place_of(program, down, across, GROUP: tl.constexpr):
+    """(tile row, tile column) of a program: column by column within groups of GROUP tile rows."""
+    in_group = GROUP * across
+    first = (program // in_group) * GROUP
+    height = min(down - first, GROUP)
+    return first + (program % in_group) % height, (program % in_group) // height
+
+
+def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
+    """The compile-time arguments of either kernel.
+
+    WIDEN is for Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become
+    float32 once loaded. It changes no product: two bfloat16 or float16 numbers multiply exactly in float32.
+    """
+    return {
+        "PLUS": plus,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "DEPTH": tile.depth,
+        "GROUP": tile.group,
+        "DESCRIPTORS": tile.descriptors,
+        "SPECIALIZE": tile.specialize,
+        "WIDEN": bool(triton.knobs.runtime.interpret),
+        "num_stages": tile.stages,
+        "num_warps": tile.warps,
+    }
+
+
+def empty_matrices(matrices: int, rows: int, cols: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialized [matrices, rows, cols], rows a multiple of 16 elements apart.
+
+    Tensor descriptors need 16 bytes; 16 elements are what Triton compiles wide loads for.
+    """
+    pitch = -(-cols // 16) * 16
+    return torch.empty(matrices, rows, pitch, dtype=dtype, device=like.device)[:, :, :cols]
+
+
+def operand(x: Tensor, tile: Tile, rows: int, cols: int) -> Any:
+    """What a kernel takes for x, [b, m, n] with unit last stride: itself, or its descriptor for [rows, cols] tiles."""
+    if not tile.descriptors:
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, cols])

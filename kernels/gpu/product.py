@@ -1,0 +1,113 @@
+"""The general product of the two: a symmetric k × k matrix times a wide one.
+
+    C = L R + β P      L [b, k, k], R, P, C [b, k, l]
+
+which is aX + BX with β = a. Accumulated in float32, rounded once. C may have any strides, so that the last product of
+an iteration writes a tall matrix in place.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launch
+from .operands import constants, load_tile, operand, place_of
+from .tiles import Tile, choose
+
+__all__ = ["product", "product_kernel"]
+
+
+@triton.jit
+def product_kernel(
+    left,
+    right,
+    plus,
+    out,
+    rows,
+    cols,
+    left_matrix_stride,
+    left_row_stride,
+    right_matrix_stride,
+    right_row_stride,
+    plus_matrix_stride,
+    plus_row_stride,
+    out_matrix_stride,
+    out_row_stride,
+    out_col_stride,
+    beta: tl.float32,
+    PLUS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    down = tl.cdiv(rows, ROWS)
+    across = tl.cdiv(cols, COLS)
+    program = tl.program_id(0)
+    matrix = program // (down * across)
+    tile_row, tile_col = place_of(program % (down * across), down, across, GROUP)
+    row = tile_row * ROWS
+    col = tile_col * COLS
+
+    # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+    if PLUS:
+        sums = beta * load_tile(
+            plus, matrix, row, col, rows, cols, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN
+        ).to(tl.float32)
+    else:
+        sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for i in tl.range(0, tl.cdiv(rows, DEPTH), warp_specialize=SPECIALIZE):
+        k = i * DEPTH
+        a = load_tile(
+            left, matrix, row, k, rows, rows, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
+        )
+        b = load_tile(
+            right, matrix, k, col, rows, cols, right_matrix_stride, right_row_stride, DEPTH, COLS, DESCRIPTORS, WIDEN
+        )
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+
+    r = row + tl.arange(0, ROWS)
+    c = col + tl.arange(0, COLS)
+    inside = (r < rows)[:, None] & (c < cols)[None, :]
+    r = r.to(tl.int64)[:, None]
+    c = c.to(tl.int64)[None, :]
+    start = out + matrix.to(tl.int64) * out_matrix_stride
+    tl.store(start + r * out_row_stride + c * out_col_stride, sums.to(out.dtype.element_ty), mask=inside)
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    tiles: tuple[Tile, ...],
+    processors: int,
+    *,
+    plus: Tensor | None = None,
+    beta: float = 0.0,
+) -> Launch:
+    """out ← left right + β plus; all but out have unit last strides, and out shares no memory with the operands."""
+    matrices, rows, cols = right.shape
+    tile = choose(tiles, rows, cols, matrices, processors, triangle=False)
+    summand = right if plus is None else plus
+    return Launch(
+        product_kernel,
+        matrices * triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols),
+        out,
+        (
+            operand(left, tile, tile.rows, tile.depth),
+            operand(right, tile, tile.depth, tile.cols),
+            operand(summand, tile, tile.rows, tile.cols),
+            out,
+            rows,
+            cols,
+            *left.stride()[:2],
+            *right.stride()[:2],
+            *summand.stride()[:2],
+            *out.stride(),
+            beta,
+        ),
+        constants(tile, plus=plus is not None),
+    )

@@ -1,0 +1,121 @@
+"""Symmetric products: one triangle is computed, the other is its mirror image.
+
+    C = α L Rᵀ + β P      L, R [b, k, d], P, C [b, k, k]
+
+where L Rᵀ is symmetric: X Xᵀ (L = R), and products of two polynomials of one symmetric matrix, which commute: A A,
+Q Z, Z R. Accumulated in float32, rounded once. C is bitwise symmetric whatever the inputs: the lower triangle is what
+is computed, of P too.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import Launch
+from .operands import constants, load_tile, operand, place_of
+from .tiles import Tile, choose
+
+__all__ = ["symmetric_kernel", "symmetric_product"]
+
+
+@triton.jit
+def symmetric_kernel(
+    left,
+    right,
+    plus,
+    out,
+    size,
+    depth,
+    left_matrix_stride,
+    left_row_stride,
+    right_matrix_stride,
+    right_row_stride,
+    plus_matrix_stride,
+    plus_row_stride,
+    out_matrix_stride,
+    out_row_stride,
+    alpha: tl.float32,
+    initial: tl.float32,
+    PLUS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    down = tl.cdiv(size, ROWS)
+    across = tl.cdiv(size, COLS)
+    program = tl.program_id(0)
+    matrix = program // (down * across)
+    tile_row, tile_col = place_of(program % (down * across), down, across, GROUP)
+    row = tile_row * ROWS
+    col = tile_col * COLS
+    if col >= row + ROWS:  # nothing of the lower triangle
+        return
+
+    # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+    if PLUS:
+        sums = initial * load_tile(
+            plus, matrix, row, col, size, size, plus_matrix_stride, plus_row_stride, ROWS, COLS, DESCRIPTORS, WIDEN
+        ).to(tl.float32)
+    else:
+        sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for i in tl.range(0, tl.cdiv(depth, DEPTH), warp_specialize=SPECIALIZE):
+        k = i * DEPTH
+        a = load_tile(
+            left, matrix, row, k, size, depth, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
+        )
+        b = load_tile(
+            right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride, COLS, DEPTH, DESCRIPTORS, WIDEN
+        )
+        sums = tl.dot(a, b.T, sums, input_precision="ieee")
+
+    r = row + tl.arange(0, ROWS)
+    c = col + tl.arange(0, COLS)
+    inside = (r < size)[:, None] & (c < size)[None, :]
+    lower = inside & (r[:, None] >= c[None, :])
+    r = r.to(tl.int64)[:, None]
+    c = c.to(tl.int64)[None, :]
+    value = (alpha * sums).to(out.dtype.element_ty)
+    start = out + matrix.to(tl.int64) * out_matrix_stride
+    tl.store(start + r * out_row_stride + c, value, mask=lower)
+    tl.store(start + c * out_row_stride + r, value, mask=lower & (r != c))
+
+
+def symmetric_product(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    tiles: tuple[Tile, ...],
+    processors: int,
+    *,
+    alpha: float = 1.0,
+    plus: Tensor | None = None,
+    beta: float = 0.0,
+) -> Launch:
+    """out ← α left rightᵀ + β plus, α not 0; all have unit last strides, and out shares no memory with the others."""
+    matrices, size, depth = left.shape
+    tile = choose(tiles, size, size, matrices, processors, triangle=True)
+    summand = left if plus is None else plus
+    return Launch(
+        symmetric_kernel,
+        matrices * triton.cdiv(size, tile.rows) * triton.cdiv(size, tile.cols),
+        out,
+        (
+            operand(left, tile, tile.rows, tile.depth),
+            operand(right, tile, tile.cols, tile.depth),
+            operand(summand, tile, tile.rows, tile.cols),
+            out,
+            size,
+            depth,
+            *left.stride()[:2],
+            *right.stride()[:2],
+            *summand.stride()[:2],
+            *out.stride()[:2],
+            alpha,
+            beta / alpha,
+        ),
+        constants(tile, plus=plus is not None),
+    )

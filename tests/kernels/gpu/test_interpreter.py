@@ -1,0 +1,23 @@
+"""test_kernels.py in Triton's interpreter, in a process of its own: Triton decides when a kernel is defined."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def test_every_kernel_in_the_interpreter():
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(here / "test_kernels.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here.parents[2], timeout=800)
+    assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert passed and int(passed[1]) > 150, ran.stdout[-2000:]

@@ -1,0 +1,275 @@
+"""Every Triton kernel against its formula: on a GPU, and by test_interpreter.py in Triton's interpreter.
+
+Products of -1, 0 and 1 are exact in every dtype here, so they are compared with torch.equal. (Results stay below 256,
+up to which bfloat16 has every integer: the interpreter truncates where a GPU rounds.)
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from compile_muon.kernels import COEFFICIENTS, reference  # noqa: E402
+from compile_muon.kernels.gpu import apply, momentum, normalize, product, symmetric  # noqa: E402
+from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize  # noqa: E402
+from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
+from compile_muon.kernels.gpu.tiles import Table, Tile  # noqa: E402
+from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HALVES = [torch.float16, torch.bfloat16]
+# Largest relative error of one rounding.
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
+SMALL = Tile(rows=32, cols=16, depth=16, group=2, stages=2, warps=4)
+WIDE = Tile(rows=16, cols=64, depth=32, group=3, stages=2, warps=4)
+# (rows, cols): single tile, multiples, odd, one row, one column more than a tile, taller group than tiles.
+SHAPES = [(16, 16), (64, 128), (37, 53), (1, 70), (33, 17), (100, 101)]
+
+
+@pytest.fixture(params=["pointers", "descriptors"])
+def tile(request, device):
+    """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
+    if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("tensor descriptors need compute capability 9.0")
+    return replace(SMALL, descriptors=request.param == "descriptors")
+
+
+def integers(*shape, dtype, device, seed=0):
+    """In padded rows as the kernels allocate them, the padding full of NaN: nothing may read it."""
+    generator = torch.Generator().manual_seed(seed)
+    matrices, rows, cols = shape
+    out = empty_matrices(matrices, rows, cols, like=torch.empty(0, device=device), dtype=dtype)
+    whole = out._base if out._base is not None else out
+    whole.fill_(float("nan"))
+    return out.copy_(torch.randint(-1, 2, shape, generator=generator))
+
+
+def symmetric_integers(matrices, size, dtype, device, seed=0):
+    x = integers(matrices, size, size, dtype=dtype, device=device, seed=seed)
+    return x.copy_(torch.tril(x) + torch.tril(x, -1).mT)
+
+
+def poisoned(matrices, rows, cols, dtype, device):
+    return empty_matrices(matrices, rows, cols, like=torch.empty(0, device=device), dtype=dtype).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("matrices", [1, 3])
+def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
+    x = integers(matrices, *shape, dtype=dtype, device=device)
+    out = poisoned(matrices, shape[0], shape[0], dtype, device)
+    symmetric.symmetric_product(x, x, out, (tile,), 1).run()
+    assert torch.equal(out.double(), (x.double() @ x.double().mT).to(dtype).double())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [16, 48, 37, 1, 65])
+@pytest.mark.parametrize("shape", ["square", "wide"])
+def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
+    """cA² + bA, with power-of-two coefficients so that it stays exact."""
+    tile = replace(WIDE, descriptors=tile.descriptors) if shape == "wide" else tile
+    A = symmetric_integers(2, size, dtype, device)
+    out = poisoned(2, size, size, dtype, device)
+    symmetric.symmetric_product(A, A, out, (tile,), 1, alpha=2.0, plus=A, beta=-4.0).run()
+    exact = 2 * (A.double() @ A.double()) - 4 * A.double()
+    assert torch.equal(out.double(), exact.to(dtype).double())
+    assert torch.equal(out, out.mT)
+
+
+def test_only_the_lower_triangle_counts(tile, device):
+    """Two operands that do not commute: the result is the lower triangle of their product, mirrored."""
+    x = integers(2, 45, 30, dtype=torch.float16, device=device)
+    y = integers(2, 45, 30, dtype=torch.float16, device=device, seed=1)
+    plus = integers(2, 45, 45, dtype=torch.float16, device=device, seed=2)
+    out = poisoned(2, 45, 45, torch.float16, device)
+    symmetric.symmetric_product(x, y, out, (tile,), 1, plus=plus, beta=1.0).run()
+    lower = torch.tril(x.double() @ y.double().mT + plus.double())
+    assert torch.equal(out.double(), lower + torch.tril(lower, -1).mT)
+    assert torch.equal(out, out.mT)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("beta", [0.0, -2.0])
+def test_symmetric_times_wide(beta, tall, shape, dtype, tile, device):
+    rows, cols = shape
+    left = symmetric_integers(2, rows, dtype, device)
+    right = integers(2, rows, cols, dtype=dtype, device=device, seed=1)
+    before = left.clone(), right.clone()
+    out = torch.full((2, cols, rows) if tall else (2, rows, cols), float("nan"), dtype=dtype, device=device)
+    target = out.mT if tall else out
+    product.product(left, right, target, (tile,), 1, plus=right if beta else None, beta=beta).run()
+    exact = left.double() @ right.double() + beta * right.double()
+    assert torch.equal(target.double(), exact.to(dtype).double())
+    assert torch.equal(left, before[0]) and torch.equal(right, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (33, 129), (70, 40)])
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+def test_normalization(layout, shape, dtype, device):
+    rows, cols = shape
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, rows, cols, generator=generator)
+    x[1] *= 100
+    x = x.to(device, dtype)
+    if layout == "columns":
+        x = x.mT.contiguous().mT
+    elif layout == "strided":
+        x = torch.stack([x, x + 1], dim=-1)[..., 0]
+    expected = x.double() / (1.02 * x.double().flatten(1).norm(dim=1)[:, None, None])
+    for out_dtype in HALVES:
+        out = normalize.normalize(x, dtype=out_dtype, eps=1e-7, safety=1.02)
+        assert out.shape == x.shape and out.stride(-1) == 1
+        error = (out.double() - expected).abs() / expected.abs().clamp(min=2**-14)
+        assert error.max() <= ROUNDING[out_dtype] * 1.01  # and the float32 arithmetic before it
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30, 1e38])
+def test_normalization_does_not_overflow(scale, device):
+    x = torch.randn(1, 40, 200, generator=torch.Generator().manual_seed(0)).clamp(-3, 3).to(device) * scale
+    out = normalize.normalize(x, dtype=torch.float16, eps=0.0, safety=1.0)
+    assert abs(out.double().norm().item() - 1) < 2e-3
+
+
+def test_normalization_of_zeros_and_of_less_than_eps(device):
+    x = torch.zeros(2, 3, 5, device=device)
+    x[1] = 1e-9
+    out = normalize.normalize(x, dtype=torch.float16, eps=1e-7, safety=1.0)
+    assert torch.equal(out[0], torch.zeros_like(out[0]))
+    torch.testing.assert_close(out[1], torch.full_like(out[1], 1e-2), rtol=1e-3, atol=0)
+    assert torch.equal(normalize.normalize(x[:1], dtype=torch.float16, eps=0.0, safety=1.0)[0], out[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_normalization_spreads_what_is_not_finite_within_its_matrix(bad, device):
+    x = torch.ones(3, 40, 300, device=device)
+    x[1, 17, 200] = bad
+    out = normalize.normalize(x, dtype=torch.bfloat16, eps=1e-7, safety=1.0)
+    assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+
+
+# --- the whole iteration ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def products(tile):
+    return Products(Table("tests", 0, 0, 1, (tile,), (tile,)), processors=1)
+
+
+def matrix(*shape, device, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("name", ["jordan", "polar_express"])
+def test_error_is_that_of_the_reference(name, method, dtype, products, device):
+    """Against the same polynomial in float64, beside the error of aten in the same dtype."""
+    if method == "gram" and not COEFFICIENTS[name].gram_is_stable(dtype):
+        pytest.skip("refused by newton_schulz: unstable")
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter truncates to bfloat16: a bias that no GPU has")
+    for shape in [(40, 72), (70, 33), (2, 24, 50)]:
+        x = matrix(*shape, device=device)
+        plan = make_plan(method, name, None, dtype, device, 1e-7)
+        exact_plan = replace(plan, dtype=torch.float64, method="standard")
+        exact = reference.orthogonalize(x.double(), exact_plan)
+        ours = orthogonalize(x, plan, products)
+        theirs = reference.orthogonalize(x, plan)
+        assert ours.shape == x.shape and ours.is_contiguous() and ours.dtype == dtype
+        error, bar = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
+        # Other summation orders, other roundings of the same size: within half again of aten's error.
+        assert error <= 1.5 * bar + 1e-4, (shape, error, bar)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_cubic_steps(method, products, device):
+    """c = 0: bA + cA² has no product."""
+    x = matrix(21, 40, device=device)
+    plan = make_plan(method, (1.5, -0.5, 0.0), 6, torch.float16, device, 1e-7)
+    exact = reference.orthogonalize(x.double(), replace(plan, dtype=torch.float64))
+    assert (orthogonalize(x, plan, products).double() - exact).norm() / exact.norm() < 5e-3
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_batch_is_each_matrix_by_itself(method, products, device):
+    x = matrix(3, 20, 40, device=device)
+    plan = make_plan(method, "you", None, torch.float16, device, 1e-7)
+    together = orthogonalize(x, plan, products)
+    for one, alone in zip(together, x, strict=True):
+        assert torch.equal(one, orthogonalize(alone, plan, products))
+    assert torch.equal(together, orthogonalize(x, plan, products))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_input_is_not_modified_and_strides_do_not_matter(method, products, device):
+    x = matrix(48, 20, device=device)
+    plan = make_plan(method, "you", None, torch.float16, device, 1e-7)
+    before = x.clone()
+    result = orthogonalize(x, plan, products)
+    assert torch.equal(x, before)
+    assert torch.equal(result, orthogonalize(x.mT.contiguous().mT, plan, products))
+    assert torch.equal(result, orthogonalize(torch.stack([x, x], -1)[..., 0], plan, products))
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def lerp(start, end, weight):
+    return start + weight * (end - start)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.95, 1.0])
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
+@pytest.mark.parametrize("weights_on", ["host", "device"])
+def test_momentum(weights_on, dtypes, beta, nesterov, device):
+    grad_dtype, kept = dtypes
+    grad = matrix(70, 33, device=device).to(grad_dtype)
+    m = matrix(70, 33, device=device, seed=1).to(kept)
+    before = grad.clone(), m.clone()
+    weights = (1 - beta, beta)
+    if weights_on == "device":
+        weights = tuple(torch.tensor([w], device=device) for w in weights)
+    update, new = momentum.momentum_update(grad, m, weights=weights, nesterov=nesterov, out_dtype=torch.bfloat16)
+    assert torch.equal(grad, before[0]) and torch.equal(m, before[1])
+    assert new.dtype == kept and update.dtype == torch.bfloat16
+    g = grad.to(kept).double()
+    # float32 arithmetic, then one rounding to the dtype that is kept.
+    torch.testing.assert_close(new.double(), lerp(m.double(), g, 1 - beta), **_within(kept))
+    ahead = lerp(g, new.double(), beta) if nesterov else new.double()
+    torch.testing.assert_close(update.double(), ahead, **_within(kept, torch.bfloat16))
+
+
+def _within(*dtypes):
+    """One rounding to each dtype, after a few float32 operations on numbers up to 8."""
+    bound = sum(ROUNDING[dtype] for dtype in (*dtypes, torch.float32)) * 1.01
+    return {"rtol": bound, "atol": 16 * 2**-24}
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 11])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("rate_on", ["host", "device"])
+def test_apply(rate_on, dtypes, count, device):
+    params = [matrix(7 * i + 1, 31 + 300 * (i % 2), device=device, seed=i).to(dtypes[0]) for i in range(count)]
+    params.insert(1, torch.empty(0, 4, dtype=dtypes[0], device=device))
+    updates = [matrix(*p.shape, device=device, seed=100 + i).to(dtypes[1]) for i, p in enumerate(params)]
+    scales = [0.5 + i for i in range(len(params))]
+    versions = [p._version for p in params]
+    lr = 0.02 if rate_on == "host" else torch.tensor(0.02, device=device)
+    expected = [
+        p.double() * (1 - 0.02 * 0.1) - 0.02 * scale * u.double()
+        for p, u, scale in zip(params, updates, scales, strict=True)
+    ]
+    apply.apply_updates(params, updates, lr=lr, weight_decay=0.1, scales=scales)
+    for p, e in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.double(), e, **_within(dtypes[0]))
+    assert all(p._version > before for p, before in zip(params, versions, strict=True))

@@ -1,0 +1,128 @@
+"""What only a GPU can show: the dispatcher's choice, accuracy beside cuBLAS, 64-bit offsets, graph capture, races."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from compile_muon.kernels import COEFFICIENTS, muon_apply, muon_momentum, newton_schulz, reference  # noqa: E402
+from compile_muon.kernels.dispatch import triton_kernels  # noqa: E402
+from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    kernels = triton_kernels()
+    if kernels is None or kernels.products_on(torch.device("cuda", 0)) is None:
+        pytest.skip("no tile table for this GPU's architecture")
+    return kernels
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+
+def launched(function) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return {event.key for event in profile.key_averages()}
+
+
+def test_large_matrices_run_on_triton_and_small_ones_on_cublas(gpu):
+    assert "symmetric_kernel" in launched(lambda: newton_schulz(randn(2048, 2048)))
+    assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(256, 256)))
+    assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(2048, 2048), dtype="float32"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [n for n in COEFFICIENTS if n != "cans"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (4096, 1024), (1408, 2048), (4, 600, 1111), (2048, 8192)])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_error_is_no_larger_than_cublas(method, shape, name, dtype, gpu):
+    if method == "gram" and not COEFFICIENTS[name].gram_is_stable(dtype):
+        pytest.skip("refused by newton_schulz: unstable")
+    x = randn(*shape)
+    plan = make_plan(method, name, None, dtype, x.device, 1e-7)
+    exact = reference.orthogonalize(x.double(), replace(plan, dtype=torch.float64, method="standard"))
+    ours = gpu.orthogonalize(x, plan, gpu.products_on(x.device))
+    theirs = reference.orthogonalize(x, plan)
+    error, bar = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
+    assert error <= 1.02 * bar, (error, bar)  # two orders of summation differ by a percent either way
+    assert torch.equal(ours, gpu.orthogonalize(x, plan, gpu.products_on(x.device)))
+
+
+def test_batches_beyond_32_bit_offsets(gpu):
+    """[320, 2560, 3072] has 2.5e9 elements: the last matrix alone, and in the batch."""
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of free device memory")
+    x = randn(320, 2560, 3072, dtype=torch.bfloat16)
+    plan = make_plan("standard", "jordan", 1, torch.bfloat16, x.device, 1e-7)
+    products = gpu.products_on(x.device)
+    together = gpu.orthogonalize(x, plan, products)
+    for i in (0, 279, 319):
+        assert torch.equal(together[i], gpu.orthogonalize(x[i], plan, products)), i
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_capture_and_replay(method, gpu):
+    x = randn(1024, 1536)
+    lr, weights = torch.tensor(0.1, device="cuda"), tuple(torch.tensor([w], device="cuda") for w in (0.05, 0.95))
+    p, m = randn(1024, 1536, seed=1), randn(1024, 1536, seed=2)
+
+    def step():
+        update, new = muon_momentum(x, m, beta=weights, nesterov=True, out_dtype=torch.float32)
+        direction = newton_schulz(update, method=method, dtype="float16")
+        m.copy_(new)
+        muon_apply([p], [direction], lr=lr, weight_decay=0.1, scale=1.0)
+
+    start = p.clone(), m.clone()
+    step()
+    expected = p.clone(), m.clone()
+    p.copy_(start[0])
+    m.copy_(start[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    p.copy_(start[0])
+    m.copy_(start[1])
+    graph.replay()
+    assert torch.equal(p, expected[0]) and torch.equal(m, expected[1])
+    lr.zero_()
+    graph.replay()
+    assert torch.equal(p, expected[0])  # the rate is read at replay
+
+
+def test_no_host_synchronization(gpu):
+    x = randn(1024, 1024)
+    newton_schulz(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        newton_schulz(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compute_sanitizer_finds_nothing(gpu):
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not on PATH")
+    code = (
+        "import torch; from compile_muon.kernels import newton_schulz;"
+        "[newton_schulz(torch.randn(s, device='cuda'), method=m, dtype='float16')"
+        " for s in ((1030, 1111), (4, 600, 520)) for m in ('standard', 'gram')]; torch.cuda.synchronize()"
+    )
+    ran = subprocess.run(
+        [tool, "--error-exitcode", "9", sys.executable, "-c", code], capture_output=True, text=True, timeout=850
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
