@@ -66,7 +66,7 @@ def partial_norms_kernel(
     across = tl.cdiv(cols, COLS)
     largest = TINY
     total = 0.0
-    for tile in range(first, tl.cdiv(rows, ROWS) * across, programs):
+    for tile in tl.range(first, tl.cdiv(rows, ROWS) * across, programs):
         _, _, _, x_tile = _load(x, matrix, tile, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS)
         grown = tl.maximum(largest, tl.max(tl.max(tl.abs(x_tile), axis=1), axis=0))
         x_tile *= 1.0 / grown

@@ -396,6 +396,8 @@ class Tied(nn.Module):
 class Buffers(Net):
     def __init__(self):
         super().__init__()
+        # No bias: its gradient in front of a batch norm is rounding noise, which AdamW scales up to whole steps.
+        self.a = nn.Linear(6, 8, bias=False)
         self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x):

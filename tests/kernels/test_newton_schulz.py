@@ -268,6 +268,9 @@ def test_auto_dtype():
     assert resolve_dtype("auto", torch.device("cuda", 0)) == torch.bfloat16
     assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"]) == torch.bfloat16
     assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"]) == torch.float32
+    assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"], "gram") == torch.float16
+    assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"], "gram") == torch.float32
+    assert resolve_dtype("auto", "cpu", COEFFICIENTS["jordan"], "gram") == torch.float32
     assert resolve_dtype("float16", "cpu") == resolve_dtype(torch.float16, "cuda") == torch.float16
 
 
