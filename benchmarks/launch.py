@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from measure import RETURN_MEMORY
+
 _WORKER = Path(__file__).with_name("worker.py")
 _LOG_LINES = 25
 
@@ -50,6 +52,8 @@ def run(trial: Trial, folder: Path, inductor_cache: Path, threads: int) -> dict:
         "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
         "PYTHONUNBUFFERED": "1",
     }
+    if trial.weigh:
+        environment |= RETURN_MEMORY
     if trial.backend == "gloo" and sys.platform.startswith("linux"):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     ranks = []

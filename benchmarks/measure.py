@@ -8,7 +8,6 @@ what worker threads free (Gloo's reduce-scatter copies its input), and reported 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
@@ -18,11 +17,11 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 # struct tcp_info of linux/tcp.h: u64 tcpi_bytes_sent, in Linux 4.19 and later.
 _TCP_INFO = 11
 _BYTES_SENT_OFFSET = 200
-_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
 
 
 def socket_bytes_sent() -> int | None:
@@ -46,26 +45,44 @@ def socket_bytes_sent() -> int | None:
     return total
 
 
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Largest memory during one training step: allocated tensors on CUDA, the whole process on CPU.
+# For the ranks' environment: the C library returns blocks of 64 KiB or more as soon as they are freed. Otherwise it
+# keeps them, and how far a process grows says more about fragmentation than about what it needs. It costs time.
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
-    On CPU the C library keeps what is freed, so a peak would be that of the process's whole life, fragmentation and
-    compilation included. From here on (this is the last thing measured) it returns every block of 64 KiB or more.
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """Largest memory during one training step: tensors that live across steps, and all that comes on top.
+
+    On CPU that is what Python's tensors hold before the step plus how far the process grows in it, so neither the
+    interpreter nor what compilation left behind counts. Needs `RETURN_MEMORY` in the process's environment.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-        gc.collect()
-        step()  # blocks that live across steps move to the new kind of allocation
-        libc.malloc_trim(0)
+    gc.collect()
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as control:
-        control.write("5")  # a new peak starts here
+        control.write("5")  # a new peak starts here, at what is resident now
+    before, lasting = _peak_resident_bytes(), _live_tensor_bytes(device.type)
     step()
-    return _peak_resident_bytes()
+    return lasting + _peak_resident_bytes() - before
+
+
+def _live_tensor_bytes(device_type: str) -> int:
+    """Bytes of all storages reachable from Python tensors on the device, each storage once."""
+    storages: dict[int, int] = {}
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), torch.Tensor):  # type(): isinstance would wake lazy proxies
+            continue
+        tensor = candidate._local_tensor if isinstance(candidate, DTensor) else candidate
+        try:
+            storage = tensor.untyped_storage()
+            if storage.device.type == device_type:
+                storages[storage.data_ptr()] = storage.nbytes()
+        except (NotImplementedError, RuntimeError):  # fake tensors and other storage-less wrappers
+            continue
+    storages.pop(0, None)
+    return sum(storages.values())
 
 
 def _peak_resident_bytes() -> int:

@@ -1,6 +1,7 @@
 """Time a training step: ours, DeepSpeed Muon, FSDP2 + AdamW, DDP + Muon and bare compute, in one run.
 
     python benchmarks/train_step.py                                  # the record: 10 M parameters, 2 ranks
+    python benchmarks/train_step.py --memory                         # peak memory, in a run of its own
     python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
 
 Every contender trains the same GPT from the same weights on the same bytes. Each trial runs in freshly
@@ -29,7 +30,7 @@ import torch
 from contenders import ALL_STAGES, CONTENDERS, NO_STAGE
 from gpt import PRESETS
 from launch import Trial, run
-from report import as_json, draw, judge, print_report, summarize
+from report import as_json, draw, judge, judge_memory, print_report, summarize
 from rich.console import Console
 
 _RESULTS = Path(__file__).with_name("results")
@@ -52,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a rank")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
+    parser.add_argument("--memory", action="store_true", help="measure memory; times then are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one trial")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET….json")
@@ -70,6 +72,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         variant += f"_{options.micro_batches}_micro_batches"
     if options.dtype != "float32":
         variant += f"_{options.dtype}"
+    if options.memory:
+        variant += "_memory"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
     options.png = options.png or options.json.with_suffix(".png")
     return options
@@ -102,7 +106,7 @@ def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
                 device=options.device,
                 backend="nccl" if enough_gpus else "gloo",
                 ns_method=options.ns_method,
-                weigh=repeat == 0,
+                weigh=options.memory,
                 timeout_s=options.timeout,
             )
             for name in runnable
@@ -182,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         records = run_all(trials, options, console, work)
     shape = PRESETS[options.preset]
     rows = summarize(records, shape.context * shape.batch * options.ranks)
-    verdicts = judge(rows)
+    verdicts = judge_memory(rows) if options.memory else judge(rows)
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)
     backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
     title = (

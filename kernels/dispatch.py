@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -101,9 +102,11 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
 
     On CPUs each matrix by itself on aten. On GPUs all matrices of a shape at once: by Triton's kernels in half
     precision, on the architectures and from the sizes of `gpu/tiles.json` on; by aten, that is cuBLAS, otherwise.
+    With TRITON_INTERPRET=1 CPUs are such a GPU.
     """
-    on_cpu = all(x.device.type == "cpu" for x in xs)
-    return one_by_one(xs, plan, _on_aten) if on_cpu else one_batch_per_shape(xs, plan, _on_device)
+    if all(x.device.type == "cpu" for x in xs) and not _interpreting():
+        return one_by_one(xs, plan, _on_aten)
+    return one_batch_per_shape(xs, plan, _on_device)
 
 
 def _on_aten(x: Tensor, plan: Plan) -> Tensor:
@@ -126,7 +129,12 @@ def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """`gpu.newton_schulz` where torch sees a CUDA device and Triton is installed, imported on first use."""
-    if torch.version.cuda is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+    """`gpu.newton_schulz`, imported on first use; None without Triton, or without a CUDA device or the interpreter."""
+    on_cuda = torch.version.cuda is not None and torch.cuda.is_available()
+    if importlib.util.find_spec("triton") is None or not (on_cuda or _interpreting()):
         return None
     return importlib.import_module(".gpu.newton_schulz", __package__)
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,17 +10,15 @@ from torch import Tensor
 # torch 2.11 to 2.13; private: no public function tells whether a dispatch mode (fake tensors, make_fx) is active.
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .dispatch import triton_kernels
+
 __all__ = ["may_launch", "not_traced"]
 
 
 def may_launch(tensors: list[Tensor]) -> bool:
-    """Whether all are plain CUDA tensors, none is traced, and Triton's kernels cover their device."""
-    from .dispatch import triton_kernels
-
-    if not all(x.is_cuda for x in tensors) or not not_traced(tensors):
-        return False
+    """Whether nothing traces these tensors, and Triton's kernels cover the devices of all."""
     gpu = triton_kernels()
-    return gpu is not None and all(gpu.products_on(x.device) is not None for x in tensors)
+    return gpu is not None and not_traced(tensors) and all(gpu.products_on(x.device) is not None for x in tensors)
 
 
 def not_traced(tensors: list[Tensor]) -> bool:

@@ -47,7 +47,7 @@ def test_train_step(tmp_path: Path) -> None:
     rows = {row["contender"]: row for row in json.loads(output.read_text())["rows"]}
     assert set(rows) == {"ours-muon", "compute-only"}
     ours = rows["ours-muon"]
-    assert ours["step_s"] > 0 and ours["peak_bytes"] > 0 and ours["compile_cold_s"] > 0
+    assert ours["step_s"] > 0 and ours["compile_cold_s"] > 0 and ours["peak_bytes"] is None
     assert ours["bytes_per_step"] >= ours["counted_bytes_per_step"] > 0
     assert output.with_suffix(".png").stat().st_size > 1000
 

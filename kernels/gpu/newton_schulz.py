@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -14,7 +15,7 @@ from .normalize import normalize
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import Table, architecture, load_tables
+from .tiles import INTERPRETER, Table, architecture, load_tables
 
 __all__ = ["Products", "orthogonalize", "products_on", "serves"]
 
@@ -52,6 +53,8 @@ class Products:
 @cache
 def products_on(device: torch.device) -> Products | None:
     """None where no table covers the device."""
+    if device.type == "cpu":
+        return Products(INTERPRETER, 1) if triton.knobs.runtime.interpret else None
     name = architecture(device)
     if name is None:
         return None
@@ -60,7 +63,7 @@ def products_on(device: torch.device) -> Products | None:
 
 def serves(x: Tensor, plan: Plan) -> bool:
     """Whether `orthogonalize` takes x, [m, n] or [b, m, n], and is expected to be at least as fast as cuBLAS."""
-    if x.device.type != "cuda" or x.dtype == torch.float64 or plan.dtype not in (torch.float16, torch.bfloat16):
+    if x.dtype == torch.float64 or plan.dtype not in (torch.float16, torch.bfloat16):
         return False
     products = products_on(x.device)
     return products is not None and products.table.serves(x.shape[:-2].numel(), min(x.shape[-2:]))

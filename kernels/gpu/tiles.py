@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Table", "Tile", "architecture", "choose", "load_tables"]
+__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "choose", "load_tables"]
 
 _FILE = Path(__file__).with_name("tiles.json")
 
@@ -55,6 +55,13 @@ class Table:
     def serves(self, matrices: int, smaller_dim: int) -> bool:
         """Whether Triton is expected to be at least as fast as cuBLAS."""
         return smaller_dim >= (self.smallest_batched if matrices >= self.batch else self.smallest)
+
+
+_SMALL = Tile(rows=32, cols=16, depth=16, group=2, stages=1, warps=4, descriptors=True)
+# With TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels, for whoever debugs them.
+INTERPRETER = Table(
+    source="Triton's interpreter", smallest=0, smallest_batched=0, batch=1, symmetric=(_SMALL,), product=(_SMALL,)
+)
 
 
 @cache

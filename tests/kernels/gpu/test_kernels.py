@@ -14,12 +14,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from compile_muon.kernels import COEFFICIENTS, reference  # noqa: E402
+from compile_muon.kernels import COEFFICIENTS, muon_apply, muon_momentum, newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu import apply, momentum, normalize, product, symmetric  # noqa: E402
-from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize  # noqa: E402
+from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table, Tile  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
+from compile_muon.kernels.ops import arguments  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
@@ -220,6 +221,29 @@ def test_input_is_not_modified_and_strides_do_not_matter(method, products, devic
     assert torch.equal(result, orthogonalize(torch.stack([x, x], -1)[..., 0], plan, products))
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_op_under_compile(backend, method, device):
+    """The dispatcher's choice, through the opaque op: the interpreter takes every size, a GPU leaves this to cuBLAS."""
+
+    def f(x, y):
+        first, second = newton_schulz_list([x * 2, y], dtype="float16", method=method)
+        return first.float() + 1, second.mT
+
+    x, y = matrix(20, 30, device=device), matrix(2, 17, 12, device=device)
+    for ours, eager in zip(torch.compile(f, backend=backend, fullgraph=True)(x, y), f(x, y), strict=True):
+        assert torch.equal(ours, eager) and ours.stride() == eager.stride()
+    if INTERPRETED:
+        plan = make_plan(method, "jordan", 5, torch.float16, device, 1e-7)
+        assert torch.equal(f(x, y)[0], orthogonalize(x * 2, plan, products_on(device)).float() + 1)
+
+
+def test_opcheck(device):
+    xs = [matrix(9, 6, device=device).mT, matrix(2, 6, 7, device=device)]
+    plan = make_plan("gram", "jordan", 5, torch.float16, device, 1e-7)
+    torch.library.opcheck(torch.ops.muon_zero.newton_schulz.default, (xs, *arguments(plan)))
+
+
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
@@ -273,3 +297,19 @@ def test_apply(rate_on, dtypes, count, device):
     for p, e in zip(params, expected, strict=True):
         torch.testing.assert_close(p.double(), e, **_within(dtypes[0]))
     assert all(p._version > before for p, before in zip(params, versions, strict=True))
+
+
+def test_the_public_functions_take_the_kernels(device):
+    """`muon_momentum` and `muon_apply` outside of graphs, also where a layout sends some tensors to aten."""
+    grad, m = matrix(12, 20, device=device), matrix(12, 20, device=device, seed=1)
+    settings = {"nesterov": True, "out_dtype": torch.float32}
+    kernel = momentum.momentum_update(grad, m, weights=(1 - 0.9, 0.9), **settings)
+    for ours, theirs in zip(muon_momentum(grad, m, beta=0.9, **settings), kernel, strict=True):
+        assert torch.equal(ours, theirs)
+    params = [matrix(12, 20, device=device, seed=i) for i in range(3)]
+    params[1] = matrix(12, 40, device=device, seed=1)[:, ::2]
+    updates = [matrix(12, 20, device=device, seed=10 + i) for i in range(3)]
+    expected = [p.double() * (1 - 0.1 * 0.5) - 0.1 * 2 * u.double() for p, u in zip(params, updates, strict=True)]
+    muon_apply(params, updates, lr=torch.tensor(0.1, device=device), weight_decay=0.5, scale=2.0)
+    for p, e in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.double(), e, **_within(torch.float32))
