@@ -227,12 +227,13 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 
     stages = sorted({row.stage for row in rows})
     names = [name for name in _COLOURS if any(row.contender == name for row in rows)]
-    panels = (
+    panels = [
         ("step time, s (median; tick: fastest)", "step_s", 1.0),
         ("peak memory per rank, MiB", "peak_bytes", 2**20),
         ("sent per rank and step, MB", "bytes_per_step", 1e6),
-    )
-    figure, axes = plt.subplots(1, len(panels), figsize=(15, 4.5))
+    ]
+    panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in rows)]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5))
     width = 0.8 / len(names)
     for axis, (label, field, unit) in zip(axes, panels, strict=True):
         for place, stage in enumerate(stages):
