@@ -73,8 +73,9 @@ def test_compiled_is_bitwise_eager(backend):
 
 def test_one_node_in_a_traced_graph():
     graph = make_fx(lambda x, y: newton_schulz_list([x, y]))(randn(4, 6), randn(6, 4))
-    ours = [n.target for n in graph.graph.nodes if n.op == "call_function" and "muon_zero" in str(n.target)]
-    assert ours == [OP]
+    # By name: late in a long session the dispatcher has been seen to hand out another object for the same overload.
+    ours = [str(n.target) for n in graph.graph.nodes if n.op == "call_function" and "muon_zero" in str(n.target)]
+    assert ours == [str(OP)]
 
 
 def test_dynamic_shapes():
