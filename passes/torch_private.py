@@ -47,9 +47,7 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> C
     """Inductor's code generation for one forward or backward graph."""
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
-    # Inductor's reordering for peak memory moves the start of every collective down to its wait: nothing overlaps.
-    with torch._inductor.config.patch(reorder_for_peak_memory=False):
-        return implementation(gm, inputs, **kwargs)
+    return implementation(gm, inputs, **kwargs)
 
 
 def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
