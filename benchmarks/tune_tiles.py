@@ -15,7 +15,6 @@ import datetime
 import itertools
 import json
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,14 +70,12 @@ def tune(console: Console) -> dict:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     tiles = list(candidates(torch.cuda.get_device_capability()))
     kept: dict[str, list[Tile]] = {}
-    best: dict[tuple[str, int], float] = {}
     for kind in ("symmetric", "product"):
         winners = []
         for size in SIZES:
             x = torch.randn(1, size, size, device=device).bfloat16()
             times = {tile: time_tile(kind, tile, x, processors) for tile in tiles}
             winner = min(times, key=lambda tile: times[tile])
-            best[kind, size] = times[winner]
             winners.append(winner)
             console.print(f"{kind} {size}: {times[winner]:.4f} ms, {winner}", highlight=False)
         distinct = sorted(set(winners), key=lambda tile: -tile.rows * tile.cols)
@@ -105,7 +102,7 @@ def _threshold(matrices: int, kept: dict[str, list[Tile]], processors: int) -> i
             milliseconds(symmetric_product(x, x, out, symmetric, processors, plus=x, beta=1.0).run),
             milliseconds(product(x, x, out, general, processors, plus=x, beta=1.0).run),
         ]
-        fused = statistics.fmean(milliseconds(lambda x=x: torch.baddbmm(x, x, x)) for _ in range(3))
+        fused = milliseconds(lambda x=x: torch.baddbmm(x, x, x))
         if sum(ours) > 3 * fused:
             break
         smallest = size

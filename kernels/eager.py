@@ -17,8 +17,10 @@ __all__ = ["may_launch", "not_traced"]
 
 def may_launch(tensors: list[Tensor]) -> bool:
     """Whether nothing traces these tensors, and Triton's kernels cover the devices of all."""
+    if not not_traced(tensors):  # first, so that tracing never looks for kernels
+        return False
     gpu = triton_kernels()
-    return gpu is not None and not_traced(tensors) and all(gpu.products_on(x.device) is not None for x in tensors)
+    return gpu is not None and all(gpu.products_on(x.device) is not None for x in tensors)
 
 
 def not_traced(tensors: list[Tensor]) -> bool:

@@ -44,12 +44,18 @@ def load_tile(
 
 
 @triton.jit
-def place_of(program, down, across, GROUP: tl.constexpr):
-    """(tile row, tile column) of a program: column by column within groups of GROUP tile rows."""
+def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
+    """(matrix, first row, first column) of this program: column by column within groups of GROUP tile rows."""
+    down = tl.cdiv(rows, ROWS)
+    across = tl.cdiv(cols, COLS)
+    matrix = tl.program_id(0) // (down * across)
+    program = tl.program_id(0) % (down * across)
     in_group = GROUP * across
     first = (program // in_group) * GROUP
     height = min(down - first, GROUP)
-    return first + (program % in_group) % height, (program % in_group) // height
+    row = first + (program % in_group) % height
+    col = (program % in_group) // height
+    return matrix, row * ROWS, col * COLS
 
 
 def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:

@@ -44,13 +44,7 @@ def product_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    down = tl.cdiv(rows, ROWS)
-    across = tl.cdiv(cols, COLS)
-    program = tl.program_id(0)
-    matrix = program // (down * across)
-    tile_row, tile_col = place_of(program % (down * across), down, across, GROUP)
-    row = tile_row * ROWS
-    col = tile_col * COLS
+    matrix, row, col = place_of(rows, cols, ROWS, COLS, GROUP)
 
     # The summand comes first: added at the end it would hold registers that the sums need, and spill.
     if PLUS:

@@ -45,13 +45,7 @@ def symmetric_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    down = tl.cdiv(size, ROWS)
-    across = tl.cdiv(size, COLS)
-    program = tl.program_id(0)
-    matrix = program // (down * across)
-    tile_row, tile_col = place_of(program % (down * across), down, across, GROUP)
-    row = tile_row * ROWS
-    col = tile_col * COLS
+    matrix, row, col = place_of(size, size, ROWS, COLS, GROUP)
     if col >= row + ROWS:  # nothing of the lower triangle
         return
 
