@@ -45,5 +45,5 @@ def refresh_replicas(states: Sequence[ParamState]) -> Traffic:
             state.replica.copy_(full)
             state.refreshed_version = state.local._version
         sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
-        total = total + Traffic(sent, (("all_gather", 1),))
+        total = total + Traffic(sent, ((specs[0].gather, 1),))
     return total

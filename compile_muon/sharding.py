@@ -95,6 +95,13 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
     )
 
 
+def _gather(mesh: DeviceMesh) -> str:
+    # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same time:
+    # its threads write the name of the last collective without a lock, and this name is too long for the string itself.
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(mesh.get_group()).split(","))
+    return "all_to_all" if backends.get(mesh.device_type) == "gloo" else "all_gather"
+
+
 def describe(param: Tensor, assignment: Assignment, config: Config, mesh: DeviceMesh | None) -> ParamSpec:
     """Static facts of one parameter under this configuration."""
     world = 1 if mesh is None else mesh.size()
@@ -110,6 +117,7 @@ def describe(param: Tensor, assignment: Assignment, config: Config, mesh: Device
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
         muon=_muon_spec(assignment, config, param.device, world, stage),
+        gather="all_gather" if mesh is None else _gather(mesh),
     )
 
 

@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text file or folder")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where the checkpoint and the plot go")
     parser.add_argument("--resume", type=Path, help="the checkpoint folder to go on from")
-    for name, default in dict(steps=600, batch=4, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
+    for name, default in dict(steps=500, batch=4, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
 

@@ -94,11 +94,11 @@ def _local(updates: list[Tensor], specs: list[ParamSpec]) -> list[Tensor]:
 
 def _replicate(updates: list[Tensor], specs: list[ParamSpec]) -> list[Tensor]:
     """Gather every matrix on every rank, orthogonalize all of them, keep one's own rows."""
-    world, rank, group = specs[0].world, specs[0].rank, specs[0].group
+    world, rank = specs[0].world, specs[0].rank
     if not specs[0].sharded:
         return _local(updates, specs)
     widths = [spec.chunk * spec.row_numel for spec in specs]
-    gathered = all_gather(pack(updates, widths, dtype=updates[0].dtype), world, group)
+    gathered = all_gather(updates, widths, updates[0].dtype, specs[0])
     pieces = unpack(gathered, widths, [spec.numel for spec in specs], world=world)
     whole = [_as_matrices(piece, _muon(spec)) for piece, spec in zip(pieces, specs, strict=True)]
     directions = _newton_schulz(whole, _muon(specs[0]))
@@ -152,7 +152,7 @@ def _cut(directions: list[Tensor], mine: list[int], specs: list[ParamSpec], like
 
 def _owner_whole(updates: list[Tensor], specs: list[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
     """Stage 0: every rank has the whole update; owners orthogonalize, one all-gather hands the directions round."""
-    world, rank, group = specs[0].world, specs[0].rank, specs[0].group
+    world, rank = specs[0].world, specs[0].rank
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(world)]
     mine = owned[rank]
     width = max(sum(specs[i].numel for i in indices) for indices in owned)
@@ -161,10 +161,11 @@ def _owner_whole(updates: list[Tensor], specs: list[ParamSpec], owners: Sequence
     padding = [width - sum(specs[i].numel for i in indices) for indices in owned]
     # The padding is a tensor of its own: a rank that owns nothing sends only that.
     filler = updates[0].new_zeros(padding[rank], dtype=dtype)
-    flat = pack([*directions, filler], [*(specs[i].numel for i in mine), padding[rank]], dtype=dtype)
+    sent = [*(specs[i].numel for i in mine), padding[rank]]
+    gathered = all_gather([*directions, filler], sent, dtype, specs[0])
     slots = [slot for r in range(world) for slot in (*((i, specs[i].numel) for i in owned[r]), (-1, padding[r]))]
     sizes = [size for _, size in slots]
-    pieces = unpack(all_gather(flat, world, group), sizes, sizes)
+    pieces = unpack(gathered, sizes, sizes)
     found = {i: piece for (i, _), piece in zip(slots, pieces, strict=True) if i >= 0}
     return [found[i].view(spec.shape) for i, spec in enumerate(specs)]
 

@@ -17,6 +17,7 @@ from .spec import ParamSpec, decode_dtype
 
 __all__ = [
     "all_gather",
+    "all_gather_start",
     "all_to_all",
     "gather_finish",
     "gather_start",
@@ -29,9 +30,24 @@ __all__ = [
 _c10d = torch.ops._c10d_functional
 
 
-def all_gather(x: Tensor, world: int, group: str) -> Tensor:
-    """Concatenation of every rank's ``x`` along dim 0."""
-    return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, world, group))
+def all_gather_start(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, spec: ParamSpec) -> Tensor:
+    """Start the gather of one bucket; the result, ``[world * sum(widths)]``, must be waited for.
+
+    Args:
+        xs: tensors of up to ``widths[i]`` elements, padded to that.
+        dtype: of the bucket.
+        spec: whose ``world``, ``group`` and ``gather`` say how.
+    """
+    if spec.gather == "all_gather":
+        return _c10d.all_gather_into_tensor(pack(xs, widths, dtype=dtype), spec.world, spec.group)
+    flat = pack(list(xs) * spec.world, list(widths) * spec.world, dtype=dtype)
+    splits = [sum(widths)] * spec.world
+    return _c10d.all_to_all_single(flat, splits, splits, spec.group)
+
+
+def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, spec: ParamSpec) -> Tensor:
+    """:func:`all_gather_start`, waited for: every rank's bucket, one behind the other."""
+    return _c10d.wait_tensor(all_gather_start(xs, widths, dtype, spec))
 
 
 def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
@@ -52,8 +68,7 @@ def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor
         specs: of parameters that share group and compute dtype.
     """
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    flat = pack(shards, _shard_widths(specs), dtype=decode_dtype(specs[0].compute_dtype))
-    return _c10d.all_gather_into_tensor(flat, specs[0].world, specs[0].group)
+    return all_gather_start(shards, _shard_widths(specs), decode_dtype(specs[0].compute_dtype), specs[0])
 
 
 def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:

@@ -78,6 +78,8 @@ class ParamSpec:
         compute_dtype: dtype the model sees.
         reduce_dtype: dtype gradients travel in.
         muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
+        gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
+            bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
     """
 
     shape: tuple[int, ...]
@@ -89,6 +91,7 @@ class ParamSpec:
     compute_dtype: str
     reduce_dtype: str
     muon: MuonSpec | None = None
+    gather: str = "all_gather"
 
     @property
     def sharded(self) -> bool:

@@ -40,10 +40,11 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
     """Forward graphs return their user outputs, then what is saved for backward: never a gathered weight."""
     output = gm.graph.output_node()
     saved = set(output.args[0][user_outputs:])
-    for node, kind in collectives(gm):
-        if kind != "all_gather":
-            continue
+    for node, _ in collectives(gm):
         for wait in node.users:
+            # A model's own collectives may be saved; only weights come out of a bucket.
+            if not any(user.target is torch.ops.muon_zero.unpack.default for user in wait.users):
+                continue
             stack = [wait]
             while stack:
                 current = stack.pop()

@@ -18,9 +18,20 @@ JORDAN = (3.4445, -4.7750, 2.0315) * 5
 HYPER = torch.tensor([0.05, 0.95])
 
 
-def spec(shape, world=1, rank=0, group="", exchange="owner", stage=2, batch=1, dtype="float32", coefficients=JORDAN):
+def spec(
+    shape,
+    world=1,
+    rank=0,
+    group="",
+    exchange="owner",
+    stage=2,
+    batch=1,
+    dtype="float32",
+    coefficients=JORDAN,
+    gather="all_gather",
+):
     muon = MuonSpec(batch, *shape[-2:], True, "standard", coefficients, 1.0, (), dtype, 1e-7, exchange)
-    return ParamSpec(tuple(shape), world, rank, group, stage, "float32", "float32", "float32", muon)
+    return ParamSpec(tuple(shape), world, rank, group, stage, "float32", "float32", "float32", muon, gather)
 
 
 # --- owners -----------------------------------------------------------------------------------------------------------
@@ -126,9 +137,10 @@ def shards(tensors, specs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("exchange", ["owner", "replicate"])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, threads):
+@pytest.mark.parametrize("gather", ["all_gather", "all_to_all"])
+def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, gather, threads):
     def body(rank, group):
-        specs = [spec(s, size, rank, group, exchange, stage) for s in SHAPES]
+        specs = [spec(s, size, rank, group, exchange, stage, gather=gather) for s in SHAPES]
         grads, old = shards(gradients(), specs), shards(momenta(), specs)
         kept = [t.clone() for t in (*grads, *old)]
         with Matrices() as counted:

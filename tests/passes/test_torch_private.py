@@ -81,6 +81,21 @@ def test_compile_fx_inner_generates_code_for_a_graph_of_fake_inputs():
     assert torch.equal(result, torch.ones(4))
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_only_graphs_with_collectives_keep_their_order(sends, monkeypatch):
+    """Elsewhere Inductor's reordering for peak memory is what a user of torch.compile gets."""
+    import torch._inductor.compile_fx as module
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,)) if sends else x,))
+    seen = []
+    record = lambda gm, inputs: seen.append(torch._inductor.config.reorder_for_peak_memory)  # noqa: E731
+    monkeypatch.setattr(module, "compile_fx_inner", record)
+    private.compile_fx_inner(GraphModule(torch.nn.Module(), graph), [])
+    assert seen == [not sends]
+
+
 def test_autograd_cache_switch():
     from torch._functorch import config
 
