@@ -40,6 +40,7 @@ class Plan:
     eps: float = 1e-8
     ns_steps: int = 5
     ns_method: str = "standard"
+    ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
             "momentum": plan.momentum,
             "ns_steps": plan.ns_steps,
             "ns_method": plan.ns_method,
-            "ns_dtype": "bfloat16",  # as DeepSpeed and torch.optim.Muon have it, on every device
+            "ns_dtype": plan.ns_dtype,
         }
     else:
         params |= {"lr": plan.adamw_lr}

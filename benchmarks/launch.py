@@ -35,6 +35,7 @@ class Trial:
     device: str
     backend: str
     ns_method: str
+    ns_dtype: str
     weigh: bool
     timeout_s: int
 

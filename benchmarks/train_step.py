@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a rank")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
+    parser.add_argument("--ns-dtype", default="auto", choices=["auto", "bfloat16"], help="ours; others: bfloat16")
     parser.add_argument("--memory", action="store_true", help="measure memory; times then are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one trial")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
@@ -72,6 +73,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         variant += f"_{options.micro_batches}_micro_batches"
     if options.dtype != "float32":
         variant += f"_{options.dtype}"
+    if options.ns_dtype != "auto":
+        variant += f"_ns_{options.ns_dtype}"
     if options.memory:
         variant += "_memory"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
@@ -106,6 +109,7 @@ def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
                 device=options.device,
                 backend="nccl" if enough_gpus else "gloo",
                 ns_method=options.ns_method,
+                ns_dtype=options.ns_dtype,
                 weigh=options.memory,
                 timeout_s=options.timeout,
             )

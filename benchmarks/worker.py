@@ -42,6 +42,7 @@ def run_trial(trial: dict, rank: int) -> dict:
         device=device,
         dtype=getattr(torch, trial["dtype"]),
         ns_method=trial["ns_method"],
+        ns_dtype=trial["ns_dtype"],
     )
 
     started = time.perf_counter()
