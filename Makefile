@@ -4,6 +4,7 @@
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from
 # RANKS=4                               how many processes `make train` starts
+# TEST_JOBS=1                           how many test files `make test` runs side by side (2)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DATA ?=
 TRAIN_ARGS ?=
+TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
@@ -45,8 +47,9 @@ train: $(VENV)/.compile_muon
 	$(BIN)/python -m torch.distributed.run --standalone --nproc_per_node=$$ranks \
 	    examples/train_gpt.py --config examples/config.json $(if $(DATA),--data "$(DATA)") $(TRAIN_ARGS)
 
+# A file stays with one process, which starts its ranks once. Half of the time ranks wait for each other.
 test: $(VENV)/.compile_muon
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.compile_muon
 	$(BIN)/ruff check .
