@@ -65,6 +65,7 @@ bench: $(VENV)/.compile_muon
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
 bench-gpu: $(VENV)/.compile_muon
+	$(BIN)/python -m pytest -rs tests/kernels/gpu
 	$(BIN)/python benchmarks/newton_schulz.py
 	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS)
 
