@@ -25,7 +25,7 @@ from compile_muon.kernels import muon_momentum
 
 from .costs import owner_work
 from .packing import pack, unpack
-from .semantics import all_gather, all_to_all
+from .semantics import all_gather, all_to_all, shard_widths
 from .spec import MuonSpec, ParamSpec, decode_dtype
 
 __all__ = ["assign_owners", "orthogonalize_group"]
@@ -97,7 +97,7 @@ def _replicate(updates: list[Tensor], specs: list[ParamSpec]) -> list[Tensor]:
     world, rank = specs[0].world, specs[0].rank
     if not specs[0].sharded:
         return _local(updates, specs)
-    widths = [spec.chunk * spec.row_numel for spec in specs]
+    widths = shard_widths(specs)
     gathered = all_gather(updates, widths, updates[0].dtype, specs[0])
     pieces = unpack(gathered, widths, [spec.numel for spec in specs], world=world)
     whole = [_as_matrices(piece, _muon(spec)) for piece, spec in zip(pieces, specs, strict=True)]

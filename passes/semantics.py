@@ -24,6 +24,7 @@ __all__ = [
     "reduce_finish",
     "reduce_grad",
     "reduce_start",
+    "shard_widths",
     "unshard",
 ]
 
@@ -55,7 +56,7 @@ def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[i
     return _c10d.wait_tensor(_c10d.all_to_all_single(x, list(output_splits), list(input_splits), group))
 
 
-def _shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
+def shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
     """Elements of the largest shard of each parameter: the same on every rank."""
     return [spec.chunk * spec.row_numel for spec in specs]
 
@@ -68,13 +69,13 @@ def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor
         specs: of parameters that share group and compute dtype.
     """
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    return all_gather_start(shards, _shard_widths(specs), decode_dtype(specs[0].compute_dtype), specs[0])
+    return all_gather_start(shards, shard_widths(specs), decode_dtype(specs[0].compute_dtype), specs[0])
 
 
 def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Wait for :func:`gather_start` and cut out the full weights, ``spec.shape`` each."""
     flat = _c10d.wait_tensor(handle)
-    pieces = unpack(flat, _shard_widths(specs), [spec.numel for spec in specs], world=specs[0].world)
+    pieces = unpack(flat, shard_widths(specs), [spec.numel for spec in specs], world=specs[0].world)
     return [piece.view(spec.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
@@ -108,14 +109,14 @@ def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
     if not specs[0].sharded:
         flat = pack(grads, [spec.numel for spec in specs], dtype=dtype, divisor=world)
         return _c10d.all_reduce(flat, "sum", group)
-    flat = pack(grads, _shard_widths(specs), world=world, dtype=dtype, divisor=world)
+    flat = pack(grads, shard_widths(specs), world=world, dtype=dtype, divisor=world)
     return _c10d.reduce_scatter_tensor(flat, "sum", world, group)
 
 
 def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Wait for :func:`reduce_start`; the averaged gradients of the local shards in master dtype."""
     flat = _c10d.wait_tensor(handle)
-    widths = _shard_widths(specs) if specs[0].sharded else [spec.numel for spec in specs]
+    widths = shard_widths(specs) if specs[0].sharded else [spec.numel for spec in specs]
     pieces = unpack(flat, widths, [spec.shard_numel(spec.rank) for spec in specs])
     return [
         piece.view(spec.local_shape).to(decode_dtype(spec.dtype)) for piece, spec in zip(pieces, specs, strict=True)
