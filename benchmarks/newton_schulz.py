@@ -1,8 +1,11 @@
 """Time Newton–Schulz: ours against torch.optim.Muon's, a cuBLAS formulation and gram-newton-schulz, in one run.
 
     python benchmarks/newton_schulz.py                    # a CUDA device: all shapes, and the elementwise kernels
+    python benchmarks/newton_schulz.py --eager            # with what launches cost the host
     python benchmarks/newton_schulz.py --device cpu       # small shapes, to see that the harness works
 
+On a GPU every call is captured into a CUDA graph and replayed: a training step queues work ahead of the device, and the
+launches of a few small matrices, some 15 to 30 a call for every contender, would otherwise hide what the device does.
 Every repeat times all contenders on all shapes in a new shuffled order; reported are medians over repeats. TFLOP/s are
 on the *minimal* operation count, symmetric products computed once, whatever a contender really does; the peak is a
 square matrix product of the same dtype on random data, timed in the same run.
@@ -138,15 +141,20 @@ def minimal_flops(matrices: int, rows: int, cols: int, method: str) -> float:
     return matrices * gram_flops(k, l, STEPS, restarts, symmetric=True)
 
 
-def seconds(run: Callable[[], object], device: torch.device, at_least: float) -> float:
-    """Mean over as many calls as `at_least` seconds take, by the device's own clock on CUDA."""
+def seconds(run: Callable[[], object], device: torch.device, at_least: float, *, graph: bool) -> float:
+    """Mean over as many calls as `at_least` seconds take, by the device's own clock on CUDA; replayed with `graph`."""
     if device.type != "cuda":
         run()
         started, calls = time.perf_counter(), 0
-        while time.perf_counter() - started < at_least:
+        while not calls or time.perf_counter() - started < at_least:
             run()
             calls += 1
         return (time.perf_counter() - started) / calls
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        run = captured.replay
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -205,6 +213,7 @@ def time_all(options: argparse.Namespace, console: Console) -> dict:
     for key, call in list(calls.items()):
         try:
             call()
+            seconds(call, device, 0.0, graph=options.graph)
         except Exception as error:  # a contender that cannot do a shape is reported, not fatal
             failed[key] = f"{type(error).__name__}: {error}".splitlines()[0]
             console.print(f"[red]{' '.join(key)} failed[/red]: {failed[key]}", soft_wrap=True)
@@ -215,7 +224,7 @@ def time_all(options: argparse.Namespace, console: Console) -> dict:
         keys = list(calls)
         order.shuffle(keys)
         for key in keys:
-            samples[key].append(seconds(calls[key], device, options.seconds))
+            samples[key].append(seconds(calls[key], device, options.seconds, graph=options.graph))
     return {
         "times": {key: (statistics.median(s), min(s)) for key, s in samples.items()},
         "contenders": chosen,
@@ -348,6 +357,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.1, help="of each timing, at least")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the timings")
+    parser.add_argument("--eager", action="store_true", help="call instead of replaying CUDA graphs")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/newton_schulz_DEVICE.json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
     options = parser.parse_args(argv)
@@ -358,7 +368,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.shapes if name not in known]
     if unknown:
         parser.error(f"--shapes {unknown[0]!r} is unknown; expected some of: {', '.join(known)}")
-    options.json = options.json or _RESULTS / f"newton_schulz_{options.device}.json"
+    options.graph = options.device == "cuda" and not options.eager
+    variant = f"{options.device}_eager" if options.device == "cuda" and options.eager else options.device
+    options.json = options.json or _RESULTS / f"newton_schulz_{variant}.json"
     options.png = options.png or options.json.with_suffix(".png")
     return options
 
@@ -372,7 +384,8 @@ def main(argv: list[str] | None = None) -> int:
     verdicts = judge(rows, measured)
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    title = f"Newton–Schulz, {STEPS} steps, {name}, torch {torch.__version__}, {date}"
+    called = "replayed" if options.graph else "called"
+    title = f"Newton–Schulz, {STEPS} steps, {called}, {name}, torch {torch.__version__}, {date}"
     print_report(console, rows, verdicts, title)
     about = {"device": name, "date": date, "torch": torch.__version__, "command": " ".join(["python", *sys.argv])}
     about |= {"rows": [asdict(row) for row in rows], "failed": measured["failed"]}

@@ -3,8 +3,9 @@
     python benchmarks/tune_tiles.py               # prints the table it would write
     python benchmarks/tune_tiles.py --write       # and writes it
 
-A tile is kept if it is the fastest at some size; the kept ones are listed from the largest to the smallest. The sizes
-from which Triton is chosen over cuBLAS are those from which it is at least as fast.
+A tile is kept if it is the fastest at some size; the kept ones are listed from the largest to the smallest, each with
+its rate at the largest size. The sizes from which Triton is chosen over cuBLAS are those from which it is at least as
+fast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from compile_muon.kernels.gpu.operands import empty_matrices
 from compile_muon.kernels.gpu.product import product
 from compile_muon.kernels.gpu.symmetric import symmetric_product
-from compile_muon.kernels.gpu.tiles import Tile, load_tables
+from compile_muon.kernels.gpu.tiles import Tile, load_tables, work
 
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
 SIZES = (512, 1024, 2048, 4096, 8192)
@@ -41,7 +42,7 @@ def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
     for (rows, cols), depth, stages, warps in itertools.product(shapes, depths, (3, 4, 5), (4, 8)):
         if rows * cols // (warps * 32) > 256 or (rows + cols) * depth * stages * 2 > 220 * 1024:
             continue
-        tile = Tile(rows, cols, depth, 8, stages, warps, descriptors)
+        tile = Tile(rows, cols, depth, 8, stages, warps, descriptors=descriptors)
         yield tile
         if capability[0] >= 10:
             yield dataclasses.replace(tile, specialize=True)
@@ -72,15 +73,22 @@ def tune(console: Console) -> dict:
     kept: dict[str, list[Tile]] = {}
     for kind in ("symmetric", "product"):
         winners = []
-        for size in SIZES:
+        shaped = [tile for tile in tiles if kind == "product" or tile.cols in (tile.rows, 2 * tile.rows)]
+        for size in SIZES:  # the last, the largest, says what rate a tile has
             x = torch.randn(1, size, size, device=device).bfloat16()
-            times = {tile: time_tile(kind, tile, x, processors) for tile in tiles}
+            times = {tile: time_tile(kind, tile, x, processors) for tile in shaped}
             winner = min(times, key=lambda tile: times[tile])
             winners.append(winner)
             console.print(f"{kind} {size}: {times[winner]:.4f} ms, {winner}", highlight=False)
         distinct = sorted(set(winners), key=lambda tile: -tile.rows * tile.cols)
         # One tile a size of result: the larger of two equal ones never loses by much, and the choice goes by size.
-        kept[kind] = list({tile.rows * tile.cols: tile for tile in reversed(distinct)}.values())[::-1]
+        chosen = list({tile.rows * tile.cols: tile for tile in reversed(distinct)}.values())[::-1]
+        triangle = kind == "symmetric"
+        rates = [work(tile, size, size, 1, processors, triangle=triangle) / times[tile] for tile in chosen]
+        kept[kind] = [
+            dataclasses.replace(tile, rate=round(rate / max(rates), 3))
+            for tile, rate in zip(chosen, rates, strict=True)
+        ]
     return {
         "source": f"{torch.cuda.get_device_name()}, {datetime.date.today()}, {shlex.join(['python', *sys.argv])}",
         "smallest": _threshold(1, kept, processors),

@@ -35,13 +35,14 @@ __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 # Bytes a block may ask for: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_PER_BLOCK = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
-# Looked for in the PTX: matrix instructions by generation, and how tiles come from memory.
+# Looked for in the PTX: matrix instructions by generation, how tiles come from memory, and results stored one by one.
 _INSTRUCTIONS = {
     "mma": r"\bmma\.sync",
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
     "TMA": r"\bcp\.async\.bulk\.tensor",
     "cp.async": r"\bcp\.async\.cg",
+    "2-byte stores": r"\bst\.global\.b16",
 }
 
 

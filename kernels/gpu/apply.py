@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
+from .tiles import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
 
@@ -89,7 +90,7 @@ def launch(
     elements = tuple(p.numel() for p in params)
     return Launch(
         apply_kernel,
-        sum(triton.cdiv(n, BLOCK) for n in elements),
+        sum(ceildiv(n, BLOCK) for n in elements),
         params[0],
         (
             tuple(params),

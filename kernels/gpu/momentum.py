@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
+from .tiles import ceildiv
 
 __all__ = ["launch", "momentum_kernel", "momentum_update", "takes"]
 
@@ -96,7 +97,7 @@ def launch(
     elements = grad.numel()
     return Launch(
         momentum_kernel,
-        triton.cdiv(elements, BLOCK),
+        ceildiv(elements, BLOCK),
         grad,
         (grad, momentum, update, new, elements, first, second),
         {"NESTEROV": nesterov, "WEIGHTS_ON_DEVICE": on_device, "BLOCK": BLOCK, "num_warps": WARPS},

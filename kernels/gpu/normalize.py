@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .operands import empty_matrices
+from .tiles import ceildiv
 
 __all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
 
@@ -155,4 +156,4 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
 
 
 def _tiles(rows: int, cols: int) -> int:
-    return triton.cdiv(rows, ROWS) * triton.cdiv(cols, COLS)
+    return ceildiv(rows, ROWS) * ceildiv(cols, COLS)

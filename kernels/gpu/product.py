@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .operands import constants, load_tile, operand, place_of
-from .tiles import Tile, choose
+from .tiles import Tile, ceildiv, choose
 
 __all__ = ["product", "product_kernel"]
 
@@ -88,12 +88,12 @@ def product(
     summand = right if plus is None else plus
     return Launch(
         product_kernel,
-        matrices * triton.cdiv(rows, tile.rows) * triton.cdiv(cols, tile.cols),
+        matrices * ceildiv(rows, tile.rows) * ceildiv(cols, tile.cols),
         out,
         (
             operand(left, tile, tile.rows, tile.depth),
             operand(right, tile, tile.depth, tile.cols),
-            operand(summand, tile, tile.rows, tile.cols),
+            None if plus is None else operand(plus, tile, tile.rows, tile.cols),
             out,
             rows,
             cols,

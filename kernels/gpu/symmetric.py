@@ -13,9 +13,27 @@ from torch import Tensor
 
 from .launch import Launch
 from .operands import constants, load_tile, operand, place_of
-from .tiles import Tile, choose
+from .tiles import Tile, ceildiv, choose
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
+
+
+@triton.jit
+def _store(start, value, row, col, size, row_stride, SIDE: tl.constexpr):
+    """A square of the result, and its mirror image; nothing above the diagonal.
+
+    No mask here differs from entry to entry: that would make every store two bytes wide.
+    """
+    if col <= row:
+        r = row + tl.arange(0, SIDE)
+        c = col + tl.arange(0, SIDE)
+        inside = (r < size)[:, None] & (c < size)[None, :]
+        if col == row:
+            value = tl.where(r[:, None] >= c[None, :], value, value.T)
+        r = r.to(tl.int64)[:, None]
+        c = c.to(tl.int64)[None, :]
+        tl.store(start + r * row_stride + c, value, mask=inside)
+        tl.store(start + c * row_stride + r, value, mask=inside)
 
 
 @triton.jit
@@ -66,16 +84,15 @@ def symmetric_kernel(
         )
         sums = tl.dot(a, b.T, sums, input_precision="ieee")
 
-    r = row + tl.arange(0, ROWS)
-    c = col + tl.arange(0, COLS)
-    inside = (r < size)[:, None] & (c < size)[None, :]
-    lower = inside & (r[:, None] >= c[None, :])
-    r = r.to(tl.int64)[:, None]
-    c = c.to(tl.int64)[None, :]
     value = (alpha * sums).to(out.dtype.element_ty)
     start = out + matrix.to(tl.int64) * out_matrix_stride
-    tl.store(start + r * out_row_stride + c, value, mask=lower)
-    tl.store(start + c * out_row_stride + r, value, mask=lower & (r != c))
+    if COLS == ROWS:
+        _store(start, value, row, col, size, out_row_stride, ROWS)
+    else:
+        tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
+        first, second = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
+        _store(start, first, row, col, size, out_row_stride, ROWS)
+        _store(start, second, row, col + ROWS, size, out_row_stride, ROWS)
 
 
 def symmetric_product(
@@ -95,12 +112,12 @@ def symmetric_product(
     summand = left if plus is None else plus
     return Launch(
         symmetric_kernel,
-        matrices * triton.cdiv(size, tile.rows) * triton.cdiv(size, tile.cols),
+        matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols),
         out,
         (
             operand(left, tile, tile.rows, tile.depth),
             operand(right, tile, tile.cols, tile.depth),
-            operand(summand, tile, tile.rows, tile.cols),
+            None if plus is None else operand(plus, tile, tile.rows, tile.cols),
             out,
             size,
             depth,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "choose", "load_tables"]
+__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "ceildiv", "choose", "load_tables", "work"]
 
 _FILE = Path(__file__).with_name("tiles.json")
 
@@ -23,8 +23,9 @@ class Tile:
     """One program makes `rows` × `cols` of the result, `depth` of the summed dimension at a time.
 
     `group` rows of tiles are walked together, so that their operands stay in the L2 cache. `stages` and `warps` are
-    Triton's num_stages and num_warps. `descriptors`: operands come through the tensor memory accelerator;
-    `specialize`: loads and products run in warps of their own.
+    Triton's num_stages and num_warps. `rate` is what a multiprocessor does of such tiles in a second, relative to the
+    table's fastest. `descriptors`: operands come through the tensor memory accelerator; `specialize`: loads and
+    products run in warps of their own.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Tile:
     group: int
     stages: int
     warps: int
+    rate: float = 1.0
     descriptors: bool = False
     specialize: bool = False
 
@@ -57,7 +59,7 @@ class Table:
         return smaller_dim >= (self.smallest_batched if matrices >= self.batch else self.smallest)
 
 
-_SMALL = Tile(rows=32, cols=16, depth=16, group=2, stages=1, warps=4, descriptors=True)
+_SMALL = Tile(rows=32, cols=32, depth=32, group=2, stages=1, warps=4, descriptors=True)
 # With TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels, for whoever debugs them.
 INTERPRETER = Table(
     source="Triton's interpreter", smallest=0, smallest_batched=0, batch=1, symmetric=(_SMALL,), product=(_SMALL,)
@@ -88,18 +90,26 @@ def architecture(device: torch.device) -> str | None:
     return name if name in load_tables() else None
 
 
+def ceildiv(a: int, b: int) -> int:
+    """⌈a / b⌉; `triton.cdiv` serves kernels too, and on the host costs more than what it divides for."""
+    return -(-a // b)
+
+
 @lru_cache(maxsize=1024)
 def choose(tiles: tuple[Tile, ...], rows: int, cols: int, matrices: int, processors: int, *, triangle: bool) -> Tile:
-    """The largest tile with at least one program for every multiprocessor, else the smallest.
+    """The tile that is expected to be done first; of equals the first in the table."""
+    return min(tiles, key=lambda tile: work(tile, rows, cols, matrices, processors, triangle=triangle) / tile.rate)
 
-    `triangle` counts only the tiles that hold some of a square result's lower triangle.
+
+def work(tile: Tile, rows: int, cols: int, matrices: int, processors: int, *, triangle: bool) -> int:
+    """Entries of the result that the busiest multiprocessor makes, whole tiles at a time.
+
+    On 132 of them the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three tiles,
+    where 128 × 128 are 528, four each: two thirds of the work. `triangle` counts only the tiles that hold some of a
+    square result's lower triangle.
     """
-    for tile in tiles:
-        down, across = -(-rows // tile.rows), -(-cols // tile.cols)
-        if triangle:
-            programs = sum(min(across, -(-((i + 1) * tile.rows) // tile.cols)) for i in range(down))
-        else:
-            programs = down * across
-        if programs * matrices >= processors:
-            return tile
-    return tiles[-1]
+    down, across = ceildiv(rows, tile.rows), ceildiv(cols, tile.cols)
+    programs = down * across
+    if triangle:
+        programs = sum(min(across, ceildiv((i + 1) * tile.rows, tile.cols)) for i in range(down))
+    return ceildiv(programs * matrices, processors) * tile.rows * tile.cols

@@ -62,6 +62,14 @@ def test_products_use_the_matrix_instructions_of_their_architecture(architecture
     assert not [(r.launch, r.instructions) for r in aligned if loads not in r.instructions]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_results_are_stored_16_bytes_at_a_time(architecture, reports):
+    """Masks that differ from entry to entry, on the diagonal say, would split every store."""
+    narrow = [r.launch for r in reports[architecture] if "2-byte stores" in r.instructions]
+    assert all("[2, 77, 91]" in launch for launch in narrow), narrow
+    assert narrow  # no multiple of 16 bytes: so they are found where they are
+
+
 def test_a_problem_is_told():
     fine = Resources("sm_90", "x", 128, 0, 0, 1024, ())
     assert fine.problem is None

@@ -26,8 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
 # Largest relative error of one rounding.
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
-SMALL = Tile(rows=32, cols=16, depth=16, group=2, stages=2, warps=4)
-WIDE = Tile(rows=16, cols=64, depth=32, group=3, stages=2, warps=4)
+SMALL = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
+SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (rows, cols): single tile, multiples, odd, one row, one column more than a tile, taller group than tiles.
 SHAPES = [(16, 16), (64, 128), (37, 53), (1, 70), (33, 17), (100, 101)]
 
@@ -71,10 +71,10 @@ def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("size", [16, 48, 37, 1, 65])
-@pytest.mark.parametrize("shape", ["square", "wide"])
+@pytest.mark.parametrize("shape", ["double", "square"])
 def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
     """cA² + bA, with power-of-two coefficients so that it stays exact."""
-    tile = replace(WIDE, descriptors=tile.descriptors) if shape == "wide" else tile
+    tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
     A = symmetric_integers(2, size, dtype, device)
     out = poisoned(2, size, size, dtype, device)
     symmetric.symmetric_product(A, A, out, (tile,), 1, alpha=2.0, plus=A, beta=-4.0).run()
@@ -83,8 +83,10 @@ def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
     assert torch.equal(out, out.mT)
 
 
-def test_only_the_lower_triangle_counts(tile, device):
+@pytest.mark.parametrize("shape", ["double", "square"])
+def test_only_the_lower_triangle_counts(shape, tile, device):
     """Two operands that do not commute: the result is the lower triangle of their product, mirrored."""
+    tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
     x = integers(2, 45, 30, dtype=torch.float16, device=device)
     y = integers(2, 45, 30, dtype=torch.float16, device=device, seed=1)
     plus = integers(2, 45, 45, dtype=torch.float16, device=device, seed=2)
@@ -97,10 +99,10 @@ def test_only_the_lower_triangle_counts(tile, device):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tall", [False, True])
-@pytest.mark.parametrize("beta", [0.0, -2.0])
-def test_symmetric_times_wide(beta, tall, shape, dtype, tile, device):
+@pytest.mark.parametrize(("tall", "beta"), [(False, 0.0), (True, -2.0)])
+def test_symmetric_times_wide(tall, beta, shape, dtype, tile, device):
     rows, cols = shape
+    tile = replace(SQUARE, descriptors=tile.descriptors)
     left = symmetric_integers(2, rows, dtype, device)
     right = integers(2, rows, cols, dtype=dtype, device=device, seed=1)
     before = left.clone(), right.clone()
@@ -162,6 +164,7 @@ def test_normalization_spreads_what_is_not_finite_within_its_matrix(bad, device)
 
 @pytest.fixture
 def products(tile):
+    tile = replace(SQUARE, descriptors=tile.descriptors)
     return Products(Table("tests", 0, 0, 1, (tile,), (tile,)), processors=1)
 
 

@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from compile_muon.kernels.gpu.tiles import Table, Tile, choose, load_tables
+from compile_muon.kernels.gpu.tiles import Table, Tile, choose, load_tables, work
 
 LARGE = Tile(rows=128, cols=256, depth=64, group=8, stages=3, warps=8)
-SMALL = Tile(rows=64, cols=64, depth=64, group=8, stages=3, warps=4)
+MIDDLE = Tile(rows=128, cols=128, depth=64, group=8, stages=4, warps=4, rate=0.85)
+SMALL = Tile(rows=64, cols=64, depth=64, group=8, stages=3, warps=4, rate=0.5)
 
 
-def programs_with_work(tile: Tile, size: int) -> int:
-    """Tiles that hold at least one entry of the lower triangle, one by one."""
-    return sum(
-        col < row + tile.rows for row in range(0, size, tile.rows) for col in range(0, size, tile.cols)
-    )  # fmt: skip
+def busiest(tile: Tile, rows: int, cols: int, matrices: int, processors: int, triangle: bool) -> int:
+    """Entries that the first processor makes when tiles are dealt out one by one."""
+    tiles = [
+        (matrix, row, col)
+        for matrix in range(matrices) for row in range(0, rows, tile.rows) for col in range(0, cols, tile.cols)
+        if not triangle or col < row + tile.rows
+    ]  # fmt: skip
+    return len(tiles[::processors]) * tile.rows * tile.cols
 
 
-@pytest.mark.parametrize("size", [1, 64, 100, 257, 1000, 2048, 4100])
+@pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (64, 64), (257, 257), (1000, 3000), (2048, 2048), (4100, 4100)])
 @pytest.mark.parametrize("matrices", [1, 5])
-def test_the_largest_tile_that_leaves_no_processor_idle(matrices, size):
-    full = programs_with_work(LARGE, size) * matrices
-    assert choose((LARGE, SMALL), size, size, matrices, full, triangle=True) == LARGE
-    assert choose((LARGE, SMALL), size, size, matrices, full + 1, triangle=True) == SMALL
+def test_work_is_that_of_the_busiest_processor(matrices, rows, cols, tile):
+    for processors in (1, 7, 132):
+        expected = busiest(tile, rows, cols, matrices, processors, triangle=False)
+        assert work(tile, rows, cols, matrices, processors, triangle=False) == expected
+        if rows == cols:
+            expected = busiest(tile, rows, cols, matrices, processors, triangle=True)
+            assert work(tile, rows, cols, matrices, processors, triangle=True) == expected
 
 
-def test_a_general_product_counts_all_tiles():
-    assert choose((LARGE, SMALL), 1024, 4096, 1, 128, triangle=False) == LARGE
-    assert choose((LARGE, SMALL), 1024, 4096, 1, 129, triangle=False) == SMALL
+def test_the_tile_that_is_done_first():
+    choice = (LARGE, MIDDLE, SMALL)
+    assert choose(choice, 64, 64, 1, 132, triangle=False) == SMALL  # one program whichever is taken: the least work
+    assert choose(choice, 2048, 2048, 1, 132, triangle=False) == LARGE  # 128 programs, all at once
+    assert choose(choice, 4096, 4096, 1, 132, triangle=True) == MIDDLE  # 528, four each; LARGE has three of twice that
+    assert choose(choice, 8192, 8192, 1, 132, triangle=True) == LARGE  # what counts is the rate
+    assert choose((LARGE, replace(LARGE, warps=4)), 512, 512, 1, 132, triangle=False) == LARGE  # the first of equals
 
 
 @pytest.mark.parametrize("name", list(load_tables()))
 def test_tables_are_well_formed(name):
     table = load_tables()[name]
     assert table.source
+    assert all(tile.cols in (tile.rows, 2 * tile.rows) for tile in table.symmetric)
     for tiles in (table.symmetric, table.product):
+        assert max(tile.rate for tile in tiles) == 1
         sizes = [tile.rows * tile.cols for tile in tiles]
         assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
         for tile in tiles:
             assert all(n >= 16 and n & (n - 1) == 0 for n in (tile.rows, tile.cols, tile.depth))
+            assert 0 < tile.rate <= 1
             assert tile.descriptors == (name != "sm_80")
             assert not tile.specialize or name == "sm_100"
 
