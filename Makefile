@@ -58,16 +58,19 @@ lint: $(VENV)/.compile_muon
 # mypy sees the package as it is installed, through links: compile_muon/ with passes/ and kernels/ inside it.
 types: $(VENV)/.compile_muon
 	rm -rf .mypy_view && mkdir -p .mypy_view/compile_muon
-	ln -s ../../compile_muon/* ../../passes ../../kernels .mypy_view/compile_muon/
+	ln -s $(addprefix ../../,$(wildcard compile_muon/*.py compile_muon/py.typed) passes kernels) .mypy_view/compile_muon/
 	cd .mypy_view && $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compile_muon
 
 bench: $(VENV)/.compile_muon
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
+# A failed check does not keep the measurements from being taken; it still fails the command.
 bench-gpu: $(VENV)/.compile_muon
-	$(BIN)/python -m pytest -rs tests/kernels/gpu
-	$(BIN)/python benchmarks/newton_schulz.py
-	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS)
+	failed=0; \
+	$(BIN)/python -m pytest -rs tests/kernels/gpu || failed=1; \
+	$(BIN)/python benchmarks/newton_schulz.py || failed=1; \
+	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS) || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf .venv .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info

@@ -22,6 +22,17 @@ from typing import Any
 
 import torch
 
+from compile_muon.checks import (
+    check_boolean,
+    check_choice,
+    check_dtype,
+    check_dtype_name,
+    check_instance,
+    check_integer,
+    check_pair,
+    check_patterns,
+    check_real,
+)
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = [
@@ -38,9 +49,6 @@ __all__ = [
     "NSConfig",
     "ZeroConfig",
     "assemble",
-    "check_boolean",
-    "check_dtype",
-    "check_real",
     "config_from_kwargs",
 ]
 
@@ -53,100 +61,11 @@ _DEEPSEEK_STEPS = 10  # the set is 8 jordan steps and 2 polishing steps; cut sho
 _MAX_STEPS = 99  # the bound of torch.optim.Muon
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
-_DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-_DTYPE_ALIASES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-}
-
-
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def check_real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
-    """A finite float in [0, below), or in (0, below) when ``positive``."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if value == "auto":
-            raise config_error(field, value, "is filled in by the Hugging Face Trainer, not here", "write the number")
-        raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
-    number = float(value)
-    if not math.isfinite(number):
-        raise config_error(field, value, "is not finite", "give a finite number")
-    if number < 0 or (positive and number == 0) or number >= below:
-        interval = f"{'(' if positive else '['}0, {below:g})"
-        raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
-    return number
-
-
-def _pair(field: str, value: object) -> tuple[float, float]:
-    """Two floats in [0, 1)."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
-    try:
-        first, second = (check_real(field, number, below=1.0) for number in value)
-    except ConfigError as error:
-        raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
-    return first, second
-
-
-def _integer(field: str, value: object, low: int, high: int | None = None) -> int:
-    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise config_error(field, value, "is out of range", f"use {span}")
-    return number
-
-
-def check_boolean(field: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
-    return value
-
-
-def _choice(field: str, value: object, allowed: Sequence[str]) -> str:
-    if not isinstance(value, str) or value not in allowed:
-        near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise config_error(field, value, "is not a known choice", f"{hint}use one of {', '.join(map(repr, allowed))}")
-    return value
-
-
-def _instance(field: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
-
-
-def _dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
-    """Canonical name ("bfloat16") of a torch.dtype or of one of its usual names."""
-    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-    if isinstance(name, str):
-        name = _DTYPE_ALIASES.get(name.removeprefix("torch."), name.removeprefix("torch."))
-    allowed = (*extra, *_DTYPES)
-    if not isinstance(name, str) or name not in allowed:
-        raise config_error(field, value, "is not a supported dtype", f"use one of {', '.join(allowed)}")
-    return name
-
-
-def check_dtype(field: str, value: object) -> torch.dtype | None:
-    return None if value is None else _DTYPES[_dtype_name(field, value)]
-
 
 def _coefficients(field: str, value: object, steps: int | None) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
-        _choice(field, value, NS_COEFFICIENTS)
+        check_choice(field, value, NS_COEFFICIENTS)
         if value == "deepseek_v4" and steps not in (None, _DEEPSEEK_STEPS):
             raise config_error(
                 field,
@@ -180,28 +99,10 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     return a, b, c
 
 
-def _patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None:
-    if value is None or callable(value):
-        return value
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise config_error(
-            field, value, "must be a predicate f(name, param) or a list of name patterns", 'write ["pattern", ...]'
-        )
-    if not value:
-        raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
-    for pattern in value:
-        if not isinstance(pattern, str) or not pattern:
-            raise config_error(field, value, f"holds {pattern!r}, which is not a name pattern", "use non-empty strings")
-    return tuple(value)
-
-
 def _set(config: object, **checked: object) -> None:
     """Store normalized values in a frozen dataclass, inside its ``__post_init__`` only."""
     for name, value in checked.items():
         object.__setattr__(config, name, value)
-
-
-# ------------------------------------------------------------------------------------------ dataclasses
 
 
 @dataclass(frozen=True)
@@ -229,13 +130,13 @@ class NSConfig:
     eps: float = 1e-7
 
     def __post_init__(self) -> None:
-        steps = None if self.steps is None else _integer("NSConfig.steps", self.steps, 1, _MAX_STEPS)
+        steps = None if self.steps is None else check_integer("NSConfig.steps", self.steps, 1, _MAX_STEPS)
         _set(
             self,
             steps=steps,
             coefficients=_coefficients("NSConfig.coefficients", self.coefficients, steps),
-            method=_choice("NSConfig.method", self.method, NS_METHODS),
-            dtype=_dtype_name("NSConfig.dtype", self.dtype, extra=("auto",)),
+            method=check_choice("NSConfig.method", self.method, NS_METHODS),
+            dtype=check_dtype_name("NSConfig.dtype", self.dtype, extra=("auto",)),
             eps=check_real("NSConfig.eps", self.eps, positive=True),
         )
 
@@ -261,14 +162,14 @@ class MuonConfig:
     ns: NSConfig = NSConfig()
 
     def __post_init__(self) -> None:
-        _instance("MuonConfig.ns", self.ns, NSConfig)
+        check_instance("MuonConfig.ns", self.ns, NSConfig)
         _set(
             self,
             lr=check_real("MuonConfig.lr", self.lr),
             momentum=check_real("MuonConfig.momentum", self.momentum, below=1.0),
             nesterov=check_boolean("MuonConfig.nesterov", self.nesterov),
             weight_decay=check_real("MuonConfig.weight_decay", self.weight_decay),
-            adjust_lr=_choice("MuonConfig.adjust_lr", self.adjust_lr, ADJUST_LR),
+            adjust_lr=check_choice("MuonConfig.adjust_lr", self.adjust_lr, ADJUST_LR),
         )
 
 
@@ -285,7 +186,7 @@ class AdamWConfig:
         _set(
             self,
             lr=check_real("AdamWConfig.lr", self.lr),
-            betas=_pair("AdamWConfig.betas", self.betas),
+            betas=check_pair("AdamWConfig.betas", self.betas),
             eps=check_real("AdamWConfig.eps", self.eps),
             weight_decay=check_real("AdamWConfig.weight_decay", self.weight_decay),
         )
@@ -322,19 +223,19 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         accumulation, clipping = self.gradient_accumulation_steps, self.gradient_clipping
         if accumulation is not None:
-            accumulation = _integer("ZeroConfig.gradient_accumulation_steps", accumulation, 1)
+            accumulation = check_integer("ZeroConfig.gradient_accumulation_steps", accumulation, 1)
         if clipping is not None:
             if clipping == 0 and not isinstance(clipping, bool):
                 raise config_error("ZeroConfig.gradient_clipping", clipping, "would erase every gradient", "use None")
             clipping = check_real("ZeroConfig.gradient_clipping", clipping, positive=True)
         _set(
             self,
-            stage=_integer("ZeroConfig.stage", self.stage, 0, 3),
-            update=_choice("ZeroConfig.update", self.update, ("auto", "backward", "step")),
-            exchange=_choice("ZeroConfig.exchange", self.exchange, ("auto", "replicate", "owner")),
+            stage=check_integer("ZeroConfig.stage", self.stage, 0, 3),
+            update=check_choice("ZeroConfig.update", self.update, ("auto", "backward", "step")),
+            exchange=check_choice("ZeroConfig.exchange", self.exchange, ("auto", "replicate", "owner")),
             gradient_accumulation_steps=accumulation,
             gradient_clipping=clipping,
-            nonfinite=_choice("ZeroConfig.nonfinite", self.nonfinite, ("error", "skip")),
+            nonfinite=check_choice("ZeroConfig.nonfinite", self.nonfinite, ("error", "skip")),
             param_dtype=check_dtype("ZeroConfig.param_dtype", self.param_dtype),
             reduce_dtype=check_dtype("ZeroConfig.reduce_dtype", self.reduce_dtype),
         )
@@ -394,7 +295,7 @@ class CompileConfig:
         _set(
             self,
             enabled=check_boolean("CompileConfig.enabled", self.enabled),
-            codegen=_choice("CompileConfig.codegen", self.codegen, ("inductor", "eager")),
+            codegen=check_choice("CompileConfig.codegen", self.codegen, ("inductor", "eager")),
             dump=dump,
             nvtx=check_boolean("CompileConfig.nvtx", self.nvtx),
             fullgraph=check_boolean("CompileConfig.fullgraph", self.fullgraph),
@@ -432,14 +333,14 @@ class Config:
     algorithm: str = "muon"
 
     def __post_init__(self) -> None:
-        _instance("Config.muon", self.muon, MuonConfig)
-        _instance("Config.adamw", self.adamw, AdamWConfig)
-        _instance("Config.zero", self.zero, ZeroConfig)
-        _instance("Config.compile", self.compile, CompileConfig)
+        check_instance("Config.muon", self.muon, MuonConfig)
+        check_instance("Config.adamw", self.adamw, AdamWConfig)
+        check_instance("Config.zero", self.zero, ZeroConfig)
+        check_instance("Config.compile", self.compile, CompileConfig)
         _set(
             self,
-            muon_params=_patterns("Config.muon_params", self.muon_params),
-            algorithm=_choice("Config.algorithm", self.algorithm, ALGORITHMS),
+            muon_params=check_patterns("Config.muon_params", self.muon_params),
+            algorithm=check_choice("Config.algorithm", self.algorithm, ALGORITHMS),
         )
         if self.algorithm == "adamw":
             self._refuse_muon_settings()

@@ -157,13 +157,19 @@ class ParamState:
         return local_tensor(self.param)
 
     @property
+    def local_grad(self) -> Tensor:
+        """The shard of ``param.grad``, of a parameter that has one."""
+        assert self.param.grad is not None
+        return local_tensor(self.param.grad)
+
+    @property
     def momentum(self) -> Tensor:
         """Momentum of the shard; only Muon parameters have one."""
         return self.state
 
     def gradient(self) -> Tensor | None:
         """The local gradient shard, or None."""
-        return None if self.param.grad is None else local_tensor(self.param.grad)
+        return None if self.param.grad is None else self.local_grad
 
     def forget_dropped(self) -> None:
         """``.grad`` is gone, so whoever dropped it dropped what belongs to it.

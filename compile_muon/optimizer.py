@@ -125,7 +125,11 @@ class MuonZero(Optimizer):
         trained = [state for state in states if state.param.requires_grad]
         self._muon = [state for state in trained if state.spec.muon is not None]
         self._adamw = [state for state in trained if state.spec.muon is None]
-        self._scales = {s.name: lr_scale(config.muon.adjust_lr, s.spec.muon.rows, s.spec.muon.cols) for s in self._muon}
+        self._scales = {
+            state.name: lr_scale(config.muon.adjust_lr, muon.rows, muon.cols)
+            for state in self._muon
+            if (muon := state.spec.muon) is not None
+        }
         super().__init__(self._groups(), {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
@@ -202,7 +206,7 @@ class MuonZero(Optimizer):
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step.
 
         Args:
@@ -250,7 +254,7 @@ class MuonZero(Optimizer):
         squares = dict.fromkeys((s.name for s in (*self._muon, *self._adamw)), self._hyper.new_zeros(()))
         for state in updated:
             squares[state.name] = state.pending.norm_squared  # type: ignore[union-attr]
-        gradients = [local_tensor(s.param.grad) for s in raw]
+        gradients = [state.local_grad for state in raw]
         if gradients:
             for state, norm in zip(raw, torch._foreach_norm(gradients), strict=True):
                 squares[state.name] = norm.float().square()
@@ -290,11 +294,11 @@ class MuonZero(Optimizer):
     def _update(self, updated: Sequence[ParamState], raw: Sequence[ParamState]) -> None:
         raw_muon = [state for state in raw if state.spec.muon is not None]
         raw_adamw = [state for state in raw if state.spec.muon is None]
-        directions = {state.name: local_tensor(state.param.grad) for state in updated}
+        directions = {state.name: state.local_grad for state in updated}
         momenta = {state.name: state.pending.momentum for state in updated if state.pending is not None}
         if raw_muon:
             results, new_momenta, traffic = self._step_graphs.orthogonalize(
-                raw_muon, [local_tensor(s.param.grad) for s in raw_muon], self._ledger.options or FrameOptions("eager")
+                raw_muon, [state.local_grad for state in raw_muon], self._ledger.options or FrameOptions("eager")
             )
             self._ledger.count(traffic)
             directions.update(zip((s.name for s in raw_muon), results, strict=True))
@@ -327,7 +331,7 @@ class MuonZero(Optimizer):
         rows = [self.state[state.param] for state in states]
         adamw(
             [state.local.detach() for state in states],
-            [local_tensor(state.param.grad) for state in states],
+            [state.local_grad for state in states],
             [local_tensor(row["exp_avg"]) for row in rows],
             [local_tensor(row["exp_avg_sq"]) for row in rows],
             [],

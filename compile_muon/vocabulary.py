@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from compile_muon.checks import check_boolean, check_dtype, check_real
 from compile_muon.config import (
     ALGORITHMS,
     ARGUMENTS,
@@ -36,9 +37,6 @@ from compile_muon.config import (
     MuonConfig,
     NSConfig,
     assemble,
-    check_boolean,
-    check_dtype,
-    check_real,
 )
 from compile_muon.errors import ConfigError, config_error
 

@@ -173,3 +173,12 @@ def test_the_import_check_can_fail(tmp_path: Path, source: str, forbidden: list[
     path.write_text(source)
     allowed = ("compile_muon.passes", "compile_muon.kernels")
     assert forbidden_imports(path, "compile_muon.passes.lower", allowed) == forbidden
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_lint_checks_the_types_of_every_module() -> None:
+    """mypy says that all is well of a package whose modules it does not find."""
+    printed = subprocess.run(["make", "-n", "types"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    (linked,) = (line.split() for line in printed.splitlines() if line.startswith("ln -s "))
+    modules = {f"../../compile_muon/{path.name}" for path in (ROOT / "compile_muon").glob("*.py")}
+    assert modules | {"../../passes", "../../kernels"} <= set(linked)

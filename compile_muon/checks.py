@@ -1,0 +1,126 @@
+"""Checks of single values: each returns its value in canonical form, or raises a ConfigError naming the field."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compile_muon.errors import ConfigError, config_error
+
+__all__ = [
+    "check_boolean",
+    "check_choice",
+    "check_dtype",
+    "check_dtype_name",
+    "check_instance",
+    "check_integer",
+    "check_pair",
+    "check_patterns",
+    "check_real",
+]
+
+_DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+}
+
+
+def check_real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
+    """A finite float in [0, below), or in (0, below) when ``positive``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if value == "auto":
+            raise config_error(field, value, "is filled in by the Hugging Face Trainer, not here", "write the number")
+        raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise config_error(field, value, "is not finite", "give a finite number")
+    if number < 0 or (positive and number == 0) or number >= below:
+        interval = f"{'(' if positive else '['}0, {below:g})"
+        raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
+    return number
+
+
+def check_pair(field: str, value: object) -> tuple[float, float]:
+    """Two floats in [0, 1)."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
+    try:
+        first, second = (check_real(field, number, below=1.0) for number in value)
+    except ConfigError as error:
+        raise config_error(field, value, f"holds {error.shown}, which {error.problem}", error.remedy) from None
+    return first, second
+
+
+def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise config_error(field, value, "is out of range", f"use {span}")
+    return number
+
+
+def check_boolean(field: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
+    return value
+
+
+def check_choice(field: str, value: object, allowed: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise config_error(field, value, "is not a known choice", f"{hint}use one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def check_instance(field: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
+
+
+def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
+    """Canonical name ("bfloat16") of a torch.dtype or of one of its usual names."""
+    name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    if isinstance(name, str):
+        name = _DTYPE_ALIASES.get(name.removeprefix("torch."), name.removeprefix("torch."))
+    allowed = (*extra, *_DTYPES)
+    if not isinstance(name, str) or name not in allowed:
+        raise config_error(field, value, "is not a supported dtype", f"use one of {', '.join(allowed)}")
+    return name
+
+
+def check_dtype(field: str, value: object) -> torch.dtype | None:
+    return None if value is None else _DTYPES[check_dtype_name(field, value)]
+
+
+def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None:
+    if value is None or callable(value):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise config_error(
+            field, value, "must be a predicate f(name, param) or a list of name patterns", 'write ["pattern", ...]'
+        )
+    if not value:
+        raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
+    for pattern in value:
+        if not isinstance(pattern, str) or not pattern:
+            raise config_error(field, value, f"holds {pattern!r}, which is not a name pattern", "use non-empty strings")
+    return tuple(value)
