@@ -141,7 +141,7 @@ class BackwardGraph:
         self._positions = gradient_positions(self.gm)
 
     def _variant(self, lowering: Lowering, with_prior: bool) -> _Variant:
-        if not any(grad.accumulates for grad in self.grads) and lowering is Lowering.ACCUMULATE:
+        if not any(grad.spec.accumulates for grad in self.grads) and lowering is Lowering.ACCUMULATE:
             lowering, with_prior = Lowering.REDUCE, False
         key = (lowering, with_prior)
         if key not in self._variants:
@@ -176,7 +176,7 @@ class BackwardGraph:
     def _prior_shape(self, index: int) -> tuple[int, ...]:
         """Stage 1 sums whole gradients, the others shards."""
         grad = self.grads[index]
-        return grad.spec.shape if grad.accumulates else grad.spec.local_shape
+        return grad.spec.shape if grad.spec.accumulates else grad.spec.local_shape
 
     def _take_priors(
         self, plan: BackwardPlan, states: list[ParamState], decision: Decision
@@ -185,8 +185,8 @@ class BackwardGraph:
         taken: list[Tensor | None] = []
         for index in plan.priors:
             state, prior = states[index], None
-            if decision.receives[index] and self.grads[index].accumulates:
-                prior, state.unreduced = state.unreduced, None
+            if decision.receives[index] and self.grads[index].spec.accumulates:
+                prior = state.take_unreduced()
             elif decision.receives[index]:
                 prior, state.param.grad = state.gradient(), None
             # The graph was compiled for contiguous priors, but may return gradients in another layout (convolutions).
@@ -200,7 +200,7 @@ class BackwardGraph:
         for index, prior in zip(plan.priors, taken, strict=True):
             if prior is None:
                 continue
-            if self.grads[index].accumulates:
+            if self.grads[index].spec.accumulates:
                 states[index].unreduced = prior
             else:
                 states[index].ledger.add_gradient(states[index], prior)
@@ -212,7 +212,7 @@ class BackwardGraph:
         for index, grad in zip(plan.accumulated, extra[:count], strict=True):
             state = states[index]
             if decision.receives[index]:
-                state.unreduced = grad if state.unreduced is None else state.unreduced.add_(grad)
+                state.keep_unreduced(grad)
         if not plan.updated:
             return
         momenta, norms = extra[count:-1], extra[-1].unbind()

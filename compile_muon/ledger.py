@@ -30,7 +30,7 @@ from compile_muon.frame_options import FrameOptions
 from compile_muon.passes import Lowering
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.passes.torch_private import accumulator_of, will_execute
+from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 
 __all__ = ["Decision", "Ledger", "ParamState", "Pending", "like_parameter", "local_tensor", "state_of"]
 
@@ -131,14 +131,16 @@ class ParamState:
     eager_read: bool = False
     reduced: bool = False
     unreduced: Tensor | None = None
+    undelivered: Tensor | None = None
     pending: Pending | None = None
     stale_direction: _Snapshot | None = None
-    refreshed_version: int = -1
+    refreshed_version: tuple[int, int] = (-1, -1)
+    backward: int = -1
     _accumulator: Any = None
 
     def __post_init__(self) -> None:
         self.text = self.spec.encode()
-        self.refreshed_version = self.local._version
+        self.refreshed_version = self.version
         setattr(self.state, _STATE_ATTRIBUTE, weakref.ref(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamState:
@@ -157,6 +159,11 @@ class ParamState:
         return local_tensor(self.param)
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Changes with every edit in place that PyTorch counts; a DTensor's operations do not count on its shard."""
+        return self.param._version, self.local._version
+
+    @property
     def local_grad(self) -> Tensor:
         """The shard of ``param.grad``, of a parameter that has one."""
         assert self.param.grad is not None
@@ -171,16 +178,31 @@ class ParamState:
         """The local gradient shard, or None."""
         return None if self.param.grad is None else self.local_grad
 
-    def forget_dropped(self) -> None:
+    def forget_dropped(self, backward: int) -> None:
         """``.grad`` is gone, so whoever dropped it dropped what belongs to it.
 
-        Not between the visits of one micro-batch: autograd writes ``.grad`` only after the last of them.
+        Not between the visits of one ``backward``: autograd writes ``.grad`` after the last of them. If it raised
+        before that, it delivered nothing.
         """
-        if self.param.grad is None and self.owed == self.reads:
+        if self.backward == backward:
+            return
+        self.backward = backward
+        self.undelivered = None
+        if self.param.grad is None:
             self.settled = 0
             self.reduced = False
             self.unreduced = None
             self.pending = None
+
+    def keep_unreduced(self, grad: Tensor) -> None:
+        """Stage 1: a gradient of the whole weight, this rank's share; it counts once autograd delivers."""
+        self.undelivered = grad if self.undelivered is None else self.undelivered.add_(grad)
+
+    def take_unreduced(self) -> Tensor | None:
+        """The sum of all that was kept; it leaves the parameter."""
+        earlier, latest = self.unreduced, self.undelivered
+        self.unreduced = self.undelivered = None
+        return latest if earlier is None else earlier if latest is None else earlier.add_(latest)
 
     @property
     def gradient_is_ours(self) -> bool:
@@ -189,7 +211,7 @@ class ParamState:
         At stages 0, 2 and 3 it takes ``.grad`` as the sum of earlier micro-batches. At stage 1 of several ranks that
         sum is kept unreduced, and ``.grad`` holds zeros between boundaries; anything else there came from elsewhere.
         """
-        if self.param.grad is None or self.spec.stage != 1 or self.spec.world == 1:
+        if self.param.grad is None or not self.spec.accumulates:
             return True
         return self.unreduced is not None and not self.reduced
 
@@ -207,7 +229,7 @@ class ParamState:
         """Forget everything about the step that ended."""
         self.owed = self.reads = self.settled = 0
         self.eager_read = self.reduced = False
-        self.unreduced = None
+        self.unreduced = self.undelivered = None
         self.pending = None
 
 
@@ -274,16 +296,18 @@ class Ledger:
                 holds the previous step's direction.
         """
         receives = tuple(state.receives() for state in states)
+        backward = current_backward()
         for state, receiving in zip(states, receives, strict=True):
             if receiving:
-                state.forget_dropped()
+                state.forget_dropped(backward)
                 self._refuse_late_gradient(state)
         if self.before_backward is not None:
             self.before_backward()
         candidates = [i for i, update in enumerate(updates) if update]
         clean = bool(candidates) and all(self._is_clean(states[i]) and receives[i] for i in candidates)
         settled = [self._settle(state, receiving) for state, receiving in zip(states, receives, strict=True)]
-        lowering = self._choose(states, all(settled), clean)
+        # Where autograd delivers to no parameter, autograd.grad may have asked for gradients: they must be whole.
+        lowering = self._choose(states, all(settled), clean) if any(receives) else Lowering.REDUCE
         for state, receiving in zip(states, receives, strict=True):
             state.reduced = state.reduced or (receiving and lowering is Lowering.REDUCE)
         return Decision(lowering, self._has_prior(states, updates, lowering), receives)
@@ -318,7 +342,7 @@ class Ledger:
     def _has_prior(states: Sequence[ParamState], updates: Sequence[bool], lowering: Lowering) -> bool:
         if lowering is Lowering.ACCUMULATE:
             return False
-        unreduced = any(state.unreduced is not None for state in states)
+        unreduced = any(state.unreduced is not None or state.undelivered is not None for state in states)
         raw = lowering is Lowering.UPDATE and any(
             state.param.grad is not None for state, update in zip(states, updates, strict=True) if update
         )
@@ -351,11 +375,13 @@ class Ledger:
             state.eager_read = True
 
     def arriving(self, state: ParamState, grad: Tensor) -> None:
-        """Autograd has summed the gradient of ``state.param``: a direction must be the only summand.
+        """Autograd has summed the gradient of ``state.param``, perhaps from outside the compiled graphs alone; a
+        direction must be the only summand.
 
         Raises:
             LedgerError: the parameter also got a gradient from outside the compiled graphs in the same backward.
         """
+        state.forget_dropped(current_backward())
         pending = state.pending
         if pending is None or pending.delivered is not None or pending.direction in (None, Arrival.of(grad)):
             return
@@ -365,7 +391,8 @@ class Ledger:
         )
 
     def delivered(self, state: ParamState) -> None:
-        """Autograd finished writing ``state.param.grad``: remember what the direction looks like."""
+        """Autograd finished writing ``state.param.grad``: what was kept counts, a direction looks like this."""
+        state.unreduced = state.take_unreduced()
         if state.pending is not None and state.pending.delivered is None and state.param.grad is not None:
             state.pending.delivered = _Snapshot.of(state.param.grad)
         elif state.stale_direction is not None and state.stale_direction.added_to(state.param.grad):
@@ -395,7 +422,7 @@ class Ledger:
 
     def keep_fresh(self, state: ParamState) -> None:
         """Refresh the resident weights if a shard was edited since they were gathered (a loaded checkpoint, say)."""
-        if state.replica is not None and state.local._version != state.refreshed_version and self.refresh is not None:
+        if state.replica is not None and state.version != state.refreshed_version and self.refresh is not None:
             self.refresh()
 
     def count(self, traffic: Traffic) -> None:

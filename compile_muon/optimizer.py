@@ -136,8 +136,9 @@ class MuonZero(Optimizer):
         self.defaults[cycled] = self.param_groups[0][cycled]
         self._create_state()
         self._sync_momentum()
-        if self._ledger.update_in_backward:
-            for state in self._muon:
+        for state in trained:
+            updates = self._ledger.update_in_backward and state.spec.muon is not None
+            if updates or state.spec.accumulates:
                 state.param.register_hook(lambda grad, s=state: self._ledger.arriving(s, grad))
                 state.param.register_post_accumulate_grad_hook(lambda _, s=state: self._ledger.delivered(s))
 
@@ -231,11 +232,11 @@ class MuonZero(Optimizer):
         return loss
 
     def _reduce_leftovers(self) -> None:
-        """Stage 1: a boundary that backward could not see leaves unreduced sums."""
+        """Stage 1: a boundary that backward could not see leaves unreduced sums, dropped with ``.grad``."""
         for state in self._ledger.states:
-            if state.unreduced is not None:
+            if state.unreduced is not None and state.param.grad is not None:
                 self._ledger.add_gradient(state, semantics.reduce_grad(state.unreduced, state.spec))
-                state.unreduced = None
+            state.unreduced = None
 
     def _split_by_kind(self) -> tuple[list[ParamState], list[ParamState]]:
         """Parameters whose ``.grad`` is a direction already, and those whose ``.grad`` is a raw gradient."""

@@ -43,7 +43,7 @@ def refresh_replicas(states: Sequence[ParamState]) -> Traffic:
         for state, full in zip(bucket, gather_finish(handle, specs), strict=True):
             assert state.replica is not None
             state.replica.copy_(full)
-            state.refreshed_version = state.local._version
+            state.refreshed_version = state.version
         sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
         total = total + Traffic(sent, ((specs[0].gather, 1),))
     return total

@@ -38,11 +38,6 @@ class ReducedGrad:
     state_index: int
     updates: bool
 
-    @property
-    def accumulates(self) -> bool:
-        """Stage 1: between boundaries the unreduced gradient stays on the rank."""
-        return self.spec.stage == 1 and self.spec.world > 1
-
 
 @dataclass(frozen=True)
 class BackwardPlan:
@@ -294,17 +289,17 @@ def _lower_backward(gm: GraphModule, ctx: PassContext) -> None:
         update = ctx.lowering is Lowering.UPDATE and direction is not None
         if update:
             updated.append(i)
-        if ctx.with_prior and (facts.accumulates or update):
-            shape = facts.spec.shape if facts.accumulates else facts.spec.local_shape
+        if ctx.with_prior and (facts.spec.accumulates or update):
+            shape = facts.spec.shape if facts.spec.accumulates else facts.spec.local_shape
             like = tensor_value(node).new_empty(shape, dtype=decode_dtype(facts.spec.dtype))
             priors[i] = _placeholder(gm, f"prior_{i}", like)
-        if ctx.lowering is Lowering.ACCUMULATE and facts.accumulates:
+        if ctx.lowering is Lowering.ACCUMULATE and facts.spec.accumulates:
             zeros, kept[i] = _keep_local(gm, node, facts.spec)
             _replace(gm, node, zeros)
         else:
             reduced.append(i)
 
-    unreduced = {found[i][0]: prior for i, prior in priors.items() if found[i][2].accumulates}
+    unreduced = {found[i][0]: prior for i, prior in priors.items() if found[i][2].spec.accumulates}
     results = _lower_reductions(gm, [(found[i][0], found[i][2].spec) for i in reduced], unreduced, ctx.bucket_bytes)
     for node, result in results.items():
         _replace(gm, node, result)
@@ -315,7 +310,7 @@ def _lower_backward(gm: GraphModule, ctx: PassContext) -> None:
             _replace(gm, direction, direction.args[0])
     if updated:
         directions = [found[i][1] for i in updated]
-        shard_priors = [None if found[i][2].accumulates else priors.get(i) for i in updated]
+        shard_priors = [None if found[i][2].spec.accumulates else priors.get(i) for i in updated]
         momenta, norms = _orthogonalize(gm, directions, shard_priors, ctx.bucket_bytes)
         extra += momenta + inline(gm, output, lambda *n: [torch.stack(n)], norms)
     _append_outputs(gm, extra)

@@ -104,6 +104,11 @@ class ParamSpec:
         return self.sharded and self.stage < 3
 
     @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
+        return self.stage == 1 and self.world > 1
+
+    @property
     def chunk(self) -> int:
         """Rows of the largest shard: ``ceil(shape[0] / world)``, as in ``torch.chunk`` and ``Shard(0)``."""
         return -(-self.shape[0] // self.world)

@@ -21,6 +21,7 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "compiled_autograd_active",
+    "current_backward",
     "decomposition_table",
     "fake_mode_of",
     "fresh_context",
@@ -120,6 +121,11 @@ def will_execute(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad() for this very leaf: its gradient is handed to the caller, not accumulated
         return False
+
+
+def current_backward() -> int:
+    """A number for the backward call under way on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def compiled_autograd_active() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def delivering(monkeypatch):
     """Outside a real backward autograd cannot say what it will deliver; here everything, or what a test removes."""
     silent = set()
     monkeypatch.setattr(ParamState, "receives", lambda state: state.name not in silent)
+    monkeypatch.setattr(ledger, "current_backward", itertools.count().__next__)  # each visit is of its own
     return silent
 
 
@@ -239,6 +241,14 @@ def test_dropped_gradients_drop_their_update():
     assert backward(w).lowering is UPDATE
 
 
+def test_autograd_grad_of_parameters_gets_whole_gradients(delivering):
+    """It delivers to none of them, but may hand out what the graph returns for each."""
+    w = make_state(book(steps=2), stage=1, world=2)
+    delivering.add("w")
+    forward(w)
+    assert backward(w).lowering is REDUCE
+
+
 # --- stage 1 ----------------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +267,52 @@ def test_stage_one_trusts_only_its_own_zeros():
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def kept(state, value):
+    """What a stage-1 visit of a frame leaves when it accumulates."""
+    state.keep_unreduced(torch.full((4, 3), value))
+
+
+def test_what_was_kept_goes_with_the_gradient_though_a_forward_is_still_owed():
+    w = make_state(book(steps=2), stage=1, world=2)
+    forward(w)
+    forward(w)  # one of the two never runs backward
+    assert backward(w).lowering is ACCUMULATE
+    kept(w, 1.0)
+    w.ledger.delivered(w)
+    w.param.grad = None  # model.zero_grad()
+    forward(w)
+    backward(w)
+    assert w.take_unreduced() is None
+
+
+def test_what_was_kept_goes_with_the_gradient_when_the_next_one_comes_from_outside():
+    w = make_state(book(steps=2), stage=1, world=2)
+    forward(w)
+    backward(w)
+    kept(w, 1.0)
+    w.ledger.delivered(w)
+    w.param.grad = None
+    w.ledger.arriving(w, torch.ones(4, 3))
+    assert w.take_unreduced() is None
+
+
+def test_what_a_backward_kept_before_it_raised_does_not_count():
+    w = make_state(book(steps=2), stage=1, world=2)
+    forward(w)
+    backward(w)
+    kept(w, 1.0)
+    w.ledger.delivered(w)
+    forward(w)
+    forward(w)
+    backward(w)
+    kept(w, 10.0)  # the second visit raises, nothing is delivered
+    forward(w)
+    backward(w)
+    kept(w, 100.0)
+    w.ledger.delivered(w)
+    assert torch.equal(w.unreduced, torch.full((4, 3), 101.0))
 
 
 def test_late_gradients_are_refused_before_anything_changes():
@@ -316,8 +372,10 @@ def test_edited_directions_are_refused(edit):
         w.ledger.check_untouched(w)
 
 
-def test_directions_must_arrive_alone():
+def test_directions_must_arrive_alone(monkeypatch):
+    monkeypatch.setattr(ledger, "current_backward", lambda: 7)
     w = make_state(book())
+    w.backward = 7  # what made the direction
     direction = torch.ones(4, 3)
     w.pending = Pending(torch.ones(4, 3), torch.tensor(1.0), Arrival.of(direction))
     w.ledger.arriving(w, direction)
@@ -373,7 +431,7 @@ def test_resident_weights_follow_edits():
 
     def refresh():
         refreshed.append(1)
-        w.refreshed_version = w.local._version
+        w.refreshed_version = w.version
 
     b.refresh = refresh
     b.keep_fresh(w)

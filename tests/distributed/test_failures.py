@@ -235,6 +235,31 @@ def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks], stage: int, 
     check(ranks(3).run(train_tiny, stage=stage, gradient_clipping=limit))
 
 
+# ------------------------------------------------------------------------------------------- edits in place
+
+
+def edit_in_place(stage: int) -> float:
+    """Largest error of the logits after every parameter was scaled, an unsharded copy's beside the model's."""
+    model = tiny()
+    copied = copy.deepcopy(model)
+    optimizer = optimizer_of(model, stage=stage)
+    run = compiled(model)
+    run(batch(0, 0, 0))
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), copied.parameters(), strict=True):
+            mine.mul_(0.5)
+            theirs.mul_(0.5)
+        error = (run(batch(0, 0, 0)) - copied(batch(0, 0, 0))).abs().max()
+    assert optimizer.summary()
+    return float(error)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_edits_in_place_reach_every_rank(ranks: Callable[[int], Ranks], stage: int) -> None:
+    """Operations of a DTensor do not count as edits of its shard, by which resident weights once went."""
+    assert max(ranks(2).run(edit_in_place, stage=stage)) < 1e-6
+
+
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -96,6 +96,25 @@ def test_only_graphs_with_collectives_keep_their_order(sends, monkeypatch):
     assert seen == [not sends]
 
 
+def test_each_backward_has_a_number_of_its_own():
+    seen = []
+
+    def note(grad):
+        seen.append(private.current_backward())
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(note)
+        x.register_hook(note)
+        (y * 3).sum().backward()
+    assert private.current_backward() == -1, moved("_current_graph_task_id", "is set outside of a backward")
+    first, second = set(seen[:2]), set(seen[2:])
+    assert len(first) == len(second) == 1 and first != second and -1 not in first | second, moved(
+        "_current_graph_task_id", f"gave {seen} in two backwards of several nodes"
+    )
+
+
 def test_autograd_cache_switch():
     from torch._functorch import config
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero
 from compile_muon.kernels import newton_schulz
 
 LOOPS = {"plain": 300, "break": 300, "tied": 200, "frozen": 200}
+# Every stage, with the kinds that are hardest for it.
+ON_TWO_RANKS = [("break", 0), ("plain", 1), ("break", 1), ("tied", 1), ("break", 2), ("plain", 3), ("frozen", 3)]
 LR, ADAMW_LR = 0.02, 1e-3
 
 
@@ -92,11 +98,24 @@ class Frozen(Break):
 KINDS = {"plain": Plain, "break": Break, "tied": Tied, "frozen": Frozen}
 
 
+def ranks_and_rank():
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def averaged(tensors):
+    """In place, over the ranks."""
+    world, _ = ranks_and_rank()
+    for tensor in tensors if world > 1 else ():
+        dist.all_reduce(tensor)
+        tensor /= world
+    return tensors
+
+
 # --- two sides of one loop --------------------------------------------------------------------------------------------
 
 
 class Reference:
-    """Unsharded, eager, the formulas of Muon and torch.optim.AdamW."""
+    """Unsharded, eager, the formulas of Muon and torch.optim.AdamW; gradients are averaged over the ranks."""
 
     accumulate = staticmethod(contextlib.nullcontext)
 
@@ -119,13 +138,19 @@ class Reference:
     def backward(self, loss, **kwargs):
         loss.backward(**kwargs)
 
-    def edited(self):
-        pass
+    def gradients(self, loss, wanted):
+        return averaged(torch.autograd.grad(loss, wanted))
 
-    dropped = edited
+    def edited(self):
+        # What all ranks have alike stays as it is when what comes later is averaged with it.
+        averaged([p.grad for p in self.named.values() if p.grad is not None])
+
+    def dropped(self):
+        pass
 
     @torch.no_grad()
     def step(self):
+        averaged([p.grad for p in self.named.values() if p.grad is not None])
         for name in self.muon:
             p = self.named[name]
             if p.grad is not None:
@@ -191,6 +216,9 @@ class Ours:
     def dropped(self):
         self.told.delivered, self.told.mixed = 0, False
 
+    def gradients(self, loss, wanted):
+        return tuple(full(grad) for grad in torch.autograd.grad(loss, wanted))
+
     def edited(self):
         self.told.mixed |= self.told.may_refuse()
 
@@ -217,9 +245,8 @@ class Ours:
             raise
 
     def state(self):
-        return [p.detach().clone() for p in self.eager.parameters()] + [
-            s.momentum.clone() for s in self.optimizer._muon
-        ]
+        kept = [s.local for s in self.optimizer._ledger.states] + [s.momentum for s in self.optimizer._muon]
+        return [tensor.detach().clone() for tensor in kept]
 
 
 def assert_equal(before, after):
@@ -327,7 +354,7 @@ def gradient_of_the_input(side, x):
 
 def gradients_of_parameters(side, x):
     wanted = [p for name, p in side.model.named_parameters() if p.requires_grad and "unused" not in name]
-    return torch.autograd.grad(loss_of(side.run(x)), wanted)
+    return side.gradients(loss_of(side.run(x)), wanted)
 
 
 def with_input_gradient(side, x):
@@ -418,7 +445,7 @@ def one_loop(seed, ours, reference, counts):
     dice = random.Random(seed)
     steps = dice.choice([1, 1, 1, 2, 2, 3, None])
     ours.reset(steps)
-    reference.model.load_state_dict(ours.eager.state_dict())
+    reference.model.load_state_dict({name: full(value) for name, value in ours.eager.state_dict().items()})
     reference.zero_grad()
     reference.reset()
     history = [f"accumulation {steps}"]
@@ -432,10 +459,13 @@ def one_loop(seed, ours, reference, counts):
 
 def one_step(dice, ours, reference, counts, history):
     actions = dice.choices(COMMON + RARE, k=dice.choice([1, 1, 2, 2, 3, 4]))
+    if ours.optimizer.config.zero.stage == 1:  # between micro-batches there is nothing in `.grad` that could be clipped
+        actions = [action for action in actions if action is not clip]
     try:
         for action in actions:
             history.append(action.__name__)
-            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dice.randrange(10**6)))
+            world, rank = ranks_and_rank()
+            x = torch.randn(world, 4, 6, generator=torch.Generator().manual_seed(dice.randrange(10**6)))[rank]
             mine = action(ours, x)
             values_agree(mine, action(reference, x))
             counts.done.add(action.__name__)
@@ -452,30 +482,36 @@ def one_step(dice, ours, reference, counts, history):
     assert ours.optimizer._ledger.balance() == 0
     reference.step()
     for (name, p), q in zip(ours.eager.named_parameters(), reference.model.parameters(), strict=True):
-        torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        p, q = full(p.detach()), q.detach()
+        torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     counts.compared += 1
     ours.zero_grad()
     reference.zero_grad()
     assert ours.optimizer._ledger.balance() == 0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    """Frames for train and eval mode, with and without gradients of the input: more than the default limit."""
+def random_loops(kind, loops, **settings):
+    """Run so many; every rank the same ones, on data of its own."""
     torch._dynamo.reset()
+    # Frames for train and eval mode, with and without gradients of the input: more than the default limit.
     with torch._dynamo.config.patch(recompile_limit=64):
-        yield
+        ours = Ours(kind, **settings)
+        torch.manual_seed(0)
+        reference = Reference(KINDS[kind](), [s.name for s in ours.optimizer._muon])
+        counts = Counts()
+        for number in range(loops):
+            one_loop(f"{kind}-{number}", ours, reference, counts)
     torch._dynamo.reset()
+    return counts
+
+
+def random_loops_on_a_rank(**kwargs):
+    return vars(random_loops(**kwargs))
 
 
 @pytest.mark.parametrize("kind", list(LOOPS))
 def test_random_loops(kind):
-    ours = Ours(kind)
-    torch.manual_seed(0)
-    reference = Reference(KINDS[kind](), [s.name for s in ours.optimizer._muon])
-    counts = Counts()
-    for number in range(LOOPS[kind]):
-        one_loop(f"{kind}-{number}", ours, reference, counts)
+    counts = random_loops(kind, LOOPS[kind])
     assert counts.loops == LOOPS[kind]
     assert counts.done == {action.__name__ for action in COMMON + RARE}
     # A weight read in two frames is never updated in backward, nor is what shares a frame with it; so nothing is late.
@@ -483,6 +519,13 @@ def test_random_loops(kind):
     assert kind == "tied" or counts.in_backward > 0.1 * counts.compared, counts
     # Refusals are for loops that do not say how many micro-batches they have; most loops here do.
     assert counts.compared > 3 * counts.refused, counts
+
+
+@pytest.mark.parametrize(("kind", "stage"), ON_TWO_RANKS)
+def test_random_loops_on_two_ranks(ranks: Callable[[int], Ranks], kind, stage):
+    loops = 60 if stage == 1 else 30  # the stage that keeps sums of its own between micro-batches
+    for counts in ranks(2).run(random_loops_on_a_rank, kind=kind, loops=loops, stage=stage):
+        assert counts["loops"] == loops and counts["compared"] > loops, counts
 
 
 def test_the_loops_would_notice():
