@@ -32,14 +32,38 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 
-__all__ = ["Decision", "Ledger", "ParamState", "Pending", "like_parameter", "local_tensor", "state_of"]
+__all__ = [
+    "Decision",
+    "Ledger",
+    "ParamState",
+    "Pending",
+    "edited_error",
+    "edits_of",
+    "like_parameter",
+    "local_tensor",
+    "state_of",
+]
 
 _STATE_ATTRIBUTE = "_muon_zero_state"
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The shard behind a DTensor; a plain tensor is its own shard."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def edits_of(tensor: Tensor) -> int:
+    """Grows with every edit in place that PyTorch counts; what a DTensor does to itself does not count on its shard."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
+def edited_error(name: str) -> LedgerError:
+    """For a direction in ``.grad`` that is not what backward delivered."""
+    return LedgerError(
+        f"the gradient of {name!r} was edited between backward and step(), but it already is a Muon direction and "
+        "scaling it would scale the update; clip with gradient_clipping=..., or edit gradients under update='step'"
+    )
 
 
 def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
@@ -53,24 +77,24 @@ def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A gradient as it was: the object (held weakly, since ids are reused) and its version counters."""
+    """A gradient as it was: the object (held weakly, since ids are reused) and how often it was edited."""
 
     tensor: weakref.ref[Tensor]
-    versions: tuple[int, int]
+    edits: int
 
     @staticmethod
     def of(grad: Tensor) -> _Snapshot:
-        return _Snapshot(weakref.ref(grad), (grad._version, local_tensor(grad)._version))
+        return _Snapshot(weakref.ref(grad), edits_of(grad))
 
     def still(self, grad: Tensor | None) -> bool:
         """Whether ``grad`` is that object, unedited."""
         if grad is None or self.tensor() is not grad:
             return False
-        return self.versions == (grad._version, local_tensor(grad)._version)
+        return self.edits == edits_of(grad)
 
     def added_to(self, grad: Tensor | None) -> bool:
         """Whether ``grad`` is that object with a single edit, which autograd made just now (not zeroed before)."""
-        return grad is not None and self.tensor() is grad and local_tensor(grad)._version == self.versions[1] + 1
+        return grad is not None and self.tensor() is grad and edits_of(grad) == self.edits + 1
 
 
 @dataclass(frozen=True)
@@ -95,12 +119,15 @@ class Pending:
         norm_squared: 0-dim, squared norm of the raw gradient shard behind the direction.
         direction: what the compiled graph returned, to recognize it when autograd brings it to the parameter.
         delivered: the direction as autograd wrote it to ``.grad``; None until then.
+        sample: some of its entries then, where it is a DTensor: ``torch._foreach_mul_``, with which
+            ``clip_grad_norm_`` scales, does not count as an edit of those.
     """
 
     momentum: Tensor
     norm_squared: Tensor
     direction: Arrival | None = None
     delivered: _Snapshot | None = None
+    sample: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -134,13 +161,13 @@ class ParamState:
     undelivered: Tensor | None = None
     pending: Pending | None = None
     stale_direction: _Snapshot | None = None
-    refreshed_version: tuple[int, int] = (-1, -1)
+    refreshed_at: int = -1
     backward: int = -1
     _accumulator: Any = None
 
     def __post_init__(self) -> None:
         self.text = self.spec.encode()
-        self.refreshed_version = self.version
+        self.refreshed_at = edits_of(self.param)
         setattr(self.state, _STATE_ATTRIBUTE, weakref.ref(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamState:
@@ -157,11 +184,6 @@ class ParamState:
     def local(self) -> Tensor:
         """The master shard."""
         return local_tensor(self.param)
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Changes with every edit in place that PyTorch counts; a DTensor's operations do not count on its shard."""
-        return self.param._version, self.local._version
 
     @property
     def local_grad(self) -> Tensor:
@@ -193,6 +215,17 @@ class ParamState:
             self.reduced = False
             self.unreduced = None
             self.pending = None
+
+    def sample(self) -> Tensor:
+        """Up to 128 entries of the local gradient, spread over it."""
+        entries = self.local_grad.reshape(-1)
+        return entries[:: max(1, entries.numel() // 64)]
+
+    def sample_differs(self) -> Tensor:
+        """Whether entries are not what autograd delivered, bit by bit (NaN is NaN); a bool tensor, not read here."""
+        assert self.pending is not None and self.pending.sample is not None
+        now, then = (x.contiguous().view(_BITS[x.itemsize]) for x in (self.sample(), self.pending.sample))
+        return (now != then).any()
 
     def keep_unreduced(self, grad: Tensor) -> None:
         """Stage 1: a gradient of the whole weight, this rank's share; it counts once autograd delivers."""
@@ -395,6 +428,7 @@ class Ledger:
         state.unreduced = state.take_unreduced()
         if state.pending is not None and state.pending.delivered is None and state.param.grad is not None:
             state.pending.delivered = _Snapshot.of(state.param.grad)
+            state.pending.sample = state.sample().clone() if state.distributed else None
         elif state.stale_direction is not None and state.stale_direction.added_to(state.param.grad):
             raise LedgerError(
                 f"a gradient of {state.name!r} was added to the Muon direction of the previous step; "
@@ -406,11 +440,7 @@ class Ledger:
         if state.pending is None or state.param.grad is None:
             return
         if state.pending.delivered is None or not state.pending.delivered.still(state.param.grad):
-            raise LedgerError(
-                f"the gradient of {state.name!r} was edited between backward and step(), but it already is a Muon "
-                "direction and scaling it would scale the update; clip with gradient_clipping=..., or edit "
-                "gradients under update='step'"
-            )
+            raise edited_error(state.name)
 
     def add_gradient(self, state: ParamState, shard: Tensor) -> None:
         """Add a raw gradient of the local shard to ``.grad``."""
@@ -422,7 +452,7 @@ class Ledger:
 
     def keep_fresh(self, state: ParamState) -> None:
         """Refresh the resident weights if a shard was edited since they were gathered (a loaded checkpoint, say)."""
-        if state.replica is not None and state.version != state.refreshed_version and self.refresh is not None:
+        if state.replica is not None and edits_of(state.param) != state.refreshed_at and self.refresh is not None:
             self.refresh()
 
     def count(self, traffic: Traffic) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from compile_muon.ledger import ParamState
+from compile_muon.ledger import ParamState, edits_of
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.semantics import gather_finish, gather_start
 from compile_muon.passes.spec import decode_dtype
@@ -43,7 +43,7 @@ def refresh_replicas(states: Sequence[ParamState]) -> Traffic:
         for state, full in zip(bucket, gather_finish(handle, specs), strict=True):
             assert state.replica is not None
             state.replica.copy_(full)
-            state.refreshed_version = state.version
+            state.refreshed_at = edits_of(state.param)
         sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
         total = total + Traffic(sent, ((specs[0].gather, 1),))
     return total

@@ -431,7 +431,7 @@ def test_resident_weights_follow_edits():
 
     def refresh():
         refreshed.append(1)
-        w.refreshed_version = w.version
+        w.refreshed_at = ledger.edits_of(w.param)
 
     b.refresh = refresh
     b.keep_fresh(w)

@@ -260,6 +260,34 @@ def test_edits_in_place_reach_every_rank(ranks: Callable[[int], Ranks], stage: i
     assert max(ranks(2).run(edit_in_place, stage=stage)) < 1e-6
 
 
+def misuse_directions(stage: int, how: str) -> tuple[str, bool]:
+    """Do with a direction in ``.grad`` what is for gradients; the error, and whether nothing changed."""
+    model = tiny()
+    optimizer = optimizer_of(model, stage=stage)
+    loss(compiled(model), batch(0, 0, dist.get_rank())).backward()
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    else:
+        optimizer.step()
+    before = _snapshot(model, optimizer)
+    try:
+        if how == "add":
+            loss(model, batch(1, 0, 0)).backward()
+        optimizer.step()
+    except compile_muon.LedgerError as error:
+        return str(error), _same(before, _snapshot(model, optimizer))
+    return "", False
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["clip", "add"])
+def test_directions_are_not_taken_for_gradients(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+    """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
+    for message, kept in ranks(2).run(misuse_directions, stage=stage, how=how):
+        assert ("clip with gradient_clipping" if how == "clip" else "call optimizer.zero_grad()") in message
+        assert kept
+
+
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
