@@ -41,6 +41,7 @@ __all__ = [
     "edits_of",
     "like_parameter",
     "local_tensor",
+    "samples_differ",
     "state_of",
 ]
 
@@ -64,6 +65,17 @@ def edited_error(name: str) -> LedgerError:
         f"the gradient of {name!r} was edited between backward and step(), but it already is a Muon direction and "
         "scaling it would scale the update; clip with gradient_clipping=..., or edit gradients under update='step'"
     )
+
+
+def samples_differ(states: Sequence[ParamState]) -> Tensor:
+    """Whether some entries are not what autograd delivered, bit by bit (NaN is NaN); a bool tensor, not read here.
+
+    Args:
+        states: one or more, with a pending update that has a sample.
+    """
+    now = torch.cat([state.sample() for state in states])
+    then = torch.cat([state.pending.sample for state in states])  # type: ignore[union-attr,misc]
+    return (now.view(_BITS[now.itemsize]) != then.view(_BITS[then.itemsize])).any()
 
 
 def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
@@ -220,12 +232,6 @@ class ParamState:
         """Up to 128 entries of the local gradient, spread over it."""
         entries = self.local_grad.reshape(-1)
         return entries[:: max(1, entries.numel() // 64)]
-
-    def sample_differs(self) -> Tensor:
-        """Whether entries are not what autograd delivered, bit by bit (NaN is NaN); a bool tensor, not read here."""
-        assert self.pending is not None and self.pending.sample is not None
-        now, then = (x.contiguous().view(_BITS[x.itemsize]) for x in (self.sample(), self.pending.sample))
-        return (now != then).any()
 
     def keep_unreduced(self, grad: Tensor) -> None:
         """Stage 1: a gradient of the whole weight, this rank's share; it counts once autograd delivers."""

@@ -22,7 +22,7 @@ from compile_muon.config import Config, config_from_kwargs
 from compile_muon.errors import NonFiniteError
 from compile_muon.frame_options import FrameOptions
 from compile_muon.kernels import muon_apply
-from compile_muon.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor
+from compile_muon.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor, samples_differ
 from compile_muon.passes import semantics
 from compile_muon.passes.collectives import Traffic
 from compile_muon.replicas import refresh_replicas
@@ -260,14 +260,13 @@ class MuonZero(Optimizer):
             for state, norm in zip(raw, torch._foreach_norm(gradients), strict=True):
                 squares[state.name] = norm.float().square()
         sampled = [state for state in updated if state.pending and state.pending.sample is not None]
-        differ = [state.sample_differs() for state in sampled]
-        edited = torch.stack(differ).sum().float() if differ else self._hyper.new_zeros(())
+        edited = samples_differ(sampled).float() if sampled else self._hyper.new_zeros(())
         vector, edited = self._sum_over_ranks(torch.stack(list(squares.values())), edited)
         self.grad_norm = vector.sum().sqrt()
         if not bool(torch.isfinite(vector).all() & (edited == 0)):  # the step's one wait for the device
             if not bool(torch.isfinite(vector).all()):
                 return self._refuse_nonfinite(list(squares), vector)
-            raise edited_error(next((s.name for s, d in zip(sampled, differ, strict=True) if d), sampled[0].name))
+            raise edited_error(next((s for s in sampled if samples_differ([s])), sampled[0]).name)
         limit = self.config.zero.gradient_clipping
         if limit is not None and gradients:
             torch._foreach_mul_(gradients, (limit / (self.grad_norm + 1e-6)).clamp(max=1.0))
