@@ -25,15 +25,16 @@ def _store(start, value, row, col, size, row_stride, SIDE: tl.constexpr):
     No mask here differs from entry to entry: that would make every store two bytes wide.
     """
     if col <= row:
-        r = row + tl.arange(0, SIDE)
-        c = col + tl.arange(0, SIDE)
-        inside = (r < size)[:, None] & (c < size)[None, :]
+        i = tl.arange(0, SIDE)[:, None]
+        j = tl.arange(0, SIDE)[None, :]
+        inside = (row + i < size) & (col + j < size)
         if col == row:
-            value = tl.where(r[:, None] >= c[None, :], value, value.T)
-        r = r.to(tl.int64)[:, None]
-        c = c.to(tl.int64)[None, :]
-        tl.store(start + r * row_stride + c, value, mask=inside)
-        tl.store(start + c * row_stride + r, value, mask=inside)
+            value = tl.where(i >= j, value, value.T)
+        # Within a square 32 bits are enough, and half the registers.
+        straight = start + row.to(tl.int64) * row_stride + col
+        mirrored = start + col.to(tl.int64) * row_stride + row
+        tl.store(straight + i * row_stride + j, value, mask=inside)
+        tl.store(mirrored + j * row_stride + i, value, mask=inside)
 
 
 @triton.jit
