@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .tiles import Tile
+from .tiles import Tile, ceildiv
 
 __all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of"]
 
@@ -83,7 +83,7 @@ def empty_matrices(matrices: int, rows: int, cols: int, like: Tensor, dtype: tor
 
     Tensor descriptors need 16 bytes; 16 elements are what Triton compiles wide loads for.
     """
-    pitch = -(-cols // 16) * 16
+    pitch = ceildiv(cols, 16) * 16
     return torch.empty(matrices, rows, pitch, dtype=dtype, device=like.device)[:, :, :cols]
 
 

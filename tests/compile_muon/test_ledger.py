@@ -269,18 +269,19 @@ def test_stage_one_trusts_only_its_own_zeros():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def kept(state, value):
-    """What a stage-1 visit of a frame leaves when it accumulates."""
+def keep(state, value, *, delivers=True):
+    """A backward visit at stage 1 that accumulates, and what it leaves; without ``delivers`` it raises later on."""
+    assert backward(state).lowering is ACCUMULATE
     state.keep_unreduced(torch.full((4, 3), value))
+    if delivers:
+        state.ledger.delivered(state)
 
 
 def test_what_was_kept_goes_with_the_gradient_though_a_forward_is_still_owed():
     w = make_state(book(steps=2), stage=1, world=2)
     forward(w)
     forward(w)  # one of the two never runs backward
-    assert backward(w).lowering is ACCUMULATE
-    kept(w, 1.0)
-    w.ledger.delivered(w)
+    keep(w, 1.0)
     w.param.grad = None  # model.zero_grad()
     forward(w)
     backward(w)
@@ -290,28 +291,21 @@ def test_what_was_kept_goes_with_the_gradient_though_a_forward_is_still_owed():
 def test_what_was_kept_goes_with_the_gradient_when_the_next_one_comes_from_outside():
     w = make_state(book(steps=2), stage=1, world=2)
     forward(w)
-    backward(w)
-    kept(w, 1.0)
-    w.ledger.delivered(w)
+    keep(w, 1.0)
     w.param.grad = None
     w.ledger.arriving(w, torch.ones(4, 3))
     assert w.take_unreduced() is None
 
 
 def test_what_a_backward_kept_before_it_raised_does_not_count():
-    w = make_state(book(steps=2), stage=1, world=2)
+    w = make_state(book(steps=3), stage=1, world=2)
     forward(w)
-    backward(w)
-    kept(w, 1.0)
-    w.ledger.delivered(w)
+    keep(w, 1.0)
     forward(w)
     forward(w)
-    backward(w)
-    kept(w, 10.0)  # the second visit raises, nothing is delivered
+    keep(w, 10.0, delivers=False)
     forward(w)
-    backward(w)
-    kept(w, 100.0)
-    w.ledger.delivered(w)
+    keep(w, 100.0)
     assert torch.equal(w.unreduced, torch.full((4, 3), 101.0))
 
 

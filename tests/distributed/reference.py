@@ -30,6 +30,7 @@ __all__ = [
     "newton_schulz",
     "relative_error",
     "train",
+    "world_and_rank",
 ]
 
 #: the issue's bounds, relative Frobenius
@@ -135,6 +136,11 @@ class Reference:
         self.step()
 
 
+def world_and_rank() -> tuple[int, int]:
+    """``(1, 0)`` where there is no process group."""
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor; collective."""
     assert tensor is not None
@@ -211,7 +217,7 @@ def train(
         measure_noise: also train a reference in fp64.
         settings: of MuonZero.
     """
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    world, rank = world_and_rank()
     micro = settings.get("gradient_accumulation_steps", 1)
     reference = Reference(copy.deepcopy(model), matrices, settings.get("gradient_clipping"), slices)
     exact = Reference(copy.deepcopy(model).double(), matrices) if measure_noise else None

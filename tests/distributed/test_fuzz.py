@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full
+from reference import full, world_and_rank
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero
@@ -98,13 +98,9 @@ class Frozen(Break):
 KINDS = {"plain": Plain, "break": Break, "tied": Tied, "frozen": Frozen}
 
 
-def ranks_and_rank():
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
 def averaged(tensors):
     """In place, over the ranks."""
-    world, _ = ranks_and_rank()
+    world, _ = world_and_rank()
     for tensor in tensors if world > 1 else ():
         dist.all_reduce(tensor)
         tensor /= world
@@ -464,7 +460,7 @@ def one_step(dice, ours, reference, counts, history):
     try:
         for action in actions:
             history.append(action.__name__)
-            world, rank = ranks_and_rank()
+            world, rank = world_and_rank()
             x = torch.randn(world, 4, 6, generator=torch.Generator().manual_seed(dice.randrange(10**6)))[rank]
             mine = action(ours, x)
             values_agree(mine, action(reference, x))
@@ -490,18 +486,28 @@ def one_step(dice, ours, reference, counts, history):
     assert ours.optimizer._ledger.balance() == 0
 
 
-def random_loops(kind, loops, **settings):
-    """Run so many; every rank the same ones, on data of its own."""
+@contextlib.contextmanager
+def compiler():
+    """Frames for train and eval mode, with and without gradients of the input: more than the default limit."""
     torch._dynamo.reset()
-    # Frames for train and eval mode, with and without gradients of the input: more than the default limit.
     with torch._dynamo.config.patch(recompile_limit=64):
-        ours = Ours(kind, **settings)
-        torch.manual_seed(0)
-        reference = Reference(KINDS[kind](), [s.name for s in ours.optimizer._muon])
-        counts = Counts()
-        for number in range(loops):
-            one_loop(f"{kind}-{number}", ours, reference, counts)
-    torch._dynamo.reset()
+        try:
+            yield
+        finally:
+            torch._dynamo.reset()
+
+
+@compiler()
+def random_loops(kind, loops, *, spoil=None, **settings):
+    """Run so many; every rank the same ones, on data of its own. ``spoil`` gets our side first."""
+    ours = Ours(kind, **settings)
+    if spoil is not None:
+        spoil(ours)
+    torch.manual_seed(0)
+    reference = Reference(KINDS[kind](), [s.name for s in ours.optimizer._muon])
+    counts = Counts()
+    for number in range(loops):
+        one_loop(f"{kind}-{number}", ours, reference, counts)
     return counts
 
 
@@ -530,10 +536,9 @@ def test_random_loops_on_two_ranks(ranks: Callable[[int], Ranks], kind, stage):
 
 def test_the_loops_would_notice():
     """A ledger that updates at every backward must fail."""
-    ours = Ours("break")
-    torch.manual_seed(0)
-    reference = Reference(Break(), [s.name for s in ours.optimizer._muon])
-    ours.optimizer._ledger._is_clean = lambda state: True  # ignores eager reads and repeated reads
+
+    def ignore_eager_and_repeated_reads(ours):
+        ours.optimizer._ledger._is_clean = lambda state: True
+
     with pytest.raises(AssertionError, match="seed break-"):
-        for number in range(LOOPS["break"]):
-            one_loop(f"break-{number}", ours, reference, Counts())
+        random_loops("break", LOOPS["break"], spoil=ignore_eager_and_repeated_reads)
