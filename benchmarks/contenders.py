@@ -41,6 +41,7 @@ class Plan:
     ns_steps: int = 5
     ns_method: str = "standard"
     ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
+    reshard_after_forward: bool = True  # of ours and FSDP2 at stage 3; DeepSpeed keeps what fits its default limits
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
     else:
         params |= {"lr": plan.adamw_lr}
     config = {
-        "compile": True,
+        "compile": {"reshard_after_forward": plan.reshard_after_forward},
         "optimizer": {"type": algorithm, "params": params},
         "zero_optimization": {"stage": plan.stage},
         "gradient_accumulation_steps": plan.micro_batches,
@@ -205,7 +206,8 @@ def fsdp2_adamw(model: nn.Module, plan: Plan) -> Session:
     mesh = init_device_mesh(plan.device.type, (plan.ranks,))
     half = plan.dtype == torch.bfloat16
     policy = MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=plan.dtype) if half else MixedPrecisionPolicy()
-    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=plan.stage == 3, mp_policy=policy)
+    reshard = plan.stage == 3 and plan.reshard_after_forward
+    shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     for block in model.get_submodule("blocks").children():
         block.compile()
         shard(block)

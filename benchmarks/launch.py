@@ -1,4 +1,4 @@
-"""Runs one trial as freshly started rank processes, and folds what the ranks measured into one record."""
+"""The rank processes of one trial: they step when told to, and what they answer becomes one record."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from measure import RETURN_MEMORY
 
@@ -21,116 +23,164 @@ _LOG_LINES = 25
 
 @dataclass(frozen=True)
 class Trial:
-    """One contender at one stage, once. The ranks read it as JSON."""
+    """One contender at one stage, once. The ranks read it as JSON.
+
+    `heat` is the stage of the contenders that it takes turns with: its own, if it has one.
+    """
 
     contender: str
     stage: int
+    heat: int
     repeat: int
     ranks: int
     preset: str
     micro_batches: int
     dtype: str
-    warmup: int
-    steps: int
     device: str
     backend: str
     ns_method: str
     ns_dtype: str
+    reshard_after_forward: bool
     weigh: bool
     timeout_s: int
 
 
-def run(trial: Trial, folder: Path, inductor_cache: Path, threads: int) -> dict:
-    """Start the ranks, wait, and return the folded record; `error` holds the log's end if a rank failed."""
-    folder.mkdir(parents=True)
-    specification = folder / "trial.json"
-    specification.write_text(json.dumps(asdict(trial)))
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(trial.ranks),
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
-        "PYTHONUNBUFFERED": "1",
-    }
-    if trial.weigh:
-        environment |= RETURN_MEMORY
-    if trial.backend == "gloo" and sys.platform.startswith("linux"):
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    ranks = []
-    for rank in range(trial.ranks):
-        with open(folder / f"rank{rank}.log", "w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, str(_WORKER), str(specification), str(rank)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+class RankFailed(RuntimeError):
+    """A rank ended or fell silent; `log` holds its last lines."""
+
+    def __init__(self, reason: str, log: list[str]):
+        super().__init__(reason)
+        self.log = log
+
+
+class Ranks:
+    """The processes of one trial: idle, blocked on a pipe, until asked. A context manager that leaves none behind.
+
+    Args:
+        trial: what they run.
+        folder: for their logs; must not exist.
+        inductor_cache: theirs, kept for the trials of later repeats.
+        threads: OMP_NUM_THREADS of a rank.
+    """
+
+    def __init__(self, trial: Trial, folder: Path, inductor_cache: Path, threads: int):
+        self.trial = trial
+        self._folder = folder
+        self._steps: list[list[dict]] = []  # answers of all ranks, a step each
+        folder.mkdir(parents=True)
+        specification = folder / "trial.json"
+        specification.write_text(json.dumps(asdict(trial)))
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "WORLD_SIZE": str(trial.ranks),
+            "OMP_NUM_THREADS": str(threads),
+            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if trial.weigh:
+            environment |= RETURN_MEMORY
+        if trial.backend == "gloo" and sys.platform.startswith("linux"):
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        self._processes: list[subprocess.Popen] = []
+        self._channels: list[Connection] = []
+        for rank in range(trial.ranks):
+            ours, theirs = Pipe()
+            with open(self._log(rank), "w") as log, theirs:
+                self._channels.append(ours)
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(_WORKER), str(specification), str(theirs.fileno())],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=[theirs.fileno()],
+                        env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
                 )
-            )
-    failure = _wait(ranks, trial.timeout_s)
-    record = {"contender": trial.contender, "stage": trial.stage, "repeat": trial.repeat, "error": None}
-    if failure is not None:
-        rank, reason = failure
-        lines = (folder / f"rank{rank}.log").read_text(errors="replace").splitlines()
-        return record | {"error": reason, "log": lines[-_LOG_LINES:]}
-    return record | _fold([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(trial.ranks)])
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for channel in self._channels:
+            channel.close()  # a rank that waits for a command ends
+        for process in self._processes:
+            try:
+                process.wait(0 if exception[0] else 30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def ask(self, command: str) -> list[Any]:
+        """Every rank's answer. Raises RankFailed if one ends, or none comes within the trial's timeout."""
+        deadline = time.monotonic() + self.trial.timeout_s
+        answers: dict[int, Any] = {}
+        rank = 0  # the one last heard of, or not
+        try:
+            for rank in range(len(self._channels)):
+                self._channels[rank].send(command)
+            while len(answers) < len(self._channels):
+                pending = {c: rank for rank, c in enumerate(self._channels) if rank not in answers}
+                ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    rank = min(pending.values())
+                    raise RankFailed(f"no answer to {command!r} within {self.trial.timeout_s} s", self._tail(rank))
+                for channel in ready:
+                    rank = pending[channel]  # type: ignore[index]
+                    answers[rank] = channel.recv()  # type: ignore[union-attr]
+        except (EOFError, OSError):  # OSError: a broken or reset pipe
+            status = self._processes[rank].wait()
+            raise RankFailed(f"rank {rank} ended with status {status}", self._tail(rank)) from None
+        return [answers[rank] for rank in range(len(self._channels))]
+
+    def step(self) -> float:
+        """One step of all ranks; its seconds, the slowest rank counting."""
+        self._steps.append(self.ask("step"))
+        return max(answer["wall_s"] for answer in self._steps[-1])
+
+    def record(self, warmup: int) -> dict:
+        """What was measured in all steps but the first `warmup`, folded over the ranks.
+
+        A step lasts as long as its slowest rank; memory is the largest rank's; bytes, CPU time and loss are means.
+        """
+        built = self.ask("describe")
+        peaks = self.ask("weigh") if self.trial.weigh else [None]
+        wall = [max(answer["wall_s"] for answer in answers) for answers in self._steps]
+        cpu = [statistics.fmean(answer["cpu_s"] for answer in answers) for answers in self._steps]
+        return record_of(self.trial) | {
+            "setup_s": max(rank["setup_s"] for rank in built),
+            "first_step_s": wall[0],
+            "warmup_s": wall[:warmup],
+            "step_s": wall[warmup:],
+            "cpu_s": cpu[warmup:],
+            "losses": [statistics.fmean(answer["loss"] for answer in answers) for answers in self._steps],
+            "peak_bytes": max(peaks),
+            "socket_bytes_per_step": self._per_step("socket_bytes", warmup),
+            "counted_bytes_per_step": self._per_step("counted_bytes", warmup),
+            **{key: built[0][key] for key in ("muon_matrices", "parameters", "note")},
+        }
+
+    def _per_step(self, key: str, warmup: int) -> float | None:
+        """Mean growth of a count over the timed steps and the ranks; None where a rank cannot count."""
+        first, last = self._steps[warmup - 1], self._steps[-1]
+        if any(answer[key] is None for answer in (*first, *last)):
+            return None
+        growth = statistics.fmean(b[key] - a[key] for a, b in zip(first, last, strict=True))
+        return growth / (len(self._steps) - warmup)
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank{rank}.log"
+
+    def _tail(self, rank: int) -> list[str]:
+        return self._log(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+
+
+def record_of(trial: Trial) -> dict:
+    """A record's head: which trial, and no error so far."""
+    return {key: getattr(trial, key) for key in ("contender", "stage", "heat", "repeat")} | {"error": None}
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def _wait(ranks: list[subprocess.Popen], timeout_s: int) -> tuple[int, str] | None:
-    """None when all ranks ended well; otherwise the first to fail and why, with the others stopped."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        while True:
-            codes = [process.poll() for process in ranks]
-            for rank, code in enumerate(codes):
-                if code not in (None, 0):
-                    return rank, f"rank {rank} ended with status {code}"
-            if None not in codes:
-                return None
-            if time.monotonic() > deadline:
-                return codes.index(None), f"no end within {timeout_s} s"
-            time.sleep(0.2)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-
-
-def _fold(ranks: list[dict]) -> dict:
-    """A step lasts as long as its slowest rank; memory is the largest rank's; bytes and loss are rank means."""
-    first = ranks[0]
-
-    def largest(key: str) -> int | float | None:
-        values = [rank[key] for rank in ranks]
-        return None if None in values else max(values)
-
-    def mean(key: str) -> float | None:
-        values = [rank[key] for rank in ranks]
-        return None if None in values else statistics.fmean(values)
-
-    def per_step(key: str, fold: Callable[[tuple[float, ...]], float]) -> list[float]:
-        return [fold(values) for values in zip(*(rank[key] for rank in ranks), strict=True)]
-
-    return {
-        "setup_s": largest("setup_s"),
-        "first_step_s": largest("first_step_s"),
-        "warmup_s": per_step("warmup_s", max),
-        "step_s": per_step("step_s", max),
-        "cpu_s": per_step("cpu_s", statistics.fmean),
-        "losses": per_step("losses", statistics.fmean),
-        "load": first["load"],
-        "peak_bytes": largest("peak_bytes"),
-        "socket_bytes_per_step": mean("socket_bytes_per_step"),
-        "counted_bytes_per_step": mean("counted_bytes_per_step"),
-        "muon_matrices": first["muon_matrices"],
-        "parameters": first["parameters"],
-        "note": first["note"],
-    }

@@ -4,9 +4,10 @@
     python benchmarks/train_step.py --memory                         # peak memory, in a run of its own
     python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
 
-Every contender trains the same GPT from the same weights on the same bytes. Each trial runs in freshly
-started rank processes; the trials of all repeats are shuffled, so that a slow minute of the machine hits
-all contenders alike. Reported are medians over all timed steps, the slowest rank's time counting for each.
+Every contender trains the same GPT from the same weights on the same bytes, in rank processes of its own.
+The contenders of a stage are started one after another, warmed up, and then take turns, a step each, in an
+order shuffled anew every round, while the others wait. A slow minute of the machine hits all alike, and
+ratios are medians over the rounds of two steps taken in the same round. The slowest rank's time counts.
 "compile" is the first step's time over a median step's: cold with an empty Inductor cache, warm with
 the cache of the first repeat. Bytes are the kernel's count of what a rank's sockets sent.
 """
@@ -14,6 +15,7 @@ the cache of the first repeat. Bytes are the kernel's count of what a rank's soc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -24,15 +26,18 @@ import shlex
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from contenders import ALL_STAGES, CONTENDERS, NO_STAGE
 from gpt import PRESETS
-from launch import Trial, run
-from report import as_json, draw, judge, judge_memory, print_report, summarize
+from launch import RankFailed, Ranks, Trial, record_of
+from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize
 from rich.console import Console
 
+T = TypeVar("T")
 _RESULTS = Path(__file__).with_name("results")
 
 
@@ -46,16 +51,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1, help="a rank's step is split into so many backwards")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and activations")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial, a round each")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones; the first compiles")
-    parser.add_argument("--repeats", type=int, default=2, help="trials of each contender and stage")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the trials")
+    parser.add_argument("--repeats", type=int, default=2, help="times that all is started anew")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the steps in a round")
     parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of a rank")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
     parser.add_argument("--ns-dtype", default="auto", choices=["auto", "bfloat16"], help="ours; others: bfloat16")
-    parser.add_argument("--memory", action="store_true", help="measure memory; times then are a slower allocator's")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one trial")
+    parser.add_argument("--keep-gathered", action="store_true", help="stage 3, ours and FSDP2: one gather, not two")
+    parser.add_argument("--memory", action="store_true", help="weigh each alone; times are a slower allocator's")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds for one step")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET….json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
@@ -75,6 +81,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         variant += f"_{options.dtype}"
     if options.ns_dtype != "auto":
         variant += f"_ns_{options.ns_dtype}"
+    if options.keep_gathered:
+        variant += "_keep_gathered"
     if options.memory:
         variant += "_memory"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
@@ -82,8 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
-    """All trials, shuffled within each repeat, so that a contender's repeats are spread over the run."""
+def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial]]:
+    """The trials that take turns: a repeat's at one stage, bare compute among them. To be weighed, each runs alone."""
     runnable = []
     for name in options.contenders:
         missing = CONTENDERS[name].missing(getattr(torch, options.dtype))
@@ -92,56 +100,93 @@ def plan_trials(options: argparse.Namespace, console: Console) -> list[Trial]:
         else:
             runnable.append(name)
     enough_gpus = options.device == "cuda" and torch.cuda.device_count() >= options.ranks
-    order = random.Random(options.seed)
-    trials: list[Trial] = []
+    heats: list[list[Trial]] = []
     for repeat in range(options.repeats):
-        batch = [
-            Trial(
-                contender=name,
-                stage=stage,
-                repeat=repeat,
-                ranks=options.ranks,
-                preset=options.preset,
-                micro_batches=options.micro_batches,
-                dtype=options.dtype,
-                warmup=options.warmup,
-                steps=options.steps,
-                device=options.device,
-                backend="nccl" if enough_gpus else "gloo",
-                ns_method=options.ns_method,
-                ns_dtype=options.ns_dtype,
-                weigh=options.memory,
-                timeout_s=options.timeout,
-            )
-            for name in runnable
-            for stage in (NO_STAGE, *options.stages)
-            if stage in CONTENDERS[name].stages
-        ]
-        order.shuffle(batch)
-        trials += batch
-    return trials
+        for heat in options.stages:
+            trials = [
+                Trial(
+                    contender=name,
+                    stage=heat if heat in CONTENDERS[name].stages else NO_STAGE,
+                    heat=heat,
+                    repeat=repeat,
+                    ranks=options.ranks,
+                    preset=options.preset,
+                    micro_batches=options.micro_batches,
+                    dtype=options.dtype,
+                    device=options.device,
+                    backend="nccl" if enough_gpus else "gloo",
+                    ns_method=options.ns_method,
+                    ns_dtype=options.ns_dtype,
+                    reshard_after_forward=not options.keep_gathered,
+                    weigh=options.memory,
+                    timeout_s=options.timeout,
+                )
+                for name in runnable
+                if {heat, NO_STAGE} & set(CONTENDERS[name].stages)
+            ]
+            heats += [[trial] for trial in trials] if options.memory else [trials]
+    return [heat for heat in heats if heat]
 
 
-def run_all(trials: list[Trial], options: argparse.Namespace, console: Console, work: Path) -> list[dict]:
-    """Run the trials in order; a contender that fails at a stage is not tried there again."""
+class Heat:
+    """Contenders that take turns. One that fails is out, and its record says why."""
+
+    def __init__(self, options: argparse.Namespace, console: Console, work: Path):
+        self._options = options
+        self._console = console
+        self._work = work
+        self._alive: list[Ranks] = []
+        self._records: list[dict] = []
+
+    def run(self, trials: list[Trial], order: random.Random) -> list[dict]:
+        """The records of `trials`: each is warmed up alone, then all step in rounds."""
+        with contextlib.ExitStack() as stack:
+            for trial in trials:
+                slug = _name(trial).replace(" ", "-")
+                folder = self._work / f"heat-{trial.heat}-{trial.repeat}" / slug
+                ranks = Ranks(trial, folder, self._work / "inductor" / slug, self._options.threads)
+                self._alive.append(stack.enter_context(ranks))
+                self._attempt(ranks, self._warm_up)
+            for number in range(1, self._options.steps + 1):
+                turns = order.sample(self._alive, len(self._alive))
+                seconds = {_name(ranks.trial): self._attempt(ranks, Ranks.step) for ranks in turns}
+                texts = [f"{name} {value:.3f} s" for name, value in sorted(seconds.items()) if value is not None]
+                self._console.print(f"  round {number}: {', '.join(texts)}", highlight=False, soft_wrap=True)
+            for ranks in list(self._alive):
+                record = self._attempt(ranks, lambda ranks: ranks.record(self._options.warmup))
+                if record is not None:
+                    self._records.append(record)
+        return self._records
+
+    def _warm_up(self, ranks: Ranks) -> None:
+        first, *_ = [ranks.step() for _ in range(self._options.warmup)]
+        self._console.print(f"{_name(ranks.trial)}: first step {first:.1f} s", highlight=False)
+
+    def _attempt(self, ranks: Ranks, action: Callable[[Ranks], T]) -> T | None:
+        try:
+            return action(ranks)
+        except RankFailed as failure:
+            self._alive.remove(ranks)
+            self._records.append(record_of(ranks.trial) | {"error": str(failure), "log": failure.log})
+            self._console.print(f"[red]{_name(ranks.trial)} failed: {failure}[/red]", soft_wrap=True)
+            self._console.print("\n".join(failure.log), markup=False, soft_wrap=True)
+            return None
+
+
+def _name(trial: Trial) -> str:
+    return trial.contender if trial.stage == NO_STAGE else f"{trial.contender} stage {trial.stage}"
+
+
+def run_all(heats: list[list[Trial]], options: argparse.Namespace, console: Console, work: Path) -> list[dict]:
+    """Run the heats in order; a contender that fails at a stage is not tried there again."""
+    order = random.Random(options.seed)
     records: list[dict] = []
-    failed: set[tuple[str, int]] = set()
-    for number, trial in enumerate(trials, start=1):
-        key = (trial.contender, trial.stage)
-        if key in failed:
-            continue
-        name = trial.contender if trial.stage == NO_STAGE else f"{trial.contender} stage {trial.stage}"
-        slug = name.replace(" ", "-")
-        record = run(trial, work / f"{slug}-{trial.repeat}", work / "inductor" / slug, options.threads)
-        records.append(record)
-        head = f"[{number}/{len(trials)}] {name}"
-        if record["error"]:
-            failed.add(key)
-            console.print(f"[red]{head} failed: {record['error']}[/red]", soft_wrap=True)
-            console.print("\n".join(record["log"]), markup=False, soft_wrap=True)
-        else:
-            steps = " ".join(f"{s:.3f}" for s in record["step_s"])
-            console.print(f"{head}: first {record['first_step_s']:.1f} s, then {steps} s", highlight=False)
+    for number, trials in enumerate(heats, start=1):
+        failed = {(record["contender"], record["stage"]) for record in records if record["error"]}
+        trials = [trial for trial in trials if (trial.contender, trial.stage) not in failed]
+        if trials:
+            console.rule(f"{number} of {len(heats)}")
+            records += Heat(options, console, work).run(trials, order)
     return records
 
 
@@ -178,8 +223,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are stopped too
     console = Console(width=None if sys.stdout.isatty() else 170)
-    trials = plan_trials(options, console)
-    if not trials:
+    heats = plan_heats(options, console)
+    if not heats:
         console.print("[red]nothing to run: no chosen contender is available at a chosen stage[/red]")
         return 1
     about = describe(options)
@@ -187,10 +232,10 @@ def main(argv: list[str] | None = None) -> int:
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=options.logs)) if options.logs else Path(scratch)
-        records = run_all(trials, options, console, work)
+        records = run_all(heats, options, console, work)
     shape = PRESETS[options.preset]
     rows = summarize(records, shape.context * shape.batch * options.ranks)
-    verdicts = judge_memory(rows) if options.memory else judge(rows)
+    verdicts = judge_memory(rows) if options.memory else judge(rows, records)
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)
     backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
     title = (
@@ -198,9 +243,11 @@ def main(argv: list[str] | None = None) -> int:
         f"rank and step{backwards}, {options.ranks} ranks, {options.dtype}, {about['device']}, "
         f"torch {torch.__version__}"
     )
-    print_report(console, rows, verdicts, title)
+    remainders = over_compute(records)
+    print_report(console, rows, verdicts, remainders, title)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(about | as_json(rows, verdicts) | {"samples": records}, indent=1) + "\n")
+    result = about | as_json(rows, verdicts, remainders) | {"samples": records}
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"samples: {options.json}", soft_wrap=True)
     if rows:
         draw(rows, title, options.png)

@@ -1,18 +1,22 @@
-"""One rank of one trial, in a process of its own: `python worker.py TRIAL.json RANK`."""
+"""One rank of one trial, in a process of its own: `python worker.py TRIAL.json PIPE`.
+
+It builds the contender and then does what it is told on the pipe (a file descriptor), until that is closed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import statistics
 import sys
 import time
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Plan, Session
+from contenders import CONTENDERS, Plan
 from gpt import GPT, PRESETS, muon_names, read_corpus, sample_batch
 from measure import peak_bytes, socket_bytes_sent
 
@@ -25,90 +29,82 @@ def choose_device(kind: str, rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def run_trial(trial: dict, rank: int) -> dict:
-    """Build, warm up, time, then weigh; returns this rank's samples."""
-    shape = PRESETS[trial["preset"]]
-    device = choose_device(trial["device"], rank)
-    torch.manual_seed(0)  # the same initial weights on every rank and for every contender
-    model = GPT(shape).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    expected = len(muon_names(model))
-    micro_batches = trial["micro_batches"]
-    plan = Plan(
-        stage=trial["stage"],
-        ranks=trial["ranks"],
-        micro_batches=micro_batches,
-        sequences=shape.batch // micro_batches,
-        device=device,
-        dtype=getattr(torch, trial["dtype"]),
-        ns_method=trial["ns_method"],
-        ns_dtype=trial["ns_dtype"],
-    )
+class Rank:
+    """A contender, built and ready to step."""
 
-    started = time.perf_counter()
-    session = CONTENDERS[trial["contender"]].build(model, plan)
-    setup_s = time.perf_counter() - started
-    if "muon" in trial["contender"] and session.muon_matrices != expected:
-        raise RuntimeError(f"{trial['contender']} gave Muon {session.muon_matrices} matrices, expected {expected}")
+    def __init__(self, trial: dict, rank: int):
+        self._shape = PRESETS[trial["preset"]]
+        self._device = choose_device(trial["device"], rank)
+        self._micro_batches = trial["micro_batches"]
+        torch.manual_seed(0)  # the same initial weights on every rank and for every contender
+        model = GPT(self._shape).to(self._device)
+        self._parameters = sum(p.numel() for p in model.parameters())
+        expected = len(muon_names(model))
+        plan = Plan(
+            stage=trial["stage"],
+            ranks=trial["ranks"],
+            micro_batches=self._micro_batches,
+            sequences=self._shape.batch // self._micro_batches,
+            device=self._device,
+            dtype=getattr(torch, trial["dtype"]),
+            ns_method=trial["ns_method"],
+            ns_dtype=trial["ns_dtype"],
+            reshard_after_forward=trial["reshard_after_forward"],
+        )
+        started = time.perf_counter()
+        self._session = CONTENDERS[trial["contender"]].build(model, plan)
+        self._setup_s = time.perf_counter() - started
+        matrices = self._session.muon_matrices
+        if "muon" in trial["contender"] and matrices != expected:
+            raise RuntimeError(f"{trial['contender']} gave Muon {matrices} matrices, expected {expected}")
+        self._corpus = read_corpus()
+        self._generator = torch.Generator().manual_seed(1 + rank)
 
-    corpus = read_corpus()
-    generator = torch.Generator().manual_seed(1 + rank)
-
-    def step() -> tuple[float, float, float]:
-        """Wall seconds, CPU seconds of this process (all threads), loss."""
-        x, y = (tensor.to(device) for tensor in sample_batch(corpus, shape, generator))
+    def step(self) -> dict:
+        """One training step: wall seconds, CPU seconds of this process (all threads), loss, and bytes sent so far."""
+        x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
+        micro_batches = list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
         dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        loss = session.step(list(zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True)))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - wall, time.process_time() - cpu, float(loss)
+        loss = self._session.step(micro_batches)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        count = self._session.counted_bytes
+        return {
+            "wall_s": time.perf_counter() - wall,
+            "cpu_s": time.process_time() - cpu,
+            "loss": float(loss),
+            # Only Gloo's traffic goes through sockets; NCCL's goes through NVLink or PCIe.
+            "socket_bytes": socket_bytes_sent() if dist.get_backend() == "gloo" else None,
+            "counted_bytes": count() if count else None,
+        }
 
-    warmup = [step() for _ in range(trial["warmup"])]
-    sockets_before, counted_before = socket_bytes_sent(), _counted(session)
-    load_before = os.getloadavg()[0]
-    timed = [step() for _ in range(trial["steps"])]
-    sockets_after, counted_after = socket_bytes_sent(), _counted(session)
-    result = {
-        "setup_s": setup_s,
-        "first_step_s": warmup[0][0],
-        "warmup_s": [wall for wall, _, _ in warmup],
-        "step_s": [wall for wall, _, _ in timed],
-        "cpu_s": [cpu for _, cpu, _ in timed],
-        "losses": [loss for _, _, loss in warmup + timed],
-        "load": [load_before, os.getloadavg()[0]],
-        # Only Gloo's traffic goes through sockets; NCCL's goes through NVLink or PCIe.
-        "socket_bytes_per_step": (
-            _per_step(sockets_before, sockets_after, trial["steps"]) if dist.get_backend() == "gloo" else None
-        ),
-        "counted_bytes_per_step": _per_step(counted_before, counted_after, trial["steps"]),
-        "muon_matrices": session.muon_matrices,
-        "parameters": parameters,
-        "note": session.note,
-    }
-    result["peak_bytes"] = peak_bytes(step, device) if trial["weigh"] else None
-    return result
+    def weigh(self) -> int:
+        """Peak memory of one more step, in bytes."""
+        return peak_bytes(self.step, self._device)
 
-
-def _counted(session: Session) -> int | None:
-    return session.counted_bytes() if session.counted_bytes else None
-
-
-def _per_step(before: int | None, after: int | None, steps: int) -> float | None:
-    return None if before is None or after is None else (after - before) / steps
+    def describe(self) -> dict:
+        """What was built."""
+        return {
+            "setup_s": self._setup_s,
+            "muon_matrices": self._session.muon_matrices,
+            "parameters": self._parameters,
+            "note": self._session.note,
+        }
 
 
 def main() -> None:
-    path, rank = Path(sys.argv[1]), int(sys.argv[2])
-    trial = json.loads(path.read_text())
+    trial, channel = json.loads(Path(sys.argv[1]).read_text()), Connection(int(sys.argv[2]))
+    rank = int(os.environ["RANK"])
     dist.init_process_group(
         trial["backend"], rank=rank, world_size=trial["ranks"], timeout=timedelta(seconds=trial["timeout_s"])
     )
     try:
-        result = run_trial(trial, rank)
-        (path.parent / f"rank{rank}.json").write_text(json.dumps(result))
-        print(f"rank {rank}: median step {statistics.median(result['step_s']):.3f} s", flush=True)
-        dist.barrier()
+        built = Rank(trial, rank)
+        commands = {"step": built.step, "weigh": built.weigh, "describe": built.describe}
+        with contextlib.suppress(EOFError):  # the pipe was closed: this trial is over
+            while True:
+                channel.send(commands[channel.recv()]())
     finally:
         dist.destroy_process_group()
 
