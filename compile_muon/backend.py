@@ -45,7 +45,7 @@ def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
     Raises:
         ConfigError: unknown option or value.
     """
-    known = {"codegen", "dump", "nvtx", "bucket_mb"}
+    known = {"codegen", "dump", "nvtx", "bucket_mb", "reshard_after_forward"}
     values = dict(options or {})
     for name in values:
         if name not in known:
@@ -58,12 +58,16 @@ def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
     bucket = values.get("bucket_mb", 25)
     if not isinstance(bucket, int | float) or isinstance(bucket, bool) or bucket <= 0:
         raise ConfigError(f"options['bucket_mb'] = {bucket!r}: not a size; give megabytes > 0")
+    reshard = values.get("reshard_after_forward", True)
+    if not isinstance(reshard, bool):
+        raise ConfigError(f"options['reshard_after_forward'] = {reshard!r}: not a boolean; give True or False")
     dump = values.get("dump")
     return FrameOptions(
         codegen=codegen,
         dump=None if dump is None else Path(dump),
         nvtx=bool(values.get("nvtx", False)),
         bucket_bytes=int(bucket * 2**20),
+        reshard_after_forward=reshard,
     )
 
 
@@ -161,7 +165,8 @@ def muon_zero(
     Args:
         gm: Dynamo's graph.
         example_inputs: its inputs.
-        options: ``codegen`` ("inductor" or "eager"), ``dump`` (folder for readable graphs), ``nvtx``, ``bucket_mb``.
+        options: ``codegen`` ("inductor" or "eager"), ``dump`` (folder for readable graphs), ``nvtx``, ``bucket_mb``,
+            ``reshard_after_forward`` (False keeps what stage 3 gathered for backward; default True).
         mode: not supported; Inductor's own configuration applies.
     Raises:
         ConfigError: unknown options.

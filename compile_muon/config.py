@@ -275,6 +275,8 @@ class CompileConfig:
         dump: folder that receives every graph before and after each pass.
         nvtx: annotate collectives and NS with NVTX ranges.
         fullgraph, dynamic: passed to ``torch.compile`` as they are.
+        reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
+            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name.
     """
 
     enabled: bool = False
@@ -283,6 +285,7 @@ class CompileConfig:
     nvtx: bool = False
     fullgraph: bool = False
     dynamic: bool | None = None
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         dump = self.dump
@@ -298,6 +301,7 @@ class CompileConfig:
             codegen=check_choice("CompileConfig.codegen", self.codegen, ("inductor", "eager")),
             dump=dump,
             nvtx=check_boolean("CompileConfig.nvtx", self.nvtx),
+            reshard_after_forward=check_boolean("CompileConfig.reshard_after_forward", self.reshard_after_forward),
             fullgraph=check_boolean("CompileConfig.fullgraph", self.fullgraph),
         )
 
@@ -307,7 +311,8 @@ class CompileConfig:
         >>> CompileConfig(enabled=True, codegen="eager").options()
         {'codegen': 'eager'}
         """
-        default = {f.name: f.default for f in fields(self) if f.name in ("codegen", "dump", "nvtx")}
+        passed_on = ("codegen", "dump", "nvtx", "reshard_after_forward")
+        default = {f.name: f.default for f in fields(self) if f.name in passed_on}
         return {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
 
 

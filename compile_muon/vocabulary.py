@@ -173,9 +173,15 @@ _FOREIGN: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "zero_optimization",
+        "*max_live_parameters *max_reuse_distance",
+        _NO_MEANING,
+        'remove it; "compile": {"reshard_after_forward": false} keeps all gathered weights for backward',
+    ),
+    (
+        "zero_optimization",
         """overlap_comm contiguous_gradients reduce_scatter allgather_partitions allgather_sequential *bucket*
-        round_robin_gradients memory_efficient_linear *_persistence_threshold max_live_parameters
-        max_reuse_distance module_granularity_threshold use_all_reduce_for_fetch_params stage3_*""",
+        round_robin_gradients memory_efficient_linear *_persistence_threshold
+        module_granularity_threshold use_all_reduce_for_fetch_params stage3_*""",
         _NO_MEANING,
         "remove it: the compiler passes choose layout, buckets and overlap",
     ),

@@ -98,7 +98,7 @@ def _lower_unshards(gm: GraphModule, cap_bytes: int) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         shard, _, _, replica, text = node.args
         spec = ParamSpec.decode(text)
-        if spec.sharded and not spec.replicated_weight:
+        if spec.gathered:
             gathered.append((node, spec))
             continue
         copy = _escapes(node, output)

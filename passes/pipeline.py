@@ -50,6 +50,7 @@ class PassContext:
         frame: name for dumps.
         dump: folder for readable graphs before and after each pass, or None.
         bucket_bytes: size cap of fused collectives.
+        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
         nvtx: emit NVTX ranges.
         timings: seconds per pass, filled by the runner.
         facts: what passes hand to the backend (extra inputs and outputs, traffic).
@@ -61,6 +62,7 @@ class PassContext:
     frame: str = "frame"
     dump: Path | None = None
     bucket_bytes: int = 25 * 2**20
+    reshard_after_forward: bool = True
     nvtx: bool = False
     timings: dict[str, float] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""Gathered weights are recomputed in backward, never saved for it.
+"""Gathered weights are recomputed in backward, or saved for it where that was asked for.
 
-At stage 3 that means a second all-gather; at stages 0 to 2 the "recomputed" weight is the resident copy, so saving
-anything derived from it would be memory spent for nothing.
+At stage 3 recomputing means a second all-gather, which ``reshard_after_forward=False`` trades for the memory of the
+gathered weights. At stages 0 to 2 the "recomputed" weight is the resident copy, so saving anything derived from it
+would be memory spent for nothing. Views and casts of a weight are never saved beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch.fx import GraphModule, Node
 
 from .markers import UNSHARD
 from .pipeline import GraphPass, Half, PassContext
-from .torch_private import mark_recompute
+from .spec import ParamSpec
+from .torch_private import mark_recompute, mark_save
 
 __all__ = ["RECOMPUTE", "VIEWS_AND_CASTS", "is_view_or_cast"]
 
@@ -51,10 +53,12 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    pending = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+    unshards = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+    kept = {node for node in unshards if not ctx.reshard_after_forward and ParamSpec.decode(node.args[-1]).gathered}
+    pending = list(unshards)
     while pending:
         node = pending.pop()
-        mark_recompute(node)
+        (mark_save if node in kept else mark_recompute)(node)
         pending.extend(user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
     return gm
 

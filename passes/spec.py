@@ -104,6 +104,11 @@ class ParamSpec:
         return self.sharded and self.stage < 3
 
     @property
+    def gathered(self) -> bool:
+        """Whether every use of the full weight starts with a collective (stage 3)."""
+        return self.sharded and not self.replicated_weight
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
         return self.stage == 1 and self.world > 1

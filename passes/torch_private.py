@@ -27,6 +27,7 @@ __all__ = [
     "fresh_context",
     "make_partitioner",
     "mark_recompute",
+    "mark_save",
     "trace_artifact",
     "will_execute",
 ]
@@ -96,9 +97,18 @@ def make_partitioner(function: PartitionFunction, identity: bytes) -> CustomPart
 
 def mark_recompute(node: torch.fx.Node) -> None:
     """Ask the partitioner to recompute ``node`` in backward instead of saving it."""
+    _mark(node, "MUST_RECOMPUTE")
+
+
+def mark_save(node: torch.fx.Node) -> None:
+    """Ask the partitioner never to recompute ``node`` in backward: to save it, or what follows from it."""
+    _mark(node, "MUST_SAVE")
+
+
+def _mark(node: torch.fx.Node, policy: str) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["recompute"] = CheckpointPolicy[policy]
     node.meta.setdefault("ac_graph_id", 0)
 
 

@@ -37,7 +37,7 @@ def _hands_on(node: Node) -> bool:
 
 
 def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
-    """Forward graphs return their user outputs, then what is saved for backward: never a gathered weight."""
+    """Forward graphs return their user outputs, then what is saved for backward: no gathered weight."""
     output = gm.graph.output_node()
     saved = set(output.args[0][user_outputs:])
     for node, _ in collectives(gm):
@@ -58,7 +58,7 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
-    if ctx.half is Half.FORWARD:
+    if ctx.half is Half.FORWARD and ctx.reshard_after_forward:
         _no_gathered_weight_saved(gm, int(ctx.facts.get("user_outputs", 0)))  # type: ignore[call-overload]
     return gm
 

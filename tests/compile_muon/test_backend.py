@@ -133,6 +133,7 @@ print("fine")
         ({"bucket_mb": 0}, ("bucket_mb", "0", "> 0")),
         ({"bucket_mb": "25"}, ("bucket_mb", "'25'")),
         ({"bucket_mb": True}, ("bucket_mb", "True")),
+        ({"reshard_after_forward": 1}, ("reshard_after_forward", "1", "True or False")),
     ],
 )
 def test_bad_options(options, parts):

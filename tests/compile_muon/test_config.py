@@ -293,6 +293,7 @@ def test_compile_options_are_the_non_defaults():
     assert CompileConfig(True, fullgraph=True, dynamic=False).options() == {}
     everything = CompileConfig(True, "eager", "graphs", True)
     assert everything.options() == {"codegen": "eager", "dump": "graphs", "nvtx": True}
+    assert CompileConfig(True, reshard_after_forward=False).options() == {"reshard_after_forward": False}
 
 
 def test_compile_dump_takes_a_path(tmp_path):
@@ -503,6 +504,7 @@ def test_optimizer_type_ignores_case(kind):
         ({}, CompileConfig(enabled=True)),
         ({"codegen": "eager"}, CompileConfig(enabled=True, codegen="eager")),
         ({"enabled": False, "codegen": "eager"}, CompileConfig(codegen="eager")),
+        ({"reshard_after_forward": False}, CompileConfig(enabled=True, reshard_after_forward=False)),
         (
             {"fullgraph": True, "dynamic": False, "dump": "d", "nvtx": True},
             CompileConfig(True, "inductor", "d", True, True, False),
@@ -601,6 +603,7 @@ def test_contradictions(source, field, words):
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
+        ({"compile": {"reshard_after_forward": 8}}, "compile.reshard_after_forward", ["true or false"]),
         ([1], "config", ["object"]),
         (None, "config", ["object"]),
     ],
@@ -634,7 +637,7 @@ def test_bad_configs(source, field, words):
         ("zero_optimization.reduce_bucket_size", "without meaning here"),
         ("zero_optimization.allgather_bucket_size", "without meaning here"),
         ("zero_optimization.stage3_prefetch_bucket_size", "without meaning here"),
-        ("zero_optimization.stage3_max_live_parameters", "without meaning here"),
+        ("zero_optimization.stage3_max_live_parameters", "reshard_after_forward"),
         ("zero_optimization.round_robin_gradients", "without meaning here"),
         ("zero_optimization.save_muon_momentum_buffer_in_memory", "momentum always stays"),
         ("zero_optimization.zero_quantized_weights", "ZeRO++"),

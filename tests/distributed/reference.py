@@ -198,6 +198,7 @@ def train(
     *,
     steps: int,
     codegen: str = "eager",
+    reshard_after_forward: bool = True,
     slices: int = 1,
     used: int | None = None,
     compiled: Callable[[nn.Module], Any] | None = None,
@@ -209,7 +210,7 @@ def train(
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
 
     Args:
-        codegen: of the backend.
+        codegen, reshard_after_forward: of the backend.
         slices, used: mistakes for the reference to make.
         compiled: how to compile, instead of ``torch.compile`` of the whole model.
         by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
@@ -233,7 +234,8 @@ def train(
     if compiled is not None:
         run = compiled(model)
     else:
-        run = torch.compile(model, backend="muon_zero", options={"codegen": codegen}, dynamic=dynamic)
+        options = {"codegen": codegen, "reshard_after_forward": reshard_after_forward}
+        run = torch.compile(model, backend="muon_zero", options=options, dynamic=dynamic)
     in_backward = settings.get("update") == "backward"
     named = dict(model.named_parameters())
     errors = dict.fromkeys(matrices, 0.0)

@@ -83,11 +83,20 @@ def padded(shape: tuple[int, ...], world: int) -> tuple[int, int]:
     return -(-shape[0] // world) * world, torch.Size(shape[1:]).numel()
 
 
-def count(model: nn.Module, rank: int, world: int, warm: int, micro: int, **settings: Any) -> dict[str, Any]:
+def count(
+    model: nn.Module,
+    rank: int,
+    world: int,
+    warm: int,
+    micro: int,
+    reshard_after_forward: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
     """Train ``warm`` steps, then trace one."""
     everything = shapes(model)
     optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=micro, **settings)
-    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    options = {"codegen": "eager", "reshard_after_forward": reshard_after_forward}
+    compiled = torch.compile(model, backend="muon_zero", options=options)
     tokens = torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(rank))
 
     def step() -> None:
@@ -250,6 +259,15 @@ def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, exch
     sent = mean([traced.sent for traced in traces(results)], [1] * world)
     expected = expected_bytes(everything, MATRICES, world, exchange)
     check_bytes(sent, expected, stage, exchange, micro=3 if world == 2 else 1)
+
+
+def test_weights_kept_for_backward_are_gathered_once_a_forward(counted: Callable[..., Any]) -> None:
+    micro, settings = 3, {"stage": 3, "update": "backward", "exchange": "replicate"}
+    results = counted(2, micro=micro, reshard_after_forward=False, **settings)
+    expected = expected_bytes(results[0]["shapes"], MATRICES, 2, "replicate")
+    for traced in traces(results):
+        gathered = traced.sent["all_to_all"] - expected["exchange"]
+        assert gathered == pytest.approx(micro * expected["all_gather"], rel=0.05)
 
 
 def test_replicate_runs_every_matrix_everywhere(counted: Callable[..., Any]) -> None:

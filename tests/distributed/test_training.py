@@ -133,6 +133,17 @@ def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> Non
     check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="replicate")
 
 
+@pytest.mark.parametrize(
+    ("world", "codegen", "update", "micro"),
+    [(2, "inductor", "backward", 2), (3, "eager", "backward", 1), (3, "eager", "step", 2)],
+)
+def test_gathered_weights_kept_for_backward(
+    ranks: Callable[[int], Ranks], world: int, codegen: str, update: str, micro: int
+) -> None:
+    settings = {"stage": 3, "update": update, "gradient_accumulation_steps": micro}
+    check(ranks(world), codegen=codegen, reshard_after_forward=False, **settings)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gram_form(ranks: Callable[[int], Ranks], stage: int) -> None:
     check(ranks(2), stage=stage, ns_method="gram")

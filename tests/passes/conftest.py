@@ -113,13 +113,16 @@ class Captured:
         return run_passes(gm, passes, ctx), ctx
 
 
-def capture(model: nn.Module, *inputs: torch.Tensor, joint_passes: Any = JOINT_PASSES) -> Captured:
+def capture(
+    model: nn.Module, *inputs: torch.Tensor, joint_passes: Any = JOINT_PASSES, reshard_after_forward: bool = True
+) -> Captured:
     """Trace one training step of a sharded model through the joint passes and the partitioner."""
     found: dict[str, Any] = {}
 
     def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         found["joint"] = copy.deepcopy(gm)
-        gm = run_passes(gm, joint_passes, PassContext(Half.JOINT))
+        ctx = PassContext(Half.JOINT, reshard_after_forward=reshard_after_forward)
+        gm = run_passes(gm, joint_passes, ctx)
         found["rewritten"] = copy.deepcopy(gm)
         found["user_outputs"] = kwargs["num_fwd_outputs"]
         found["forward"], found["backward"] = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

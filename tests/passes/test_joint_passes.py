@@ -9,6 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_muon import MuonZero
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes.collectives import collectives
+from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
 from compile_muon.passes.recompute import is_view_or_cast
 from compile_muon.passes.spec import ParamSpec
@@ -121,11 +123,45 @@ def test_no_weight_is_saved_for_backward(stage, world, trace):
     with world(0, 2):
         model, _ = sharded(Tied, stage=stage)
         graphs = trace(model, X)
+    assert saved_weights(graphs) == []
+
+
+def saved_weights(graphs):
+    """Which parameters' weights, views or casts of them included, forward saves for backward."""
     saved = graphs.forward.graph.output_node().args[0][graphs.user_outputs :]
+    found = []
     for node in saved:
         while node.op == "call_function" and is_view_or_cast(node):
             node = node.args[0]
-        assert node.target is not UNSHARD, node
+        if node.target is UNSHARD:
+            found.append(node.args[1].name)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_gathered_weights_are_saved_when_asked_to_and_only_once(stage, size, world, trace):
+    with world(0, size):
+        model, _ = sharded(Tied, stage=stage)
+        default, kept = trace(model, X), trace(model, X, reshard_after_forward=False)
+    needed = {node.args[1].name for node in default.backward.graph.find_nodes(op="call_function", target=UNSHARD)}
+    assert len(needed) == 3, "backward reads three matrices and no bias"
+    gathers = stage == 3 and size == 2
+    assert saved_weights(default) == []
+    assert sorted(saved_weights(kept)) == (sorted(needed) if gathers else [])
+    assert count(kept.backward, UNSHARD) == (0 if gathers else len(needed))
+
+
+def test_a_saved_weight_is_gathered_in_forward_only(world, trace):
+    with world(0, 2):
+        model, _ = sharded(Tied, stage=3)
+        kept = trace(model, X, reshard_after_forward=False)
+    forward, _ = kept.lowered(Half.FORWARD, reshard_after_forward=False)
+    backward, _ = kept.lowered(Half.BACKWARD, reshard_after_forward=False)
+    assert "all_gather" in [kind for _, kind in collectives(forward)]
+    assert [kind for _, kind in collectives(backward)] == ["reduce_scatter"]
+    with pytest.raises(VerificationError, match="saved for backward"):
+        kept.lowered(Half.FORWARD)
 
 
 # --- insert_orthogonalize ---------------------------------------------------------------------------------------------

@@ -151,18 +151,28 @@ def test_decomposition_table():
     assert torch.ops.aten.silu.default not in targets, moved("select_decomp_table", "no longer decomposes silu")
 
 
-@pytest.mark.parametrize("marked", [False, True])
-def test_mark_recompute_is_obeyed_by_the_partitioner(marked):
-    """The most expensive op of a graph is saved unless the mark says otherwise."""
+@pytest.mark.parametrize(
+    ("mark", "op", "in_backward"),
+    [
+        (None, torch.ops.aten.mm.default, 1),  # of the gradient: the most expensive op of forward is saved
+        (private.mark_recompute, torch.ops.aten.mm.default, 2),
+        (None, torch.ops.aten.cos.default, 1),  # a cheap op is recomputed
+        (private.mark_save, torch.ops.aten.cos.default, 0),
+    ],
+)
+def test_marks_are_obeyed_by_the_partitioner(mark, op, in_backward):
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     halves = []
 
+    def function(a, b):
+        x = torch.mm(a, b)
+        return (x.cos() * x.sin()).sum()
+
     def partition(gm, joint_inputs, **kwargs):
-        if marked:
-            for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)[:1]:
-                private.mark_recompute(node)
+        if mark is not None:
+            mark(next(iter(gm.graph.find_nodes(op="call_function", target=op))))
         halves.extend(min_cut_rematerialization_partition(gm, joint_inputs, **kwargs))
         return tuple(halves)
 
@@ -173,10 +183,9 @@ def test_mark_recompute_is_obeyed_by_the_partitioner(marked):
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition, decompositions={})
     a, b = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
     with private.autograd_cache_disabled():
-        torch.compile(lambda a, b: torch.mm(a, b).sin().sum(), backend=backend)(a, b)
-    backward = halves[1]
-    forward_mm = [n for n in backward.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)]
-    assert len(forward_mm) == (2 if marked else 1), moved("meta['recompute']", "is no longer obeyed")
+        torch.compile(function, backend=backend)(a, b)
+    found = halves[1].graph.find_nodes(op="call_function", target=op)
+    assert len(found) == in_backward, moved("meta['recompute']", "is no longer obeyed")
 
 
 def test_fake_mode_of():
