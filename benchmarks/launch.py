@@ -102,11 +102,15 @@ class Ranks:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close(grace_s=0 if exception[0] else 30)
+
+    def close(self, grace_s: float) -> None:
+        """End the ranks: those that wait for a command by themselves, the others are killed after `grace_s`."""
         for channel in self._channels:
-            channel.close()  # a rank that waits for a command ends
+            channel.close()
         for process in self._processes:
             try:
-                process.wait(0 if exception[0] else 30)
+                process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -96,10 +96,8 @@ def _rounds(
 ) -> list[tuple[float, float]]:
     """What two contenders, each `(name, stage)`, took in the same rounds of the same heats."""
     others = {(r["heat"], r["repeat"]): r[key] for r in _ran(records, *other)}
-    pairs: list[tuple[float, float]] = []
-    for r in _ran(records, *ours):
-        pairs += zip(r[key], others.get((r["heat"], r["repeat"]), ()), strict=False)
-    return pairs
+    both = [r for r in _ran(records, *ours) if (r["heat"], r["repeat"]) in others]
+    return [pair for r in both for pair in zip(r[key], others[r["heat"], r["repeat"]], strict=True)]
 
 
 def judge(rows: list[Row], records: list[dict]) -> list[Verdict]:

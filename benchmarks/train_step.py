@@ -166,6 +166,7 @@ class Heat:
         try:
             return action(ranks)
         except RankFailed as failure:
+            ranks.close(grace_s=0)
             self._alive.remove(ranks)
             self._records.append(record_of(ranks.trial) | {"error": str(failure), "log": failure.log})
             self._console.print(f"[red]{_name(ranks.trial)} failed: {failure}[/red]", soft_wrap=True)
