@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -262,7 +263,7 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in names]
     figure.legend(handles, names, loc="lower center", ncols=len(names), frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(textwrap.fill(title, 45 * len(panels)), fontsize=11)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
