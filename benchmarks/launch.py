@@ -118,20 +118,20 @@ class Ranks:
     def ask(self, command: str) -> list[Any]:
         """Every rank's answer. Raises RankFailed if one ends, or none comes within the trial's timeout."""
         deadline = time.monotonic() + self.trial.timeout_s
+        pending: dict[Any, int] = {channel: rank for rank, channel in enumerate(self._channels)}
         answers: dict[int, Any] = {}
         rank = 0  # the one last heard of, or not
         try:
             for rank in range(len(self._channels)):
                 self._channels[rank].send(command)
-            while len(answers) < len(self._channels):
-                pending = {c: rank for rank, c in enumerate(self._channels) if rank not in answers}
+            while pending:
                 ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
                 if not ready:
                     rank = min(pending.values())
                     raise RankFailed(f"no answer to {command!r} within {self.trial.timeout_s} s", self._tail(rank))
                 for channel in ready:
-                    rank = pending[channel]  # type: ignore[index]
-                    answers[rank] = channel.recv()  # type: ignore[union-attr]
+                    rank = pending.pop(channel)
+                    answers[rank] = self._channels[rank].recv()
         except (EOFError, OSError):  # OSError: a broken or reset pipe
             status = self._processes[rank].wait()
             raise RankFailed(f"rank {rank} ended with status {status}", self._tail(rank)) from None

@@ -21,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from compile_muon import passes
+from compile_muon.checks import check_boolean
 from compile_muon.errors import ConfigError
 from compile_muon.frame import BackwardGraph, Codegen, ForwardGraph
 from compile_muon.frame_options import FrameOptions
@@ -58,9 +59,7 @@ def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
     bucket = values.get("bucket_mb", 25)
     if not isinstance(bucket, int | float) or isinstance(bucket, bool) or bucket <= 0:
         raise ConfigError(f"options['bucket_mb'] = {bucket!r}: not a size; give megabytes > 0")
-    reshard = values.get("reshard_after_forward", True)
-    if not isinstance(reshard, bool):
-        raise ConfigError(f"options['reshard_after_forward'] = {reshard!r}: not a boolean; give True or False")
+    reshard = check_boolean("options['reshard_after_forward']", values.get("reshard_after_forward", True))
     dump = values.get("dump")
     return FrameOptions(
         codegen=codegen,

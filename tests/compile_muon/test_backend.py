@@ -133,7 +133,10 @@ print("fine")
         ({"bucket_mb": 0}, ("bucket_mb", "0", "> 0")),
         ({"bucket_mb": "25"}, ("bucket_mb", "'25'")),
         ({"bucket_mb": True}, ("bucket_mb", "True")),
-        ({"reshard_after_forward": 1}, ("reshard_after_forward", "1", "True or False")),
+        (
+            {"reshard_after_forward": 1},
+            ("options['reshard_after_forward'] = 1: must be true or false, not int; use a boolean",),
+        ),
     ],
 )
 def test_bad_options(options, parts):
