@@ -4,20 +4,23 @@ Everything above this package calls only what is listed here. The arithmetic beh
 place, `compile_muon.kernels.dispatch`.
 """
 
-from .apply import muon_apply
-from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
-from .dispatch import resolve_dtype, resolve_method
-from .momentum import muon_momentum
-from .newton_schulz import newton_schulz, newton_schulz_list
+# With a checkout's root on sys.path this folder also answers to `kernels`, a package that transformers looks for and
+# imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
+if __name__ == "compile_muon.kernels":
+    from .apply import muon_apply
+    from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
+    from .dispatch import resolve_dtype, resolve_method
+    from .momentum import muon_momentum
+    from .newton_schulz import newton_schulz, newton_schulz_list
 
-__all__ = [
-    "COEFFICIENTS",
-    "CoefficientSet",
-    "muon_apply",
-    "muon_momentum",
-    "newton_schulz",
-    "newton_schulz_list",
-    "resolve_coefficients",
-    "resolve_dtype",
-    "resolve_method",
-]
+    __all__ = [
+        "COEFFICIENTS",
+        "CoefficientSet",
+        "muon_apply",
+        "muon_momentum",
+        "newton_schulz",
+        "newton_schulz_list",
+        "resolve_coefficients",
+        "resolve_dtype",
+        "resolve_method",
+    ]

@@ -4,6 +4,10 @@ The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph 
 ``HALF_PASSES`` on each forward, backward, inference and step graph before code generation.
 """
 
+if __name__ != "compile_muon.passes":
+    # Found from a checkout's root. A second copy of the operators would unregister the first.
+    raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
+
 from .annotate import ANNOTATE
 from .deduplicate import DEDUPLICATE
 from .insert_orthogonalize import INSERT_ORTHOGONALIZE

@@ -24,7 +24,7 @@ MODULES = [
 
 
 def in_a_fresh_process(code: str, folder: Path) -> str:
-    """Run `code` in its own interpreter, away from the checkout, so that only what is installed can be imported."""
+    """Run `code` in its own interpreter; in a folder away from the checkout, only what is installed can be imported."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -67,6 +67,31 @@ ours = [name for name, module in sys.modules.items()
 assert not ours, ours
 """
     in_a_fresh_process(code, tmp_path)
+
+
+def test_operators_survive_imports_from_the_checkouts_root() -> None:
+    """There our folders answer to `kernels`, which transformers imports to learn its version, and to `passes`."""
+    code = """
+import importlib.util, torch
+from compile_muon.kernels import newton_schulz
+from compile_muon.kernels.ops import newton_schulz_op
+import compile_muon.passes
+before = {name: getattr(torch.ops.muon_zero, name).default for name in ("newton_schulz", "unshard", "pack")}
+import kernels
+try:
+    import passes
+except ImportError as error:
+    assert "compile_muon.passes" in str(error), error
+else:
+    raise AssertionError("passes was loaded a second time")
+if importlib.util.find_spec("transformers"):
+    from transformers import GPT2LMHeadModel
+for name, op in before.items():
+    assert getattr(torch.ops.muon_zero, name).default is op, f"{name} was registered again"
+assert newton_schulz_op._opoverload is before["newton_schulz"]
+assert newton_schulz(torch.ones(2, 3)).shape == (2, 3)
+"""
+    in_a_fresh_process(code, ROOT)
 
 
 def test_the_entry_point_resolves_before_we_are_imported(tmp_path: Path) -> None:
