@@ -72,7 +72,7 @@ assert not ours, ours
 def test_operators_survive_imports_from_the_checkouts_root() -> None:
     """There our folders answer to `kernels`, which transformers imports to learn its version, and to `passes`."""
     code = """
-import importlib.util, torch
+import torch
 from compile_muon.kernels import newton_schulz
 from compile_muon.kernels.ops import newton_schulz_op
 import compile_muon.passes
@@ -84,14 +84,17 @@ except ImportError as error:
     assert "compile_muon.passes" in str(error), error
 else:
     raise AssertionError("passes was loaded a second time")
-if importlib.util.find_spec("transformers"):
-    from transformers import GPT2LMHeadModel
 for name, op in before.items():
     assert getattr(torch.ops.muon_zero, name).default is op, f"{name} was registered again"
 assert newton_schulz_op._opoverload is before["newton_schulz"]
 assert newton_schulz(torch.ones(2, 3)).shape == (2, 3)
 """
     in_a_fresh_process(code, ROOT)
+
+
+def test_these_tests_see_what_is_installed() -> None:
+    """See tests/conftest.py."""
+    assert not {Path(entry).resolve() for entry in sys.path} & {ROOT}
 
 
 def test_the_entry_point_resolves_before_we_are_imported(tmp_path: Path) -> None:
