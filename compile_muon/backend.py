@@ -21,11 +21,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from compile_muon import passes
-from compile_muon.checks import check_boolean
+from compile_muon.checks import check_boolean, check_choice, check_folder, check_real
 from compile_muon.errors import ConfigError
 from compile_muon.frame import BackwardGraph, Codegen, ForwardGraph
-from compile_muon.frame_options import FrameOptions
-from compile_muon.passes import JOINT_PASSES, Half, run_passes
+from compile_muon.frame_options import CODEGENS, FrameOptions
+from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
 from compile_muon.passes.torch_private import (
     autograd_cache_disabled,
@@ -37,7 +37,6 @@ from compile_muon.passes.torch_private import (
 __all__ = ["muon_zero"]
 
 _IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
-_CODEGENS = ("inductor", "eager")
 
 
 def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
@@ -53,20 +52,15 @@ def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else f"use one of {sorted(known)}"
             raise ConfigError(f"options[{name!r}] = {values[name]!r}: unknown option; {remedy}")
-    codegen = values.get("codegen", "inductor")
-    if codegen not in _CODEGENS:
-        raise ConfigError(f"options['codegen'] = {codegen!r}: unknown code generator; use one of {_CODEGENS}")
-    bucket = values.get("bucket_mb", 25)
-    if not isinstance(bucket, int | float) or isinstance(bucket, bool) or bucket <= 0:
-        raise ConfigError(f"options['bucket_mb'] = {bucket!r}: not a size; give megabytes > 0")
-    reshard = check_boolean("options['reshard_after_forward']", values.get("reshard_after_forward", True))
-    dump = values.get("dump")
+    dump = check_folder("options['dump']", values.get("dump"))
     return FrameOptions(
-        codegen=codegen,
+        codegen=check_choice("options['codegen']", values.get("codegen", "inductor"), CODEGENS),
         dump=None if dump is None else Path(dump),
-        nvtx=bool(values.get("nvtx", False)),
-        bucket_bytes=int(bucket * 2**20),
-        reshard_after_forward=reshard,
+        nvtx=check_boolean("options['nvtx']", values.get("nvtx", False)),
+        bucket_bytes=int(check_real("options['bucket_mb']", values.get("bucket_mb", 25), positive=True) * 2**20),
+        reshard_after_forward=check_boolean(
+            "options['reshard_after_forward']", values.get("reshard_after_forward", True)
+        ),
     )
 
 
@@ -89,7 +83,7 @@ class _Frame:
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Rewrite and partition the joint graph: being called is what gives the frame a backward."""
-        gm = run_passes(gm, JOINT_PASSES, self.options.context(Half.JOINT, self.name))
+        gm = run_passes(gm, JOINT_PASSES, PassContext(Half.JOINT, self.name, self.options))
         reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
         self.trained = frozenset(node.args[1].name for node in reductions)
         self.forward_outputs = num_fwd_outputs
@@ -99,7 +93,7 @@ class _Frame:
         self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen, *, inference: bool = False
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward or inference graph."""
-        ctx = self.options.context(Half.INFERENCE if inference else Half.FORWARD, self.name)
+        ctx = PassContext(Half.INFERENCE if inference else Half.FORWARD, self.name, self.options)
         ctx.facts["user_outputs"] = self.forward_outputs
         return ForwardGraph(gm, inputs, ctx, codegen, self.options, frozenset() if inference else self.trained)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_choice",
     "check_dtype",
     "check_dtype_name",
+    "check_folder",
     "check_instance",
     "check_integer",
     "check_pair",
@@ -89,6 +91,15 @@ def check_choice(field: str, value: object, allowed: Sequence[str]) -> str:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise config_error(field, value, "is not a known choice", f"{hint}use one of {', '.join(map(repr, allowed))}")
     return value
+
+
+def check_folder(field: str, value: object) -> str | None:
+    """A path, which need not exist yet, as a string; None is none."""
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise config_error(field, value, "is not a folder", "give a path, or None")
+    return os.fsdecode(value)
 
 
 def check_instance(field: str, value: object, kind: type) -> None:

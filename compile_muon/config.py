@@ -27,6 +27,7 @@ from compile_muon.checks import (
     check_choice,
     check_dtype,
     check_dtype_name,
+    check_folder,
     check_instance,
     check_integer,
     check_pair,
@@ -34,6 +35,7 @@ from compile_muon.checks import (
     check_real,
 )
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.frame_options import CODEGENS
 
 __all__ = [
     "ADJUST_LR",
@@ -288,18 +290,13 @@ class CompileConfig:
     reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
-        dump = self.dump
-        if dump is not None:
-            if not isinstance(dump, (str, os.PathLike)) or not os.fspath(dump):
-                raise config_error("CompileConfig.dump", dump, "is not a folder", "give a path, or None")
-            dump = os.fspath(dump)
         if self.dynamic is not None:
             check_boolean("CompileConfig.dynamic", self.dynamic)
         _set(
             self,
             enabled=check_boolean("CompileConfig.enabled", self.enabled),
-            codegen=check_choice("CompileConfig.codegen", self.codegen, ("inductor", "eager")),
-            dump=dump,
+            codegen=check_choice("CompileConfig.codegen", self.codegen, CODEGENS),
+            dump=check_folder("CompileConfig.dump", self.dump),
             nvtx=check_boolean("CompileConfig.nvtx", self.nvtx),
             reshard_after_forward=check_boolean("CompileConfig.reshard_after_forward", self.reshard_after_forward),
             fullgraph=check_boolean("CompileConfig.fullgraph", self.fullgraph),

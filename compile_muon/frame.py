@@ -145,7 +145,7 @@ class BackwardGraph:
             lowering, with_prior = Lowering.REDUCE, False
         key = (lowering, with_prior)
         if key not in self._variants:
-            ctx = self.options.context(Half.BACKWARD, self.frame, lowering=lowering, with_prior=with_prior)
+            ctx = PassContext(Half.BACKWARD, self.frame, self.options, lowering, with_prior)
             gm = copy.deepcopy(self.gm)
             with self._context.restored():
                 run, traffic = lower_and_compile(gm, self.inputs, ctx, self.codegen)

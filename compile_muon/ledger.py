@@ -305,7 +305,7 @@ class Ledger:
         accumulating: inside :meth:`accumulate`.
         refresh: gathers the resident weights anew (stages 1 and 2).
         before_backward: called before a backward graph runs.
-        options: of the frame compiled last; the step graph uses them too.
+        options: of the frame compiled last, eager code before one is; the step graph uses them too.
     """
 
     accumulation_steps: int | None
@@ -315,7 +315,7 @@ class Ledger:
     accumulating: bool = False
     refresh: Callable[[], None] | None = None
     before_backward: Callable[[], None] | None = None
-    options: FrameOptions | None = None
+    options: FrameOptions = FrameOptions(codegen="eager")
 
     # ------------------------------------------------------------------ visits
 

@@ -20,7 +20,6 @@ from torch.optim.adamw import adamw
 from compile_muon.assignment import assign, lr_scale
 from compile_muon.config import Config, config_from_kwargs
 from compile_muon.errors import NonFiniteError
-from compile_muon.frame_options import FrameOptions
 from compile_muon.kernels import muon_apply
 from compile_muon.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor, samples_differ
 from compile_muon.passes import semantics
@@ -302,7 +301,7 @@ class MuonZero(Optimizer):
         momenta = {state.name: state.pending.momentum for state in updated if state.pending is not None}
         if raw_muon:
             results, new_momenta, traffic = self._step_graphs.orthogonalize(
-                raw_muon, [state.local_grad for state in raw_muon], self._ledger.options or FrameOptions("eager")
+                raw_muon, [state.local_grad for state in raw_muon], self._ledger.options
             )
             self._ledger.count(traffic)
             directions.update(zip((s.name for s in raw_muon), results, strict=True))

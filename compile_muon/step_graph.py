@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 
 from compile_muon.frame_options import FrameOptions
 from compile_muon.ledger import ParamState
-from compile_muon.passes import HALF_PASSES, Half, run_passes
+from compile_muon.passes import HALF_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.markers import ORTHOGONALIZE
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
@@ -87,7 +87,7 @@ class StepGraphs:
         fake = FakeTensorMode()
         with fresh_context(fake):
             gm, inputs = _build(states, fake)
-            gm = run_passes(gm, HALF_PASSES, options.context(Half.STEP, f"step{len(self._compiled)}"))
+            gm = run_passes(gm, HALF_PASSES, PassContext(Half.STEP, f"step{len(self._compiled)}", options))
             traffic = measure_traffic(gm, world=states[0].spec.world, rank=states[0].spec.rank)
             if options.codegen == "eager":
                 return _Compiled(make_boxed_func(gm.forward), traffic)

@@ -12,11 +12,11 @@ from .annotate import ANNOTATE
 from .deduplicate import DEDUPLICATE
 from .insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .lower import LOWER
-from .pipeline import GraphPass, Half, Lowering, PassContext, run_passes
+from .pipeline import GraphPass, Half, Lowering, PassContext, PassOptions, run_passes
 from .recompute import RECOMPUTE
 from .verify import VERIFY
 
-__all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "run_passes"]
+__all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "PassOptions", "run_passes"]
 
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE, INSERT_ORTHOGONALIZE)
 HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, LOWER, VERIFY, ANNOTATE)

@@ -46,7 +46,7 @@ def _surround(
 
 
 def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    if not ctx.nvtx:
+    if not ctx.options.nvtx:
         return gm
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     for number, node in enumerate(newton_schulz):

@@ -300,7 +300,8 @@ def _lower_backward(gm: GraphModule, ctx: PassContext) -> None:
             reduced.append(i)
 
     unreduced = {found[i][0]: prior for i, prior in priors.items() if found[i][2].spec.accumulates}
-    results = _lower_reductions(gm, [(found[i][0], found[i][2].spec) for i in reduced], unreduced, ctx.bucket_bytes)
+    to_reduce = [(found[i][0], found[i][2].spec) for i in reduced]
+    results = _lower_reductions(gm, to_reduce, unreduced, ctx.options.bucket_bytes)
     for node, result in results.items():
         _replace(gm, node, result)
 
@@ -311,7 +312,7 @@ def _lower_backward(gm: GraphModule, ctx: PassContext) -> None:
     if updated:
         directions = [found[i][1] for i in updated]
         shard_priors = [None if found[i][2].spec.accumulates else priors.get(i) for i in updated]
-        momenta, norms = _orthogonalize(gm, directions, shard_priors, ctx.bucket_bytes)
+        momenta, norms = _orthogonalize(gm, directions, shard_priors, ctx.options.bucket_bytes)
         extra += momenta + inline(gm, output, lambda *n: [torch.stack(n)], norms)
     _append_outputs(gm, extra)
     grads = tuple(facts for _, _, facts in found)
@@ -321,7 +322,7 @@ def _lower_backward(gm: GraphModule, ctx: PassContext) -> None:
 def _lower_step(gm: GraphModule, ctx: PassContext) -> None:
     """The step graph: every input gradient is a shard's, every output a direction, then the new momenta."""
     directions = list(gm.graph.find_nodes(op="call_function", target=ORTHOGONALIZE))
-    momenta, _ = _orthogonalize(gm, directions, [None] * len(directions), ctx.bucket_bytes)
+    momenta, _ = _orthogonalize(gm, directions, [None] * len(directions), ctx.options.bucket_bytes)
     _append_outputs(gm, momenta)
 
 
@@ -334,7 +335,7 @@ def _append_outputs(gm: GraphModule, extra: list[Node]) -> None:
 
 
 def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    _lower_unshards(gm, ctx.bucket_bytes)
+    _lower_unshards(gm, ctx.options.bucket_bytes)
     if ctx.half is Half.BACKWARD:
         _lower_backward(gm, ctx)
     if ctx.half is Half.STEP:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from .errors import PassContractError
 from .torch_private import trace_artifact
 
-__all__ = ["GraphPass", "Half", "Lowering", "PassContext", "run_passes"]
+__all__ = ["GraphPass", "Half", "Lowering", "PassContext", "PassOptions", "run_passes"]
 
 
 class Half(str, Enum):
@@ -39,31 +39,42 @@ class Lowering(str, Enum):
     UPDATE = "update"  # also orthogonalize Muon matrices
 
 
+@dataclass(frozen=True, kw_only=True)
+class PassOptions:
+    """What the caller of torch.compile chose about the passes.
+
+    Args:
+        dump: folder for readable graphs before and after each pass, or None.
+        nvtx: emit NVTX ranges around collectives and Newton–Schulz.
+        bucket_bytes: size cap of fused collectives.
+        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
+    """
+
+    dump: Path | None = None
+    nvtx: bool = False
+    bucket_bytes: int = 25 * 2**20
+    reshard_after_forward: bool = True
+
+
 @dataclass
 class PassContext:
     """What passes know besides the graph, and what they report.
 
     Args:
         half: the graph's role.
+        frame: name for dumps.
+        options: the caller's.
         lowering: the backward variant being built.
         with_prior: whether the graph takes what earlier micro-batches left (one extra input per reduced gradient).
-        frame: name for dumps.
-        dump: folder for readable graphs before and after each pass, or None.
-        bucket_bytes: size cap of fused collectives.
-        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
-        nvtx: emit NVTX ranges.
         timings: seconds per pass, filled by the runner.
         facts: what passes hand to the backend (extra inputs and outputs, traffic).
     """
 
     half: Half
+    frame: str = "frame"
+    options: PassOptions = PassOptions()
     lowering: Lowering = Lowering.REDUCE
     with_prior: bool = False
-    frame: str = "frame"
-    dump: Path | None = None
-    bucket_bytes: int = 25 * 2**20
-    reshard_after_forward: bool = True
-    nvtx: bool = False
     timings: dict[str, float] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
 
@@ -100,9 +111,9 @@ def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
         return gm.print_readable(print_output=False, include_stride=True, include_device=True)
 
     trace_artifact(f"muon_zero.{ctx.title}.{stage}", text)
-    if ctx.dump is not None:
-        ctx.dump.mkdir(parents=True, exist_ok=True)
-        (ctx.dump / f"{ctx.title}.{stage}.py").write_text(text())
+    if ctx.options.dump is not None:
+        ctx.options.dump.mkdir(parents=True, exist_ok=True)
+        (ctx.options.dump / f"{ctx.title}.{stage}.py").write_text(text())
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:

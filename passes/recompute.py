@@ -54,7 +54,8 @@ def is_view_or_cast(node: Node) -> bool:
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     unshards = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
-    kept = {node for node in unshards if not ctx.reshard_after_forward and ParamSpec.decode(node.args[-1]).gathered}
+    reshard = ctx.options.reshard_after_forward
+    kept = {node for node in unshards if not reshard and ParamSpec.decode(node.args[-1]).gathered}
     pending = list(unshards)
     while pending:
         node = pending.pop()

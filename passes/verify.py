@@ -58,7 +58,7 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
-    if ctx.half is Half.FORWARD and ctx.reshard_after_forward:
+    if ctx.half is Half.FORWARD and ctx.options.reshard_after_forward:
         _no_gathered_weight_saved(gm, int(ctx.facts.get("user_outputs", 0)))  # type: ignore[call-overload]
     return gm
 

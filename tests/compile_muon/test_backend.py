@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 import warnings
@@ -129,10 +130,13 @@ print("fine")
     [
         ({"codgen": "eager"}, ("codgen", "'eager'", "unknown option", "did you mean 'codegen'?")),
         ({"zzz": 1}, ("zzz", "use one of", "codegen", "dump")),
-        ({"codegen": "triton"}, ("codegen", "'triton'", "inductor", "eager")),
-        ({"bucket_mb": 0}, ("bucket_mb", "0", "> 0")),
-        ({"bucket_mb": "25"}, ("bucket_mb", "'25'")),
-        ({"bucket_mb": True}, ("bucket_mb", "True")),
+        ({"codegen": "triton"}, ("options['codegen'] = 'triton'", "'inductor'", "'eager'")),
+        ({"bucket_mb": 0}, ("options['bucket_mb'] = 0: lies outside (0, inf)",)),
+        ({"bucket_mb": "25"}, ("options['bucket_mb'] = '25'", "number")),
+        ({"bucket_mb": True}, ("options['bucket_mb'] = True", "number")),
+        ({"bucket_mb": math.inf}, ("options['bucket_mb'] = inf: is not finite",)),
+        ({"nvtx": "false"}, ("options['nvtx'] = 'false': must be true or false, not str; use a boolean",)),
+        ({"dump": 1}, ("options['dump'] = 1: is not a folder; give a path, or None",)),
         (
             {"reshard_after_forward": 1},
             ("options['reshard_after_forward'] = 1: must be true or false, not int; use a boolean",),

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, Lowering, PassContext, run_passes
+from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, Lowering, PassContext, PassOptions, run_passes
 from compile_muon.passes.torch_private import autograd_cache_disabled
 
 
@@ -107,7 +107,7 @@ class Captured:
     def _lower(
         self, half: Half, lowering: Lowering, with_prior: bool, passes: Any, **options: Any
     ) -> tuple[GraphModule, PassContext]:
-        ctx = PassContext(half, lowering=lowering, with_prior=with_prior, **options)
+        ctx = PassContext(half, options=PassOptions(**options), lowering=lowering, with_prior=with_prior)
         ctx.facts["user_outputs"] = self.user_outputs
         gm = copy.deepcopy(self.forward if half is Half.FORWARD else self.backward)
         return run_passes(gm, passes, ctx), ctx
@@ -121,7 +121,7 @@ def capture(
 
     def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         found["joint"] = copy.deepcopy(gm)
-        ctx = PassContext(Half.JOINT, reshard_after_forward=reshard_after_forward)
+        ctx = PassContext(Half.JOINT, options=PassOptions(reshard_after_forward=reshard_after_forward))
         gm = run_passes(gm, joint_passes, ctx)
         found["rewritten"] = copy.deepcopy(gm)
         found["user_outputs"] = kwargs["num_fwd_outputs"]

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, GraphPass, Half, Lowering, PassContext, run_passes
+from compile_muon.passes import (
+    HALF_PASSES,
+    JOINT_PASSES,
+    GraphPass,
+    Half,
+    Lowering,
+    PassContext,
+    PassOptions,
+    run_passes,
+)
 from compile_muon.passes.errors import PassContractError
 
 
@@ -98,7 +107,7 @@ def test_dump_holds_every_graph_before_and_after(tmp_path):
         lowering=Lowering.UPDATE,
         with_prior=True,
         frame="frame7",
-        dump=tmp_path / "new" / "folder",
+        options=PassOptions(dump=tmp_path / "new" / "folder"),
     )
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
     title = "frame7.backward.update_prior"
