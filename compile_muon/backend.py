@@ -11,6 +11,7 @@ import difflib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +40,40 @@ __all__ = ["muon_zero"]
 _IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
 
 
+def _folder(field: str, value: object) -> Path | None:
+    folder = check_folder(field, value)
+    return None if folder is None else Path(folder)
+
+
+def _bytes(field: str, megabytes: object) -> int:
+    return int(check_real(field, megabytes, positive=True) * 2**20)
+
+
+# What torch.compile takes: the field of FrameOptions it sets, and the check that gives its value.
+_OPTIONS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
+    "codegen": ("codegen", partial(check_choice, allowed=CODEGENS)),
+    "dump": ("dump", _folder),
+    "nvtx": ("nvtx", check_boolean),
+    "bucket_mb": ("bucket_bytes", _bytes),
+    "reshard_after_forward": ("reshard_after_forward", check_boolean),
+}
+
+
 def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
-    """Options of ``torch.compile(..., options=...)``.
+    """Options of ``torch.compile(..., options=...)``; what is not named keeps FrameOptions' default.
 
     Raises:
         ConfigError: unknown option or value.
     """
-    known = {"codegen", "dump", "nvtx", "bucket_mb", "reshard_after_forward"}
-    values = dict(options or {})
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {sorted(known)}"
-            raise ConfigError(f"options[{name!r}] = {values[name]!r}: unknown option; {remedy}")
-    dump = check_folder("options['dump']", values.get("dump"))
-    return FrameOptions(
-        codegen=check_choice("options['codegen']", values.get("codegen", "inductor"), CODEGENS),
-        dump=None if dump is None else Path(dump),
-        nvtx=check_boolean("options['nvtx']", values.get("nvtx", False)),
-        bucket_bytes=int(check_real("options['bucket_mb']", values.get("bucket_mb", 25), positive=True) * 2**20),
-        reshard_after_forward=check_boolean(
-            "options['reshard_after_forward']", values.get("reshard_after_forward", True)
-        ),
-    )
+    chosen = {}
+    for name, value in (options or {}).items():
+        if name not in _OPTIONS:
+            near = difflib.get_close_matches(name, _OPTIONS, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {sorted(_OPTIONS)}"
+            raise ConfigError(f"options[{name!r}] = {value!r}: unknown option; {remedy}")
+        field, check = _OPTIONS[name]
+        chosen[field] = check(f"options[{name!r}]", value)
+    return FrameOptions(**chosen)
 
 
 def _has_markers(gm: GraphModule) -> bool:

@@ -53,13 +53,12 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    unshards = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
-    reshard = ctx.options.reshard_after_forward
-    kept = {node for node in unshards if not reshard and ParamSpec.decode(node.args[-1]).gathered}
-    pending = list(unshards)
+    keep = not ctx.options.reshard_after_forward
+    pending = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
     while pending:
         node = pending.pop()
-        (mark_save if node in kept else mark_recompute)(node)
+        save = keep and node.target is UNSHARD and ParamSpec.decode(node.args[-1]).gathered
+        (mark_save if save else mark_recompute)(node)
         pending.extend(user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
     return gm
 
