@@ -58,7 +58,7 @@ lint: $(VENV)/.compile_muon
 # mypy sees the package as it is installed, through links: compile_muon/ with passes/ and kernels/ inside it.
 types: $(VENV)/.compile_muon
 	rm -rf .mypy_view && mkdir -p .mypy_view/compile_muon
-	ln -s $(addprefix ../../,$(wildcard compile_muon/*.py compile_muon/py.typed) passes kernels) .mypy_view/compile_muon/
+	ln -s $(addprefix ../../,$(filter-out %__pycache__,$(wildcard compile_muon/*)) passes kernels) .mypy_view/compile_muon/
 	cd .mypy_view && $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compile_muon
 
 bench: $(VENV)/.compile_muon

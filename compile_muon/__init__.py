@@ -6,7 +6,7 @@ or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_z
 """
 
 from compile_muon.checkpoint import load_checkpoint, save_checkpoint
-from compile_muon.config import Config
+from compile_muon.config.settings import Config
 from compile_muon.errors import ConfigError, LedgerError, MuonZeroError, NonFiniteError, UnsupportedModelError
 from compile_muon.initialize import initialize
 from compile_muon.optimizer import MuonZero

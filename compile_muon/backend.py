@@ -22,10 +22,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from compile_muon import passes
-from compile_muon.checks import check_boolean, check_choice, check_folder, check_real
+from compile_muon.config.checks import check_boolean, check_choice, check_folder, check_real
+from compile_muon.config.compile_options import CODEGENS, FrameOptions
 from compile_muon.errors import ConfigError
-from compile_muon.frame import BackwardGraph, Codegen, ForwardGraph
-from compile_muon.frame_options import CODEGENS, FrameOptions
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
 from compile_muon.passes.torch_private import (
@@ -34,6 +33,7 @@ from compile_muon.passes.torch_private import (
     compile_fx_inner,
     make_partitioner,
 )
+from compile_muon.runtime.frame import BackwardGraph, Codegen, ForwardGraph
 
 __all__ = ["muon_zero"]
 

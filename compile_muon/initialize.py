@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_muon.config import Config
+from compile_muon.config.settings import Config
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["initialize"]

@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from compile_muon.assignment import assign, lr_scale
-from compile_muon.config import Config, config_from_kwargs
+from compile_muon.config.settings import Config, config_from_kwargs
 from compile_muon.errors import NonFiniteError
 from compile_muon.kernels import muon_apply
-from compile_muon.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor, samples_differ
-from compile_muon.passes import semantics
+from compile_muon.model.assignment import assign, lr_scale
+from compile_muon.model.sharding import resolve_mesh, shard_model
 from compile_muon.passes.collectives import Traffic
-from compile_muon.replicas import refresh_replicas
-from compile_muon.sharding import resolve_mesh, shard_model
-from compile_muon.step_graph import StepGraphs
+from compile_muon.passes.exchange import transfers
+from compile_muon.runtime.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor, samples_differ
+from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.summary import Summary, summarize
 
 __all__ = ["MuonZero"]
@@ -234,7 +234,7 @@ class MuonZero(Optimizer):
         """Stage 1: a boundary that backward could not see leaves unreduced sums, dropped with ``.grad``."""
         for state in self._ledger.states:
             if state.unreduced is not None and state.param.grad is not None:
-                self._ledger.add_gradient(state, semantics.reduce_grad(state.unreduced, state.spec))
+                self._ledger.add_gradient(state, transfers.reduce_grad(state.unreduced, state.spec))
             state.unreduced = None
 
     def _split_by_kind(self) -> tuple[list[ParamState], list[ParamState]]:

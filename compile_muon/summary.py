@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from compile_muon.assignment import Assignment
-from compile_muon.config import Config
-from compile_muon.ledger import ParamState
+from compile_muon.config.settings import Config
+from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import bytes_sent, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.runtime.ledger import ParamState
 
 __all__ = ["Row", "Summary", "summarize"]
 

@@ -8,13 +8,13 @@ if __name__ != "compile_muon.passes":
     # Found from a checkout's root. A second copy of the operators would unregister the first.
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
-from .annotate import ANNOTATE
-from .deduplicate import DEDUPLICATE
-from .insert_orthogonalize import INSERT_ORTHOGONALIZE
-from .lower import LOWER
+from .half.annotate import ANNOTATE
+from .half.lower import LOWER
+from .half.verify import VERIFY
+from .joint.deduplicate import DEDUPLICATE
+from .joint.insert_orthogonalize import INSERT_ORTHOGONALIZE
+from .joint.recompute import RECOMPUTE
 from .pipeline import GraphPass, Half, Lowering, PassContext, PassOptions, run_passes
-from .recompute import RECOMPUTE
-from .verify import VERIFY
 
 __all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "PassOptions", "run_passes"]
 

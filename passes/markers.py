@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import exchange, semantics
+from .exchange import transfers
+from .exchange.orthogonalize import orthogonalize_group
 from .spec import ParamSpec, decode_dtype
 
 __all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD"]
@@ -27,7 +28,7 @@ def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("muon_zero::unshard", mutates_args=())
 def unshard(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec: str) -> Tensor:
-    return _no_alias(semantics.unshard(shard, replica, ParamSpec.decode(spec)), shard, replica)
+    return _no_alias(transfers.unshard(shard, replica, ParamSpec.decode(spec)), shard, replica)
 
 
 @unshard.register_fake
@@ -38,7 +39,7 @@ def _(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec:
 
 @torch.library.custom_op("muon_zero::reduce_grad", mutates_args=())
 def reduce_grad(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    return _no_alias(semantics.reduce_grad(grad, ParamSpec.decode(spec)), grad)
+    return _no_alias(transfers.reduce_grad(grad, ParamSpec.decode(spec)), grad)
 
 
 @reduce_grad.register_fake
@@ -49,7 +50,7 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
 def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    directions, _ = exchange.orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)])
+    directions, _ = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)])
     return _no_alias(directions[0], grad, state)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compile_muon.config import Config
+from compile_muon.config.settings import Config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_muon import ConfigError, MuonZero, initialize
 from compile_muon.kernels import newton_schulz
-from compile_muon.ledger import state_of
 from compile_muon.passes.markers import UNSHARD
+from compile_muon.runtime.ledger import state_of
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

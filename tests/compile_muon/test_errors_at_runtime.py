@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compile_muon import ConfigError, LedgerError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
-from compile_muon.ledger import state_of
+from compile_muon.runtime.ledger import state_of
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import Half, Lowering, costs
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
-from compile_muon.passes.exchange import assign_owners
-from compile_muon.passes.lower import reduced_grads
+from compile_muon.passes.exchange.orthogonalize import assign_owners
+from compile_muon.passes.half.lower import reduced_grads
 
 _c10d = torch.ops._c10d_functional
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .collectives import collectives, is_wait
-from .errors import VerificationError
-from .markers import MARKERS
-from .pipeline import GraphPass, Half, PassContext
-from .recompute import is_view_or_cast
+from ..collectives import collectives, is_wait
+from ..errors import VerificationError
+from ..joint.recompute import is_view_or_cast
+from ..markers import MARKERS
+from ..pipeline import GraphPass, Half, PassContext
 
 __all__ = ["VERIFY"]
 

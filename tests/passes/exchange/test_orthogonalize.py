@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.kernels import newton_schulz
-from compile_muon.passes.exchange import assign_owners, orthogonalize_group
+from compile_muon.passes.exchange.orthogonalize import assign_owners, orthogonalize_group
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5

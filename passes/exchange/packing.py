@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .spec import decode_dtype
+from ..spec import decode_dtype
 
 __all__ = ["pack", "unpack"]
 

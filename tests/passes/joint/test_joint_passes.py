@@ -11,8 +11,8 @@ from compile_muon import MuonZero
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import VerificationError
+from compile_muon.passes.joint.recompute import is_view_or_cast
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
-from compile_muon.passes.recompute import is_view_or_cast
 from compile_muon.passes.spec import ParamSpec
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from .markers import ORTHOGONALIZE, REDUCE_GRAD
-from .pipeline import GraphPass, Half, PassContext
-from .spec import ParamSpec
+from ..markers import ORTHOGONALIZE, REDUCE_GRAD
+from ..pipeline import GraphPass, Half, PassContext
+from ..spec import ParamSpec
 
 __all__ = ["INSERT_ORTHOGONALIZE"]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from compile_muon.ledger import ParamState, edits_of
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.semantics import gather_finish, gather_start
+from compile_muon.passes.exchange.transfers import gather_finish, gather_start
 from compile_muon.passes.spec import decode_dtype
+from compile_muon.runtime.ledger import ParamState, edits_of
 
 __all__ = ["refresh_replicas"]
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from compile_muon.kernels import muon_momentum
 
-from .costs import owner_work
+from ..costs import owner_work
+from ..spec import MuonSpec, ParamSpec, decode_dtype
 from .packing import pack, unpack
-from .semantics import all_gather, all_to_all, shard_widths
-from .spec import MuonSpec, ParamSpec, decode_dtype
+from .transfers import all_gather, all_to_all, shard_widths
 
 __all__ = ["assign_owners", "orthogonalize_group"]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..spec import ParamSpec, decode_dtype
 from .packing import pack, unpack
-from .spec import ParamSpec, decode_dtype
 
 __all__ = [
     "all_gather",

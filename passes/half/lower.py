@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from . import semantics
-from .exchange import assign_owners, orthogonalize_group
-from .inline import inline
-from .markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
-from .pipeline import GraphPass, Half, Lowering, PassContext, tensor_value
-from .recompute import is_view_or_cast
-from .spec import ParamSpec, decode_dtype
+from ..exchange import transfers
+from ..exchange.orthogonalize import assign_owners, orthogonalize_group
+from ..inline import inline
+from ..joint.recompute import is_view_or_cast
+from ..markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
+from ..pipeline import GraphPass, Half, Lowering, PassContext, tensor_value
+from ..spec import ParamSpec, decode_dtype
 
 __all__ = ["LOWER", "BackwardPlan", "ReducedGrad", "gradient_positions", "reduced_grads"]
 
@@ -106,7 +106,7 @@ def _lower_unshards(gm: GraphModule, cap_bytes: int) -> None:
         def weight(
             shard: torch.Tensor, replica: torch.Tensor | None = None, spec: ParamSpec = spec, copy: bool = copy
         ) -> list[torch.Tensor]:
-            full = semantics.unshard(shard, replica, spec)
+            full = transfers.unshard(shard, replica, spec)
             # A weight handed out of the graph must not change when the resident copy is refreshed.
             return [full.clone() if copy else full]
 
@@ -122,7 +122,7 @@ def _lower_gathers(gm: GraphModule, groups: list[list[tuple[Node, ParamSpec]]]) 
         specs = [spec for _, spec in group]
 
         def start(*shards: torch.Tensor, specs: list[ParamSpec] = specs) -> list[torch.Tensor]:
-            return [semantics.gather_start(shards, specs)]
+            return [transfers.gather_start(shards, specs)]
 
         # Shards are graph inputs, so a gather can start anywhere.
         at = firsts[max(0, number - 1)]
@@ -131,7 +131,7 @@ def _lower_gathers(gm: GraphModule, groups: list[list[tuple[Node, ParamSpec]]]) 
         specs = [spec for _, spec in group]
 
         def finish(handle: torch.Tensor, specs: list[ParamSpec] = specs) -> list[torch.Tensor]:
-            return semantics.gather_finish(handle, specs)
+            return transfers.gather_finish(handle, specs)
 
         for (node, _), full in zip(group, inline(gm, group[0][0], finish, [handle]), strict=True):
             _replace(gm, node, full)
@@ -186,7 +186,7 @@ def _lower_reductions(
     order = {node: position for position, (node, _) in enumerate(items)}
     groups.sort(key=lambda group: order[group[-1][0]])
     for node, spec in alone:
-        results[node] = inline(gm, node, lambda g, s=spec: [semantics.reduce_grad(g, s)], [node.args[0]])[0]
+        results[node] = inline(gm, node, lambda g, s=spec: [transfers.reduce_grad(g, s)], [node.args[0]])[0]
     started = []
     for group in groups:
         specs = [spec for _, spec in group]
@@ -198,7 +198,7 @@ def _lower_reductions(
             grads = list(tensors[: len(specs)])
             for k, prior in zip(with_prior, tensors[len(specs) :], strict=True):
                 grads[k] = grads[k] + prior
-            return [semantics.reduce_start(grads, specs)]
+            return [transfers.reduce_start(grads, specs)]
 
         inputs = [node.args[0] for node, _ in group] + [priors[group[k][0]] for k in with_prior]
         started += inline(gm, group[-1][0], start, inputs)
@@ -207,7 +207,7 @@ def _lower_reductions(
         specs = [spec for _, spec in group]
 
         def finish(handle: torch.Tensor, specs: list[ParamSpec] = specs) -> list[torch.Tensor]:
-            return semantics.reduce_finish(handle, specs)
+            return transfers.reduce_finish(handle, specs)
 
         results.update(zip((node for node, _ in group), inline(gm, end, finish, [handle]), strict=True))
     return results

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.config.compile_options import FrameOptions
 from compile_muon.errors import LedgerError
-from compile_muon.frame_options import FrameOptions
 from compile_muon.passes import Lowering
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.spec import ParamSpec
@@ -478,7 +478,7 @@ class Ledger:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """No optimizer steps a copied module: its gradients stay raw, its resident weights follow its shards."""
-        from compile_muon.replicas import refresh_replicas
+        from compile_muon.runtime.replicas import refresh_replicas
 
         copied = Ledger(accumulation_steps=None, update_in_backward=False, options=self.options)
         copied.refresh = lambda: copied.count(refresh_replicas(copied.states))

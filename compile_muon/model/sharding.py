@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from compile_muon.assignment import Assignment
-from compile_muon.config import Config
+from compile_muon.config.settings import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype, resolve_method
-from compile_muon.ledger import Ledger, ParamState
+from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
+from compile_muon.runtime.ledger import Ledger, ParamState
 
 __all__ = ["describe", "resolve_mesh", "shard_model"]
 

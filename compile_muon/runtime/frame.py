@@ -14,15 +14,15 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compile_muon.config.compile_options import FrameOptions
 from compile_muon.errors import MuonZeroError
-from compile_muon.frame_options import FrameOptions
-from compile_muon.ledger import Arrival, Decision, ParamState, Pending, state_of
 from compile_muon.passes import HALF_PASSES, Half, Lowering, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
-from compile_muon.passes.lower import BackwardPlan, ReducedGrad, gradient_positions, reduced_grads
+from compile_muon.passes.half.lower import BackwardPlan, ReducedGrad, gradient_positions, reduced_grads
 from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active
+from compile_muon.runtime.ledger import Arrival, Decision, ParamState, Pending, state_of
 
 __all__ = ["BackwardGraph", "ForwardGraph", "lower_and_compile"]
 

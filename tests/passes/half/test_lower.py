@@ -9,7 +9,7 @@ from torch import nn
 from compile_muon import MuonZero
 from compile_muon.passes import Half, Lowering
 from compile_muon.passes.collectives import collectives
-from compile_muon.passes.lower import reduced_grads
+from compile_muon.passes.half.lower import reduced_grads
 from compile_muon.passes.markers import MARKERS
 
 WORLD = 3

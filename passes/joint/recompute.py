@@ -12,10 +12,10 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .markers import UNSHARD
-from .pipeline import GraphPass, Half, PassContext
-from .spec import ParamSpec
-from .torch_private import mark_recompute, mark_save
+from ..markers import UNSHARD
+from ..pipeline import GraphPass, Half, PassContext
+from ..spec import ParamSpec
+from ..torch_private import mark_recompute, mark_save
 
 __all__ = ["RECOMPUTE", "VIEWS_AND_CASTS", "is_view_or_cast"]
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim._muon import _adjust_lr
 
-from compile_muon.assignment import Assignment, assign, lr_scale
 from compile_muon.errors import ConfigError, MuonZeroError, UnsupportedModelError
+from compile_muon.model.assignment import Assignment, assign, lr_scale
 
 
 def muon(result):

@@ -5,7 +5,7 @@ A setting reaches a dataclass in one of three ways, and each names it its own wa
 * directly, ``ZeroConfig(stage=3)``, named ``ZeroConfig.stage``;
 * as a ``MuonZero`` keyword argument, :func:`config_from_kwargs`, named ``stage``;
 * from JSON or a dict in DeepSpeed's vocabulary, :meth:`Config.load`, named ``zero_optimization.stage``
-  (rules in :mod:`compile_muon.vocabulary`).
+  (rules in :mod:`compile_muon.config.deepspeed`).
 
 docs/configuration.md is the same for users.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from compile_muon.checks import (
+from compile_muon.config.checks import (
     check_boolean,
     check_choice,
     check_dtype,
@@ -34,8 +34,8 @@ from compile_muon.checks import (
     check_patterns,
     check_real,
 )
+from compile_muon.config.compile_options import CODEGENS
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.frame_options import CODEGENS
 
 __all__ = [
     "ADJUST_LR",
@@ -148,7 +148,7 @@ class MuonConfig:
     """The Muon half of the optimizer.
 
     Attributes:
-        lr: learning rate before :func:`compile_muon.assignment.lr_scale`.
+        lr: learning rate before :func:`compile_muon.model.assignment.lr_scale`.
         momentum: EMA factor in [0, 1).
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
@@ -319,7 +319,7 @@ class Config:
 
     Attributes:
         muon_params: which parameters get Muon; a predicate ``f(name, param)``, a tuple of fnmatch patterns, or None
-            for the rules of :mod:`compile_muon.assignment`.
+            for the rules of :mod:`compile_muon.model.assignment`.
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
 
@@ -378,7 +378,7 @@ class Config:
         """
         if isinstance(source, Config):
             return source
-        from compile_muon.vocabulary import read_config  # it builds the classes of this module
+        from compile_muon.config.deepspeed import read_config  # it builds the classes of this module
 
         return read_config(source)
 

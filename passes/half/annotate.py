@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .collectives import collectives, is_wait
-from .pipeline import GraphPass, Half, PassContext
+from ..collectives import collectives, is_wait
+from ..pipeline import GraphPass, Half, PassContext
 
 __all__ = ["ANNOTATE", "RANGE_POP", "RANGE_PUSH"]
 

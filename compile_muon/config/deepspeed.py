@@ -7,8 +7,8 @@ Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
   override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
 * ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
 * Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
-* What is absent takes the default of :mod:`compile_muon.config`, not DeepSpeed's (``zero_optimization.stage`` is 2,
-  not 0).
+* What is absent takes the default of :mod:`compile_muon.config.settings`, not DeepSpeed's
+  (``zero_optimization.stage`` is 2, not 0).
 * ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
 * ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
 * A DeepSpeed key that has no meaning here is an error, even where it is only a hint: a flag that does nothing is
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from compile_muon.checks import check_boolean, check_dtype, check_real
-from compile_muon.config import (
+from compile_muon.config.checks import check_boolean, check_dtype, check_real
+from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
     NO_MUON,

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_muon.frame_options import FrameOptions
-from compile_muon.ledger import ParamState
+from compile_muon.config.compile_options import FrameOptions
 from compile_muon.passes import HALF_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.markers import ORTHOGONALIZE
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
+from compile_muon.runtime.ledger import ParamState
 
 __all__ = ["StepGraphs"]
 

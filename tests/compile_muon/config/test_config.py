@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_muon.config import (
+from compile_muon.config.deepspeed import _SECTIONS
+from compile_muon.config.settings import (
     NS_COEFFICIENTS,
     AdamWConfig,
     CompileConfig,
@@ -31,7 +32,6 @@ from compile_muon.errors import (
 )
 from compile_muon.kernels.coefficients import COEFFICIENTS, resolve_coefficients
 from compile_muon.optimizer import MuonZero
-from compile_muon.vocabulary import _SECTIONS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -794,7 +794,7 @@ def test_binary_file(tmp_path):
 
 # ----------------------------------------------------------------------------------------------- docs
 
-DOCS = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
 
 
 def documented() -> dict[str, list[str]]:

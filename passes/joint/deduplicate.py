@@ -7,8 +7,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from .markers import REDUCE_GRAD, UNSHARD
-from .pipeline import GraphPass, PassContext, tensor_value
+from ..markers import REDUCE_GRAD, UNSHARD
+from ..pipeline import GraphPass, PassContext, tensor_value
 
 __all__ = ["DEDUPLICATE"]
 

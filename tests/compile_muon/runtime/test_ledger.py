@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from compile_muon import LedgerError, MuonZero, ledger
+from compile_muon import LedgerError, MuonZero
 from compile_muon.kernels import resolve_coefficients
-from compile_muon.ledger import Arrival, Decision, Ledger, ParamState, Pending, state_of
 from compile_muon.passes import Lowering
 from compile_muon.passes.spec import MuonSpec, ParamSpec
+from compile_muon.runtime import ledger
+from compile_muon.runtime.ledger import Arrival, Decision, Ledger, ParamState, Pending, state_of
 
 ACCUMULATE, REDUCE, UPDATE = Lowering.ACCUMULATE, Lowering.REDUCE, Lowering.UPDATE
 
@@ -453,7 +454,7 @@ class Small(nn.Module):
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     """Out of memory in the updating backward: the sums of earlier micro-batches are still in `.grad`."""
     monkeypatch.undo()  # a real backward
-    import compile_muon.frame as frame
+    import compile_muon.runtime.frame as frame
 
     failing = []
     original = frame.lower_and_compile
