@@ -24,14 +24,17 @@ def muon_apply(
 ) -> None:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
-    `scale` is one number for all, or one for each. Updates have their parameter's shape, any strides and any floating
-    dtype. `lr` is a number or a one-element tensor, on the CPU or on the parameters' device, which is never waited for
-    and never baked into a traced graph. Decay uses the unscaled lr.
+    Bitwise torch.optim.Muon's ``param.mul_(1 - lr * weight_decay)`` and ``param.add_(update, alpha=-lr * scale)``,
+    except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. On CUDA
+    outside of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding.
 
-    Bitwise torch.optim.Muon's `param.mul_(1 - lr * weight_decay)` and `param.add_(update, alpha=-lr * scale)`, except
-    for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. On CUDA outside
-    of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding.
-
+    Args:
+        params: tensors of any floating dtype, changed.
+        updates: one for each, of its shape, any strides and any floating dtype.
+        lr: a number or a one-element tensor, on the CPU or on the parameters' device, which is never waited for and
+            never baked into a traced graph.
+        weight_decay: multiplies the unscaled lr.
+        scale: one number for all, or one for each.
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.

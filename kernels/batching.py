@@ -14,7 +14,13 @@ Implementation = Callable[[Tensor, Plan], Tensor]
 
 
 def one_by_one(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
-    """Every matrix by itself, in two dimensions: for CPUs, where a batched product is no faster than its parts."""
+    """Every matrix by itself, in two dimensions: for CPUs, where a batched product is no faster than its parts.
+
+    Args:
+        xs, plan, implementation: as for :func:`one_batch_per_shape`.
+    Returns:
+        New tensors of the inputs' shapes.
+    """
     return [_matrices_of(x, plan, implementation) for x in xs]
 
 
@@ -22,6 +28,13 @@ def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implem
     """All matrices of equal shape in one batch; a matrix that is the only one of its shape runs unbatched.
 
     Only tensors of the same dtype share a batch, so that none is normalized in another's precision.
+
+    Args:
+        xs: tensors [..., m, n].
+        plan: for each.
+        implementation: computes a matrix or a batch.
+    Returns:
+        New tensors of the inputs' shapes that share no memory.
     """
     groups: dict[tuple[int, int, torch.dtype], list[int]] = {}
     results: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Coefficient sets of the quintic Newton–Schulz step X ← aX + (bA + cA²)X, A = XXᵀ.
+"""Coefficient sets of the quintic Newton-Schulz step X ← aX + (bA + cA²)X, A = XXᵀ.
 
 Sources: jordan, KellerJordan/Muon; you, YouJiacheng (as in Dao-AILab/gram-newton-schulz); polar_express, arXiv
 2505.16932 (as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a singular value above one);
@@ -18,7 +18,16 @@ from types import MappingProxyType
 
 import torch
 
-from .stability import BFLOAT16, FLOAT16, Precision, Triple, choose_restarts, survives_rounding
+from .stability import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Precision,
+    Triple,
+    choose_restarts,
+    factors_are_accurate,
+    survives_rounding,
+)
 
 __all__ = ["COEFFICIENTS", "CoefficientSet", "resolve_coefficients"]
 
@@ -30,9 +39,13 @@ _JORDAN: Triple = (3.4445, -4.7750, 2.0315)
 
 @dataclass(frozen=True)
 class CoefficientSet:
-    """A schedule of Newton–Schulz steps, resolved: `steps[i]` is the (a, b, c) of step i.
+    """A schedule of Newton-Schulz steps, resolved.
 
-    `safety` multiplies the Frobenius norm X is divided by. A `fixed_length` schedule is only meaningful as a whole.
+    Args:
+        name: that errors call it by.
+        steps: the (a, b, c) of each step.
+        safety: multiplies the Frobenius norm X is divided by.
+        fixed_length: the schedule is only meaningful as a whole.
     """
 
     name: str
@@ -43,9 +56,9 @@ class CoefficientSet:
     def gram_restarts(self, dtype: torch.dtype) -> tuple[int, ...]:
         """Numbers of steps after which the gram form restarts; every step where nothing less is safe.
 
-        float32 and float64 restart where float16 does: they need it less, but not never.
+        float64 restarts where float32 does: it needs it less, but not never.
         """
-        chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT16))
+        chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT32))
         return tuple(range(1, len(self.steps))) if chosen is None else chosen
 
     @property
@@ -54,12 +67,17 @@ class CoefficientSet:
         return survives_rounding(self.steps, self.safety, BFLOAT16)
 
     def gram_is_stable(self, dtype: torch.dtype) -> bool:
-        """Whether the gram form is about as accurate as the standard form in `dtype` (see `stability`)."""
+        """Whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
         precision = _HALF.get(dtype)
         if precision is None:
             return True
         restartable = choose_restarts(self.steps, precision) is not None
         return restartable and survives_rounding(self.steps, self.safety, precision)
+
+    def gram_is_accurate(self, dtype: torch.dtype) -> bool:
+        """Whether the gram form is about as accurate as the standard form in ``dtype`` (see ``stability``)."""
+        precision = _HALF.get(dtype)
+        return self.gram_is_stable(dtype) and (precision is None or factors_are_accurate(self.steps, precision))
 
 
 _HALF: Mapping[torch.dtype, Precision] = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -110,17 +128,16 @@ CoefficientsLike = str | CoefficientSet | Sequence[float] | Sequence[Sequence[fl
 
 
 def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = None) -> CoefficientSet:
-    """The schedule that runs when asked for `coefficients` and `steps`.
+    """The schedule that runs when asked for ``coefficients`` and ``steps``.
 
-    `coefficients` is a name in `COEFFICIENTS`, one triple (a, b, c), a sequence of triples, or a `CoefficientSet`.
-    `steps=None` takes the schedule's own length (five for one triple); a number takes exactly that many, cutting a
-    longer schedule and repeating the last triple of a shorter one, except for a schedule of fixed length.
-
+    Args:
+        coefficients: a name in ``COEFFICIENTS``, one triple (a, b, c), a sequence of triples, or a ``CoefficientSet``.
+        steps: None for the schedule's own length (five for one triple), or exactly how many: a longer schedule is cut,
+            the last triple of a shorter one repeated, unless the schedule is of fixed length.
     Raises:
         ValueError: an unknown name, malformed or non-finite triples, a step count outside 1..99, or one that a
-            schedule of
-            fixed length does not have.
-        TypeError: `steps` is not an int.
+            schedule of fixed length does not have.
+        TypeError: ``steps`` is not an int.
     """
     chosen = _named(coefficients) if isinstance(coefficients, str) else coefficients
     if not isinstance(chosen, CoefficientSet):
@@ -130,7 +147,7 @@ def resolve_coefficients(coefficients: CoefficientsLike, steps: int | None = Non
     if isinstance(steps, bool) or not isinstance(steps, int):
         raise TypeError(f"steps={steps!r}: expected an int or None (the schedule's own length)")
     if not 1 <= steps <= MAX_STEPS:
-        raise ValueError(f"steps={steps}: expected 1 to {MAX_STEPS} Newton–Schulz steps")
+        raise ValueError(f"steps={steps}: expected 1 to {MAX_STEPS} Newton-Schulz steps")
     length = len(chosen.steps)
     if chosen.fixed_length and steps != length:
         raise ValueError(

@@ -29,11 +29,19 @@ def resolve_dtype(
     coefficients: CoefficientSet | None = None,
     method: str = "auto",
 ) -> torch.dtype:
-    """The dtype Newton–Schulz computes in and returns; "auto" is bfloat16 on CUDA and float32 elsewhere.
+    """The dtype Newton-Schulz computes in and returns.
 
-    (Most CPUs have no fast bfloat16 product.) On CUDA, "auto" is float16 for method "gram", which bfloat16 is too
-    coarse for, and float32 for `coefficients` that do not survive that dtype.
-    Raises ValueError for anything but the four floating dtypes.
+    "auto" is float32 off CUDA, for most CPUs have no fast half-precision product. On CUDA it is bfloat16, in which
+    torch.optim.Muon computes, but float16 for ``method`` "gram": an eighth of bfloat16's error at the same speed, where
+    nothing asks for torch's bits. ``coefficients`` that do not survive that dtype make it float32.
+
+    Args:
+        dtype: "auto", one of the four floating dtypes, or its name.
+        device: where it will run.
+        coefficients: of the steps; None for any that survive half precision.
+        method: as asked for, "auto" included.
+    Raises:
+        ValueError: any other ``dtype``.
     """
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
@@ -54,7 +62,15 @@ def resolve_dtype(
 def resolve_method(method: str, rows: int, cols: int, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
     """The form that runs for matrices of rows × cols, "standard" or "gram".
 
-    That is what `admissible_method` says, and where it leaves both, what `cheaper_method` says.
+    That is what :func:`admissible_method` says, and where it leaves both, what :func:`cheaper_method` says.
+
+    Args:
+        method: as asked for, "auto" included.
+        rows, cols: of the matrix, in either order.
+        dtype: that Newton-Schulz computes in.
+        coefficients: of the steps.
+    Raises:
+        ValueError: as :func:`admissible_method`.
     """
     admissible = admissible_method(method, dtype, coefficients)
     if admissible != "auto":
@@ -63,13 +79,21 @@ def resolve_method(method: str, rows: int, cols: int, dtype: torch.dtype, coeffi
 
 
 def admissible_method(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
-    """`method`, with "auto" kept only where standard and gram are about equally accurate.
+    """``method``, with "auto" kept only where standard and gram are about equally accurate.
 
-    "auto" becomes "standard" in bfloat16, which needs more restarts and is less accurate with them, and in float16 for
-    a schedule the gram form is unstable for (cans, for one).
+    They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then at
+    most 3.2 times the standard form's, mostly the same, on the spectra of tests/kernels/test_accuracy.py. Elsewhere
+    (cans in float16, polar_express in bfloat16) "auto" becomes "standard".
 
-    Raises ValueError for an unknown method, for "gram" in half precision with such a schedule, and for any method in
-    bfloat16 with a schedule that diverges in it.
+    Args:
+        method: "auto", "standard" or "gram".
+        dtype: that Newton-Schulz computes in.
+        coefficients: of the steps.
+    Returns:
+        "auto", "standard" or "gram".
+    Raises:
+        ValueError: an unknown method; "gram" in half precision with a schedule it does not survive; any method in
+            bfloat16 with a schedule that diverges in it.
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
@@ -78,19 +102,23 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
             f"dtype=bfloat16 with coefficients {coefficients.name!r} diverges: their steps reach the edge of what "
             "the next step contracts; use dtype='float32', or other coefficients"
         )
-    stable = coefficients.gram_is_stable(dtype)
-    if method == "gram" and not stable:
+    if method == "gram" and not coefficients.gram_is_stable(dtype):
         raise ValueError(
             f"method='gram' with coefficients {coefficients.name!r} is unstable in {dtype}: they amplify its rounding "
             "of the Gram matrix; use method='standard', or dtype float32 or float64"
         )
-    return "standard" if method == "auto" and (dtype == torch.bfloat16 or not stable) else method
+    return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
 def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
-    """Whichever form takes fewer operations, with dense products or with symmetric ones computed once.
+    """Whichever form takes fewer operations: gram above an aspect ratio of 1.5, or 4/3 with symmetric products halved.
 
-    For five steps and a restart that is gram above an aspect ratio of 1.5 or 1.
+    Args:
+        rows, cols: of the matrix, in either order.
+        steps, restarts: how many; fewer restarts than one after every step.
+        symmetric: symmetric products are computed by one triangle.
+    Returns:
+        "standard" or "gram".
     """
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
     gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
@@ -98,11 +126,17 @@ def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric
 
 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-    """Newton–Schulz of every matrix in `xs`, each [..., m, n]; new contiguous tensors in `plan.dtype`.
+    """Newton-Schulz of every matrix of a list.
 
     On CPUs each matrix by itself on aten. On GPUs all matrices of a shape at once: by Triton's kernels in half
-    precision, on the architectures and from the sizes of `gpu/tiles.json` on; by aten, that is cuBLAS, otherwise.
+    precision, on the architectures and from the sizes of ``gpu/tiles.json`` on; by aten, that is cuBLAS, otherwise.
     With TRITON_INTERPRET=1 CPUs are such a GPU.
+
+    Args:
+        xs: tensors [..., m, n] on one device, unmodified.
+        plan: what to do with each.
+    Returns:
+        New contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
@@ -129,7 +163,7 @@ def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
 
 @cache
 def triton_kernels() -> ModuleType | None:
-    """`gpu.newton_schulz`, imported on first use; None without Triton, or without a CUDA device or the interpreter."""
+    """``gpu.newton_schulz``, imported on first use; None without Triton, or without CUDA and the interpreter."""
     on_cuda = torch.version.cuda is not None and torch.cuda.is_available()
     if importlib.util.find_spec("triton") is None or not (on_cuda or _interpreting()):
         return None

@@ -1,6 +1,6 @@
 """Whether a kernel may be launched here and now, rather than written into somebody's graph.
 
-`muon_momentum` and `muon_apply` are plain aten wherever they are traced, so that compilers fuse them with their
+``muon_momentum`` and ``muon_apply`` are plain aten wherever they are traced, so that compilers fuse them with their
 neighbours; only outside of all tracing is there anything to gain from a kernel of ours.
 """
 

@@ -16,21 +16,26 @@ def muon_momentum(
     nesterov: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(update, new momentum), with new = momentum + (1 − beta)(grad − momentum); neither input is modified.
-
-    update = grad + beta (new − grad) if `nesterov`, else new, cast to `out_dtype`. All have grad's shape; new keeps
-    momentum's dtype, which grad is cast to first; without `nesterov` and without a cast, both results are one tensor.
-    `beta` is a number, or the pair of 0-dim (or one-element) float tensors (1 − beta, beta), on the CPU or on grad's
-    device, which keeps beta out of a traced graph.
+    """new = momentum + (1 − beta)(grad − momentum), update = grad + beta (new − grad) if ``nesterov``, else new.
 
     Plain aten wherever it is traced, so compilers may fuse it; on CUDA outside of graphs one Triton kernel, a single
     pass over memory, whose results differ from aten's by the rounding of float32 arithmetic at most.
 
-    As aten, bitwise torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)` and `grad.lerp(buf, momentum)`: lerp takes a
+    As aten, bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and ``grad.lerp(buf, momentum)``: lerp takes a
     tensor weight with the same arithmetic as a number, if the weight's dtype is the one lerp computes in. That is
     float32 for half-precision momentum, which is therefore widened here (a half-precision weight would round beta).
     For float64 momentum the pair must be float64 to be exact.
 
+    Args:
+        grad: any shape and strides; cast to momentum's dtype first.
+        momentum: the average so far, of grad's shape.
+        beta: a number, or the pair of 0-dim (or one-element) float tensors (1 − beta, beta), on the CPU or on grad's
+            device, which keeps beta out of a traced graph.
+        nesterov: whether the update looks ahead.
+        out_dtype: of the update.
+    Returns:
+        ``(update, new)`` of grad's shape; new has momentum's dtype. Neither input is modified. Without ``nesterov`` and
+        without a cast, both are one tensor.
     Raises:
         ValueError: grad and momentum differ in shape.
     """

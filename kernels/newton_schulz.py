@@ -1,4 +1,4 @@
-"""Orthogonalization of matrices by Newton–Schulz: X → UVᵀ approximately, where X = UΣVᵀ."""
+"""Orthogonalization of matrices by Newton-Schulz: X → UVᵀ approximately, where X = UΣVᵀ."""
 
 import math
 from collections.abc import Sequence
@@ -23,25 +23,30 @@ def newton_schulz(
     dtype: str | torch.dtype = "auto",
     eps: float = 1e-7,
 ) -> Tensor:
-    """Orthogonalize x, [..., m, n] of a real floating dtype and any strides, one matrix per leading index.
+    """Orthogonalize every matrix of a tensor.
 
     X ← x / max(‖x‖, eps), then per step A = XXᵀ, X ← aX + (bA + cA²)X, on the wide orientation. Singular values end
-    near one; how near depends on `coefficients` (a name, a triple or triples, see `resolve_coefficients`). `method`
-    is "standard" as written, "gram" for the same polynomial iterated on XXᵀ, or "auto" for the cheaper of the two
-    where they are equally accurate. `dtype` is what the products run in; "auto" is bfloat16 on CUDA, float32
-    elsewhere.
+    near one; how near depends on ``coefficients``. Not differentiable.
 
-    Returns a new contiguous tensor of x's shape in the compute dtype; x is not modified. Not differentiable. A zero
-    matrix gives zeros, a NaN or infinite entry a whole matrix of NaN (bfloat16: as torch.optim.Muon). In float16,
-    float32 and float64 the division by the norm happens in at least float32, before the cast, and is right for
-    entries from 1e-30 to 1e+30 (a matrix smaller than eps stays small, as its definition says; eps=0 makes the result
-    independent of scale). In bfloat16, method "standard" and a single matrix, the result is bitwise that of
+    A zero matrix gives zeros, a NaN or infinite entry a whole matrix of NaN (bfloat16: as torch.optim.Muon). In
+    float16, float32 and float64 the division by the norm happens in at least float32, before the cast, and is right
+    for entries from 1e-30 to 1e+30. In bfloat16, method "standard" and a single matrix, the result is bitwise that of
     torch.optim.Muon.
 
+    Args:
+        x: [..., m, n] of a real floating dtype and any strides, unmodified.
+        method: "standard" as written, "gram" for the same polynomial iterated on XXᵀ, or "auto" for the cheaper of the
+            two where they are about equally accurate.
+        coefficients: a name, a triple or triples, see :func:`resolve_coefficients`.
+        steps: how many, or None for as many as the coefficients have.
+        dtype: that the products run in; "auto" is bfloat16 on CUDA (float16 for "gram"), float32 elsewhere.
+        eps: a matrix smaller than that stays small; 0 makes the result independent of scale.
+    Returns:
+        A new contiguous tensor of x's shape in the compute dtype.
     Raises:
         ValueError: x has fewer than two dimensions or is not of a real floating dtype; unknown method, coefficients
-            or dtype; steps the coefficients do not have; negative or non-finite eps; coefficients that
-            half precision does not survive.
+            or dtype; steps the coefficients do not have; negative or non-finite eps; coefficients that half precision
+            does not survive.
     """
     return newton_schulz_list([x], method=method, coefficients=coefficients, steps=steps, dtype=dtype, eps=eps)[0]
 
@@ -55,10 +60,17 @@ def newton_schulz_list(
     dtype: str | torch.dtype = "auto",
     eps: float = 1e-7,
 ) -> list[Tensor]:
-    """`newton_schulz` of every tensor in `xs`, of any shapes but on one device, as one operator call.
+    """:func:`newton_schulz` of every tensor of a list, as one operator call.
 
-    On CUDA matrices of equal shape run as one batch. Raises what `newton_schulz` does, and ValueError for mixed
-    devices.
+    On CUDA matrices of equal shape run as one batch.
+
+    Args:
+        xs: tensors [..., m, n] of any shapes but on one device.
+        method, coefficients, steps, dtype, eps: as for :func:`newton_schulz`.
+    Returns:
+        A new tensor for each.
+    Raises:
+        ValueError: as :func:`newton_schulz`, and mixed devices.
     """
     if not xs:
         return []
@@ -77,7 +89,14 @@ def make_plan(
     device: torch.device | str,
     eps: float,
 ) -> Plan:
-    """The plan for these choices, all but the ones that depend on a shape. Raises as `newton_schulz` does."""
+    """The plan for these choices, all but the ones that depend on a shape.
+
+    Args:
+        method, coefficients, steps, dtype, eps: as for :func:`newton_schulz`.
+        device: where it will run.
+    Raises:
+        ValueError: as :func:`newton_schulz`, but for what concerns x.
+    """
     _check_eps(eps)
     chosen = resolve_coefficients(coefficients, steps)
     compute = resolve_dtype(dtype, device, chosen, method)
@@ -104,8 +123,8 @@ def _check_eps(eps: float) -> None:
 
 def _check(x: Tensor, device: torch.device) -> None:
     if x.ndim < 2:
-        raise ValueError(f"a tensor of shape {tuple(x.shape)} is no matrix: Newton–Schulz takes [..., m, n]")
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is no matrix: Newton-Schulz takes [..., m, n]")
     if not x.dtype.is_floating_point:
-        raise ValueError(f"a matrix of dtype {x.dtype}: Newton–Schulz takes real floating dtypes")
+        raise ValueError(f"a matrix of dtype {x.dtype}: Newton-Schulz takes real floating dtypes")
     if x.device != device:
         raise ValueError(f"matrices on {device} and {x.device}: pass one list per device")

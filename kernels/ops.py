@@ -1,11 +1,11 @@
-"""`muon_zero::newton_schulz`: Newton–Schulz of a list of matrices as one operator, opaque to compilers.
+"""``muon_zero::newton_schulz``: Newton-Schulz of a list of matrices as one operator, opaque to compilers.
 
     newton_schulz(Tensor[] xs, float[] coefficients, str method, str dtype, float eps, float safety, int[] restarts)
     -> Tensor[]
 
-xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. `coefficients` is a, b, c of every step,
-flat. `method` and the rest are the fields of `plan.Plan`. Results are new contiguous tensors of the inputs' shapes in
-`dtype`. There is no derivative. Inductor may not fuse or reassociate what happens inside: inlined bfloat16 steps
+xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients`` is a, b, c of every step,
+flat. ``method`` and the rest are the fields of ``plan.Plan``. Results are new contiguous tensors of the inputs' shapes
+in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what happens inside: inlined bfloat16 steps
 drift from eager ones by about 5e-3 after four steps.
 """
 
@@ -76,6 +76,6 @@ def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int
 
 
 def arguments(plan: Plan) -> OpArguments:
-    """The op's arguments after `xs`, as floats, ints and strings."""
+    """The op's arguments after ``xs``, as floats, ints and strings."""
     flat = [value for triple in plan.steps for value in triple]
     return flat, plan.method, str(plan.dtype).removeprefix("torch."), plan.eps, plan.safety, list(plan.restarts)

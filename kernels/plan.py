@@ -1,4 +1,4 @@
-"""What one Newton–Schulz call does, with every choice that does not depend on a shape already made."""
+"""What one Newton-Schulz call does, with every choice that does not depend on a shape already made."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,16 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """`method` is "standard", "gram", or "auto" where either will do and the shape decides."""
+    """One call's settings, resolved.
+
+    Args:
+        steps: (a, b, c) of each step.
+        method: "standard", "gram", or "auto" where either will do and the shape decides.
+        dtype: of the products and the result.
+        eps: smallest norm that X is divided by.
+        safety: multiplies the norm.
+        restarts: numbers of steps after which the gram form restarts.
+    """
 
     steps: tuple[Triple, ...]
     method: str

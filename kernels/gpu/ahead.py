@@ -119,7 +119,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def measure(architecture: str, name: str, launch: Launch) -> Resources:
-    """Compile for `architecture`, with Triton's active driver replaced; so in a process that launches nothing."""
+    """Compile for ``architecture``, with Triton's active driver replaced; so in a process that launches nothing."""
     triton.runtime.driver.set_active(_NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
     compiled = launch.compile()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

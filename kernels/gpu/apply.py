@@ -1,8 +1,8 @@
-"""Decay and scaled update of a list of parameters, one pass over memory; the twin of `muon_apply` in plain aten.
+"""Decay and scaled update of a list of parameters, one pass over memory; the twin of ``muon_apply`` in plain aten.
 
     p ← (1 − lr · weight_decay) p − lr · scale · u
 
-Per element it reads p and u and writes p. Arithmetic in float32, one rounding. Up to `MOST` tensors share a launch.
+Per element it reads p and u and writes p. Arithmetic in float32, one rounding. Up to ``MOST`` tensors share a launch.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,15 @@ def apply_updates(
     weight_decay: float,
     scales: Sequence[float],
 ) -> None:
-    """In place on `params`, which share a dtype and a device, as do `updates`; every pair is one that `takes` takes."""
+    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place.
+
+    Args:
+        params: tensors of one dtype on one device, changed.
+        updates: one for each, of one dtype; every pair is one that :func:`takes` takes.
+        lr: a number or a one-element tensor.
+        weight_decay: multiplies the unscaled lr.
+        scales: one for each.
+    """
     start = 0
     while start < len(params):
         chunk = slice(start, start + next(size for size in (MOST, 4, 2, 1) if size <= len(params) - start))
@@ -85,7 +93,7 @@ def launch(
     weight_decay: float,
     scales: Sequence[float],
 ) -> Launch:
-    """At most `MOST` pairs at once."""
+    """At most ``MOST`` pairs at once."""
     on_device = isinstance(lr, Tensor) and lr.device == params[0].device
     elements = tuple(p.numel() for p in params)
     return Launch(

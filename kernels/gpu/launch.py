@@ -11,9 +11,14 @@ __all__ = ["Launch"]
 
 @dataclass(frozen=True)
 class Launch:
-    """`kernel[(programs,)](*arguments, **constants)` on the device of `on`.
+    """``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``.
 
-    `constants` are the kernel's constexprs and Triton's num_warps and num_stages.
+    Args:
+        kernel: a Triton kernel.
+        programs: how many.
+        on: a tensor of the device.
+        arguments: of the kernel, at run time.
+        constants: its constexprs and Triton's num_warps and num_stages.
     """
 
     kernel: Any
@@ -29,5 +34,5 @@ class Launch:
             self.kernel[(self.programs,)](*self.arguments, **self.constants)
 
     def compile(self) -> Any:
-        """The compiled kernel that `run` would start, for the target of Triton's active driver."""
+        """The compiled kernel that ``run`` would start, for the target of Triton's active driver."""
         return self.kernel.warmup(*self.arguments, grid=(self.programs,), **self.constants)

@@ -1,9 +1,9 @@
-"""Momentum, look-ahead and cast in one pass over memory; the twin of `muon_momentum` in plain aten.
+"""Momentum, look-ahead and cast in one pass over memory; the twin of ``muon_momentum`` in plain aten.
 
     new = momentum + (1 − β)(grad − momentum);  update = grad + β (new − grad) with nesterov, else new
 
 Per element it reads grad and momentum and writes both results. Arithmetic in float32, with aten's two forms of lerp;
-`new` is rounded to momentum's dtype before `update` is made of it.
+``new`` is rounded to momentum's dtype before ``update`` is made of it.
 """
 
 import torch
@@ -75,7 +75,16 @@ def momentum_update(
     nesterov: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(update, new), new tensors in the inputs' layout. `weights` is (1 − β, β): numbers, or one-element tensors."""
+    """new = momentum + (1 − β)(grad − momentum), update = grad + β (new − grad) with nesterov, else new.
+
+    Args:
+        grad, momentum: tensors that :func:`takes` takes, unmodified.
+        weights: (1 − β, β), numbers or one-element tensors.
+        nesterov: whether the update looks ahead.
+        out_dtype: of the update.
+    Returns:
+        ``(update, new)``, new tensors in the inputs' layout.
+    """
     update = torch.empty_like(grad, dtype=out_dtype)
     new = torch.empty_like(momentum)
     launch(grad, momentum, update, new, weights=weights, nesterov=nesterov).run()

@@ -1,6 +1,5 @@
-"""Newton–Schulz on the Triton kernels: `reference.orthogonalize` product for product, symmetric ones computed once."""
+"""Newton-Schulz on the Triton kernels: the loops of ``iterations``, symmetric products computed by one triangle."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,8 +8,8 @@ import triton
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..iterations import gram, standard
 from ..plan import Plan
-from ..stability import Triple
 from .normalize import normalize
 from .operands import empty_matrices
 from .product import product
@@ -27,22 +26,28 @@ class Products:
     table: Table
     processors: int
 
-    def symmetric(
-        self, left: Tensor, right: Tensor, *, alpha: float = 1.0, plus: Tensor | None = None, beta: float = 0.0
-    ) -> Tensor:
-        """α left rightᵀ + β plus, [b, k, k], new."""
-        out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
-        if alpha == 0 and plus is not None:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+    def outer(self, x: Tensor) -> Tensor:
+        """``x xᵀ``, [b, k, k], new."""
+        return self._symmetric(x, x, alpha=1.0, plus=None, beta=0.0)
+
+    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+        """``alpha left right + beta plus``, [b, k, k], new: the lower triangle, mirrored."""
+        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+            out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
             return torch.mul(plus, beta, out=out)
-        symmetric_product(
-            left, right, out, self.table.symmetric, self.processors, alpha=alpha, plus=plus, beta=beta
-        ).run()
+        return self._symmetric(left, right, alpha=alpha, plus=plus, beta=beta)
+
+    def _symmetric(self, left: Tensor, right: Tensor, *, alpha: float, plus: Tensor | None, beta: float) -> Tensor:
+        """``alpha left rightᵀ + beta plus``; rightᵀ is right for the results of this class, bitwise symmetric."""
+        out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
+        tiles = self.table.symmetric
+        symmetric_product(left, right, out, tiles, self.processors, alpha=alpha, plus=plus, beta=beta).run()
         return out
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
     ) -> Tensor:
-        """left right + β plus, [b, k, l], in `out` where given."""
+        """``left right + beta plus``, [b, k, l], in ``out`` where given, else new."""
         if out is None:
             matrices, rows, cols = right.shape
             out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
@@ -62,7 +67,7 @@ def products_on(device: torch.device) -> Products | None:
 
 
 def serves(x: Tensor, plan: Plan) -> bool:
-    """Whether `orthogonalize` takes x, [m, n] or [b, m, n], and is expected to be at least as fast as cuBLAS."""
+    """Whether ``orthogonalize`` takes x, [m, n] or [b, m, n], and is expected to be at least as fast as cuBLAS."""
     if x.dtype == torch.float64 or plan.dtype not in (torch.float16, torch.bfloat16):
         return False
     products = products_on(x.device)
@@ -70,10 +75,14 @@ def serves(x: Tensor, plan: Plan) -> bool:
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
-    """Newton–Schulz of x, [m, n] or [b, m, n] in float16, bfloat16 or float32, any strides, unmodified.
+    """Newton-Schulz of one matrix or one batch. Allocates and launches only, so a CUDA graph can capture it.
 
-    `plan.method` is "standard" or "gram", `plan.dtype` float16 or bfloat16. Returns a new contiguous tensor of x's
-    shape in `plan.dtype`. Allocates and launches only, so a CUDA graph can capture it.
+    Args:
+        x: [m, n] or [b, m, n] in float16, bfloat16 or float32, any strides, unmodified.
+        plan: with method "standard" or "gram", dtype float16 or bfloat16.
+        products: of x's device.
+    Returns:
+        A new contiguous tensor of x's shape in ``plan.dtype``.
     """
     tall = x.shape[-2] > x.shape[-1]
     result = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
@@ -81,42 +90,11 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
     out = result if x.ndim == 3 else result[None]
     if tall:
         batch, out = batch.mT, out.mT
-    iterate = _standard if plan.method == "standard" else _gram
     shape = "×".join(map(str, batch.shape))
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         wide = normalize(batch, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-        iterate(wide, plan, products, out)
-    return result
-
-
-def _standard(x: Tensor, plan: Plan, products: Products, out: Tensor) -> None:
-    """Per step A = XXᵀ, B = bA + cA², X ← aX + BX; the last X goes to `out`."""
-    for i, (a, b, c) in enumerate(plan.steps):
-        A = products.symmetric(x, x)
-        B = products.symmetric(A, A, alpha=c, plus=A, beta=b)
-        x = products.general(B, x, plus=x, beta=a, out=out if i + 1 == len(plan.steps) else None)
-
-
-def _gram(x: Tensor, plan: Plan, products: Products, out: Tensor) -> None:
-    """Segments of the same polynomial on R = XXᵀ and Q, X ← QX after each; the last X goes to `out`."""
-    bounds = (0, *plan.restarts, len(plan.steps))
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        Q = _gram_segment(products.symmetric(x, x), plan.steps[start:stop], products)
-        x = products.general(Q, x, out=out if stop == len(plan.steps) else None)
-
-
-def _gram_segment(R: Tensor, steps: Sequence[Triple], products: Products) -> Tensor:
-    """Z = bR + cR², Q ← aQ + QZ, R ← (aI + Z) R (aI + Z): polynomials of one matrix, so all products are symmetric."""
-    Q: Tensor | None = None
-    for i, (a, b, c) in enumerate(steps):
-        Z = products.symmetric(R, R, alpha=c, plus=R, beta=b)
-        if i + 1 < len(steps):
-            RZ = products.symmetric(Z, R, plus=R, beta=a)
-            R = products.symmetric(Z, RZ, plus=RZ, beta=a)
-        if Q is None:  # Q was I: aQ + QZ without a product, in Z's own memory
-            Q = Z
-            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+        if plan.method == "standard":
+            standard(wide, plan.steps, products, out=out)
         else:
-            Q = products.symmetric(Q, Z, plus=Q, beta=a)
-    assert Q is not None
-    return Q
+            gram(wide, plan.steps, plan.restarts, products, out=out)
+    return result

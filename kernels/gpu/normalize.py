@@ -2,8 +2,8 @@
 
     X ← X / (safety · max(‖X‖, eps))      X [b, k, l], ‖·‖ of each matrix
 
-No entry's square overflows or vanishes: sums of squares are kept over the largest entry seen, as
-`reference.normalize` has it, so entries from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one
+No entry's square overflows or vanishes: sums of squares are kept over the largest entry seen, as in
+``reference.normalize``, so entries from 1e-30 to 1e+30 are right in every output dtype. The first pass leaves one
 (largest, sum) pair a program, the second combines them in a fixed order: no atomics, the same bits every time.
 """
 
@@ -141,10 +141,18 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
 
 
 def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
-    """A new [b, k, l] in `dtype` with unit last stride, for x of the same shape and any strides, unmodified.
+    """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
 
-    x is float16, bfloat16 or float32. Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole
-    matrix into NaN. No host synchronization.
+    Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole matrix into NaN. No host
+    synchronization.
+
+    Args:
+        x: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified.
+        dtype: of the result.
+        eps: smallest norm.
+        safety: multiplies the norm.
+    Returns:
+        A new tensor of x's shape with unit last stride.
     """
     matrices, rows, cols = x.shape
     programs = min(_tiles(rows, cols), MOST_PARTIALS)

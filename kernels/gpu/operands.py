@@ -28,7 +28,7 @@ def load_tile(
     DESCRIPTORS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """[ROWS, COLS] of matrix `matrix` from (row, col) on, zero outside [rows, cols]."""
+    """[ROWS, COLS] of matrix ``matrix`` from (row, col) on, zero outside [rows, cols]."""
     if DESCRIPTORS:
         tile = source.load([matrix, row, col]).reshape(ROWS, COLS)
     else:

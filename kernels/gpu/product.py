@@ -1,9 +1,9 @@
-"""The general product of the two: a symmetric k × k matrix times a wide one.
+"""The general product of the two: a symmetric k × k matrix times one that is not.
 
     C = L R + β P      L [b, k, k], R, P, C [b, k, l]
 
-which is aX + BX with β = a. Accumulated in float32, rounded once. C may have any strides, so that the last product of
-an iteration writes a tall matrix in place.
+which is aX + BX with β = a, QX, and aQ + ZQ. Accumulated in float32, rounded once. C may have any strides, so that the
+last product of an iteration writes a tall matrix in place.
 """
 
 import triton
@@ -82,7 +82,17 @@ def product(
     plus: Tensor | None = None,
     beta: float = 0.0,
 ) -> Launch:
-    """out ← left right + β plus; all but out have unit last strides, and out shares no memory with the operands."""
+    """out ← left right + β plus.
+
+    Args:
+        left: [b, k, k] with unit last stride.
+        right: [b, k, l] with unit last stride.
+        out: [b, k, l], any strides; shares no memory with the others.
+        tiles: to choose from.
+        processors: of the device.
+        plus: [b, k, l] with unit last stride, or None.
+        beta: multiplies ``plus``.
+    """
     matrices, rows, cols = right.shape
     tile = choose(tiles, rows, cols, matrices, processors, triangle=False)
     summand = right if plus is None else plus

@@ -2,9 +2,8 @@
 
     C = α L Rᵀ + β P      L, R [b, k, d], P, C [b, k, k]
 
-where L Rᵀ is symmetric: X Xᵀ (L = R), and products of two polynomials of one symmetric matrix, which commute: A A,
-Q Z, Z R. Accumulated in float32, rounded once. C is bitwise symmetric whatever the inputs: the lower triangle is what
-is computed, of P too.
+where L Rᵀ is symmetric up to rounding: X Xᵀ and A A (L = R), and in the gram form R Z and Z S. Accumulated in float32,
+rounded once. C is bitwise symmetric whatever the inputs: the lower triangle is what is computed, of P too.
 """
 
 import triton
@@ -107,7 +106,17 @@ def symmetric_product(
     plus: Tensor | None = None,
     beta: float = 0.0,
 ) -> Launch:
-    """out ← α left rightᵀ + β plus, α not 0; all have unit last strides, and out shares no memory with the others."""
+    """out ← α left rightᵀ + β plus.
+
+    Args:
+        left, right: [b, k, d] with unit last strides.
+        out: [b, k, k] with unit last stride; shares no memory with the others.
+        tiles: to choose from.
+        processors: of the device.
+        alpha: not 0.
+        plus: [b, k, k] with unit last stride, or None.
+        beta: multiplies ``plus``.
+    """
     matrices, size, depth = left.shape
     tile = choose(tiles, size, size, matrices, processors, triangle=True)
     summand = left if plus is None else plus

@@ -1,4 +1,4 @@
-"""Tile shapes of the two matrix-product kernels, from `tiles.json`: which runs is decided by how it fills the device.
+"""Tile shapes of the two matrix-product kernels, from ``tiles.json``: which runs is decided by how it fills the device.
 
 The file holds, for each architecture, where its numbers come from and, for each kernel, tiles from the largest to the
 smallest. A large tile reads less memory per operation but leaves multiprocessors idle when there are few of them.
@@ -20,12 +20,16 @@ _FILE = Path(__file__).with_name("tiles.json")
 
 @dataclass(frozen=True)
 class Tile:
-    """One program makes `rows` × `cols` of the result, `depth` of the summed dimension at a time.
+    """What one program makes of a result, and how.
 
-    `group` rows of tiles are walked together, so that their operands stay in the L2 cache. `stages` and `warps` are
-    Triton's num_stages and num_warps. `rate` is what a multiprocessor does of such tiles in a second, relative to the
-    table's fastest. `descriptors`: operands come through the tensor memory accelerator; `specialize`: loads and
-    products run in warps of their own.
+    Args:
+        rows, cols: of the result.
+        depth: of the summed dimension at a time.
+        group: rows of tiles that are walked together, so that their operands stay in the L2 cache.
+        stages, warps: Triton's num_stages and num_warps.
+        rate: what a multiprocessor does of such tiles in a second, relative to the table's fastest.
+        descriptors: operands come through the tensor memory accelerator.
+        specialize: loads and products run in warps of their own.
     """
 
     rows: int
@@ -41,10 +45,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class Table:
-    """The tiles of one architecture, and the smallest problem worth them.
+    """The tiles of one architecture, and the smallest problem worth them; cuBLAS runs smaller ones.
 
-    Triton runs matrices whose smaller dim is at least `smallest`, or `smallest_batched` in a batch of
-    `batch` or more; cuBLAS all others. `source` says what the numbers were taken on, when and how.
+    Args:
+        source: what the numbers were taken on, when and how.
+        smallest: smaller dim from which Triton runs a matrix.
+        smallest_batched, batch: the same in a batch of ``batch`` or more.
+        symmetric, product: tiles of either kernel, from the largest to the smallest.
     """
 
     source: str
@@ -91,7 +98,7 @@ def architecture(device: torch.device) -> str | None:
 
 
 def ceildiv(a: int, b: int) -> int:
-    """⌈a / b⌉; `triton.cdiv` serves kernels too, and on the host costs more than what it divides for."""
+    """⌈a / b⌉; ``triton.cdiv`` serves kernels too, and on the host costs more than what it divides for."""
     return -(-a // b)
 
 
@@ -105,8 +112,13 @@ def work(tile: Tile, rows: int, cols: int, matrices: int, processors: int, *, tr
     """Entries of the result that the busiest multiprocessor makes, whole tiles at a time.
 
     On 132 of them the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three tiles,
-    where 128 × 128 are 528, four each: two thirds of the work. `triangle` counts only the tiles that hold some of a
-    square result's lower triangle.
+    where 128 × 128 are 528, four each: two thirds of the work.
+
+    Args:
+        tile: of the result.
+        rows, cols, matrices: of the results.
+        processors: that share the tiles.
+        triangle: counts only the tiles that hold some of a square result's lower triangle.
     """
     down, across = ceildiv(rows, tile.rows), ceildiv(cols, tile.cols)
     programs = down * across

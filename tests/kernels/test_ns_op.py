@@ -112,13 +112,15 @@ def test_flop_formula_is_what_the_reference_does(shape, coefficients, method):
     assert counted(lambda: OP([x], *arguments(plan))) == products > 0
 
 
-def test_published_operation_counts():
-    """In units of k³ for five steps and one restart: 20α + 10 and 8α + 28."""
+def test_operation_counts():
+    """In units of k³ for five steps and one restart, as published: 20α + 10 and 8α + 28. And of products by halves."""
     for alpha in (1, 2, 4):
         assert standard_flops(10, 10 * alpha, 5) == (20 * alpha + 10) * 1000
         assert gram_flops(10, 10 * alpha, 5, 1) == (8 * alpha + 28) * 1000
         assert standard_flops(10, 10 * alpha, 5, symmetric=True) == (15 * alpha + 5) * 1000
-        assert gram_flops(10, 10 * alpha, 5, 1, symmetric=True) == (6 * alpha + 14) * 1000
+        assert gram_flops(10, 10 * alpha, 5, 1, symmetric=True) == (6 * alpha + 17) * 1000
+        assert gram_flops(10, 10 * alpha, 5, 2) == (12 * alpha + 22) * 1000
+        assert gram_flops(10, 10 * alpha, 5, 2, symmetric=True) == (9 * alpha + 13) * 1000
 
 
 def test_counts_over_a_list():
