@@ -6,9 +6,10 @@ or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_z
 """
 
 from compile_muon.checkpoint import load_checkpoint, save_checkpoint
-from compile_muon.config.settings import Config
+from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, LedgerError, MuonZeroError, NonFiniteError, UnsupportedModelError
 from compile_muon.initialize import initialize
+from compile_muon.model.full_parameters import full_parameters
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
 
@@ -21,8 +22,10 @@ __all__ = [
     "NonFiniteError",
     "Summary",
     "UnsupportedModelError",
+    "full_parameters",
     "initialize",
     "load_checkpoint",
+    "load_config",
     "save_checkpoint",
 ]
 

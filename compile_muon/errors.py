@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from compile_muon.passes.errors import MuonZeroError, PassContractError, VerificationError
+
 __all__ = [
     "ConfigError",
     "LedgerError",
     "MuonZeroError",
     "NonFiniteError",
+    "PassContractError",
     "UnsupportedModelError",
+    "VerificationError",
     "config_error",
+    "join_errors",
 ]
 
 _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that explains it
 
 
-class MuonZeroError(RuntimeError):
-    """Base of the errors raised while training: the program was well-formed, this step is not."""
-
-
-class LedgerError(MuonZeroError):
+class LedgerError(MuonZeroError, RuntimeError):
     """Forward and backward visits do not balance, e.g. a gradient arrived after its update."""
 
 
-class NonFiniteError(MuonZeroError):
-    """A gradient holds inf or NaN and the configuration says ``nonfinite="error"``."""
+class NonFiniteError(MuonZeroError, ArithmeticError):
+    """Gradients hold inf or NaN: in one step under ``nonfinite="error"``, in too many in a row under ``"skip"``."""
 
 
 class UnsupportedModelError(MuonZeroError, ValueError):
     """The model holds something compile_muon cannot shard or orthogonalize; nothing was changed."""
 
 
-class ConfigError(ValueError):
-    """A setting is wrong. Raise it through :func:`config_error`, which gives every message the same shape.
+class ConfigError(MuonZeroError, ValueError):
+    """Settings are wrong; nothing was changed. :func:`config_error` gives every message the same shape.
 
     Attributes:
-        field: path of the setting as the user wrote it, e.g. ``optimizer.params.muon_lr``.
+        field: path of the setting as the user wrote it, e.g. ``optimizer.params.muon_lr``; empty if several are wrong.
         shown: the value as printed.
         problem: what is wrong with it.
         remedy: what to write instead.
@@ -44,6 +47,12 @@ class ConfigError(ValueError):
     shown: str = ""
     problem: str = ""
     remedy: str = ""
+    _several: tuple[ConfigError, ...] = ()
+
+    @property
+    def errors(self) -> tuple[ConfigError, ...]:
+        """One error for each wrong setting; the error itself where there is only one."""
+        return self._several or (self,)
 
     def renamed(self, field: str) -> ConfigError:
         """The same complaint about ``field``, for a caller whose user knows the setting by another name."""
@@ -60,6 +69,15 @@ def config_error(field: str, value: object, problem: str, remedy: str) -> Config
     if len(shown) > _VALUE_WIDTH:
         shown = shown[: _VALUE_WIDTH - 3] + "..."
     return _compose(field, shown, problem, remedy)
+
+
+def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
+    """One error that lists ``errors`` (at least one) on a line each; a single one comes back as it is."""
+    if len(errors) == 1:
+        return errors[0]
+    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors))))
+    joined._several = tuple(errors)
+    return joined
 
 
 def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:

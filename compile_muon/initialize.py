@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_muon.config.settings import Config
+from compile_muon.config import Config, load_config
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["initialize"]
@@ -37,7 +37,7 @@ def initialize(
     Raises:
         ConfigError, UnsupportedModelError: nothing is changed then.
     """
-    resolved = Config.load(config)
+    resolved = load_config(config)
     optimizer = MuonZero.from_config(model, resolved, mesh=mesh, process_group=process_group)
     settings = resolved.compile
     if settings.enabled:

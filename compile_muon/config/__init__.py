@@ -1,0 +1,33 @@
+"""Configuration: what can be set, in which vocabularies, and what of it is wrong.
+
+The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
+them), ``compile_options``, ``settings``, ``deepspeed``.
+"""
+
+from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options
+from compile_muon.config.deepspeed import load_config
+from compile_muon.config.settings import (
+    ARGUMENTS,
+    AdamWConfig,
+    CompileConfig,
+    Config,
+    MuonConfig,
+    NSConfig,
+    ZeroConfig,
+    config_from_kwargs,
+)
+
+__all__ = [
+    "ARGUMENTS",
+    "AdamWConfig",
+    "CompileConfig",
+    "CompileOptions",
+    "Config",
+    "FrameOptions",
+    "MuonConfig",
+    "NSConfig",
+    "ZeroConfig",
+    "config_from_kwargs",
+    "load_config",
+    "read_options",
+]

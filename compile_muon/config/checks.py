@@ -6,7 +6,8 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,22 +25,12 @@ __all__ = [
     "check_pair",
     "check_patterns",
     "check_real",
+    "unknown_name",
 ]
 
-_DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-_DTYPE_ALIASES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "fp32": "float32",
-    "fp64": "float64",
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
+_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"} | {
+    name: str(getattr(torch, name)).removeprefix("torch.") for name in ("half", "float", "double")
 }
 
 
@@ -85,7 +76,14 @@ def check_boolean(field: str, value: object) -> bool:
     return value
 
 
-def check_choice(field: str, value: object, allowed: Sequence[str]) -> str:
+def unknown_name(field: str, value: object, name: str, known: Collection[str], problem: str) -> ConfigError:
+    """The error about a setting called ``name``, with the nearest of the known names as remedy, or else all of them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+    return config_error(field, value, problem, remedy)
+
+
+def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -93,42 +91,40 @@ def check_choice(field: str, value: object, allowed: Sequence[str]) -> str:
     return value
 
 
-def check_folder(field: str, value: object) -> str | None:
-    """A path, which need not exist yet, as a string; None is none."""
-    if value is None:
-        return None
+def check_folder(field: str, value: object) -> Path:
+    """A path, which need not exist yet."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise config_error(field, value, "is not a folder", "give a path, or None")
-    return os.fsdecode(value)
+    return Path(os.fsdecode(value))
 
 
-def check_instance(field: str, value: object, kind: type) -> None:
+def check_instance(field: str, value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
+    return value
 
 
 def check_dtype_name(field: str, value: object, extra: Sequence[str] = ()) -> str:
     """Canonical name ("bfloat16") of a torch.dtype or of one of its usual names."""
     name = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
     if isinstance(name, str):
-        name = _DTYPE_ALIASES.get(name.removeprefix("torch."), name.removeprefix("torch."))
+        name = _SHORT_DTYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
     allowed = (*extra, *_DTYPES)
     if not isinstance(name, str) or name not in allowed:
         raise config_error(field, value, "is not a supported dtype", f"use one of {', '.join(allowed)}")
     return name
 
 
-def check_dtype(field: str, value: object) -> torch.dtype | None:
-    return None if value is None else _DTYPES[check_dtype_name(field, value)]
+def check_dtype(field: str, value: object) -> torch.dtype:
+    return _DTYPES[check_dtype_name(field, value)]
 
 
-def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None:
-    if value is None or callable(value):
+def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...]:
+    if callable(value):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise config_error(
-            field, value, "must be a predicate f(name, param) or a list of name patterns", 'write ["pattern", ...]'
-        )
+        problem = "must be a predicate f(name, param) or a list of name patterns"
+        raise config_error(field, value, problem, 'write ["pattern", ...]')
     if not value:
         raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
     for pattern in value:

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
+from compile_muon.config.checked import Checked, Mistakes, setting
+from compile_muon.config.checks import check_boolean, check_choice, check_folder, check_real, unknown_name
 from compile_muon.passes import PassOptions
 
-__all__ = ["CODEGENS", "FrameOptions"]
+__all__ = ["CompileOptions", "FrameOptions", "read_options"]
 
-CODEGENS = ("inductor", "eager")
+_MB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions(Checked):
+    """The options by the names their users write; those of the passes keep the defaults they have there.
+
+    Attributes:
+        codegen: "inductor", or "eager" to run the rewritten graphs without Inductor.
+        dump: folder that receives every graph before and after each pass, or None.
+        nvtx: annotate collectives and Newton-Schulz with NVTX ranges.
+        bucket_mb: size limit of fused collectives in MiB, > 0.
+        reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
+            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name.
+    """
+
+    codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
+    dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
+    nvtx: bool = setting(PassOptions.nvtx, check_boolean)
+    bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
+    reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
+
+    def options(self) -> dict[str, Any]:
+        """What ``torch.compile(..., options=...)`` takes, without what is default.
+
+        >>> CompileOptions(codegen="eager").options()
+        {'codegen': 'eager'}
+        """
+        own = fields(CompileOptions)  # and not those that a subclass adds
+        return {f.name: value for f in own if (value := getattr(self, f.name)) != f.default}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameOptions(PassOptions):
-    """Those of the passes, and what compiles the graphs they leave.
+    """What the compiler of one frame reads: the options of the passes, and what compiles the graphs they leave.
 
     Args:
-        codegen: ``"inductor"`` or ``"eager"`` (run the rewritten graphs without Inductor).
+        codegen: as in :class:`CompileOptions`.
     """
 
-    codegen: str = "inductor"
+    codegen: str = CompileOptions.codegen
+
+
+def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
+    """Options of ``torch.compile(..., options=...)``; what is not named keeps its default.
+
+    Raises:
+        ConfigError: naming every unknown option and every bad value.
+
+    >>> read_options({"bucket_mb": 0.5}).bucket_bytes
+    524288
+    """
+    mistakes, known = Mistakes(), {}
+    names = [f.name for f in fields(CompileOptions)]
+    for name, value in (options or {}).items():
+        if name in names:
+            known[name] = value
+        else:
+            mistakes.add(unknown_name(f"options[{name!r}]", value, str(name), names, "is an unknown option"))
+    values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
+    mistakes.raise_all()
+    if "bucket_mb" in values:
+        values["bucket_bytes"] = int(values.pop("bucket_mb") * _MB)
+    return FrameOptions(**values)

@@ -1,10 +1,10 @@
-"""Configuration: frozen dataclasses, checked when built.
+"""Configuration: frozen dataclasses, checked when built; a setting's default and range stand here and nowhere else.
 
 A setting reaches a dataclass in one of three ways, and each names it its own way in errors:
 
 * directly, ``ZeroConfig(stage=3)``, named ``ZeroConfig.stage``;
 * as a ``MuonZero`` keyword argument, :func:`config_from_kwargs`, named ``stage``;
-* from JSON or a dict in DeepSpeed's vocabulary, :meth:`Config.load`, named ``zero_optimization.stage``
+* from JSON or a dict in DeepSpeed's vocabulary, :func:`compile_muon.load_config`, named ``zero_optimization.stage``
   (rules in :mod:`compile_muon.config.deepspeed`).
 
 docs/configuration.md is the same for users.
@@ -12,70 +12,54 @@ docs/configuration.md is the same for users.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from compile_muon.config.checked import Checked, Mistakes, setting
 from compile_muon.config.checks import (
     check_boolean,
     check_choice,
     check_dtype,
     check_dtype_name,
-    check_folder,
     check_instance,
     check_integer,
     check_pair,
     check_patterns,
     check_real,
+    unknown_name,
 )
-from compile_muon.config.compile_options import CODEGENS
+from compile_muon.config.compile_options import CompileOptions
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
+from compile_muon.kernels.dispatch import METHODS
 
 __all__ = [
-    "ADJUST_LR",
     "ALGORITHMS",
     "ARGUMENTS",
     "NO_MUON",
-    "NS_COEFFICIENTS",
-    "NS_METHODS",
     "AdamWConfig",
+    "Arguments",
     "CompileConfig",
     "Config",
     "MuonConfig",
     "NSConfig",
     "ZeroConfig",
-    "assemble",
     "config_from_kwargs",
 ]
 
 ALGORITHMS = ("muon", "adamw")
-ADJUST_LR = ("original", "match_rms_adamw", "spectral")
-NS_METHODS = ("auto", "standard", "gram")
-#: Names of the coefficient sets in compile_muon.kernels (FIELD.md gives their sources).
-NS_COEFFICIENTS = ("jordan", "you", "polar_express", "cans", "deepseek_v4")
-_DEEPSEEK_STEPS = 10  # the set is 8 jordan steps and 2 polishing steps; cut short it would be `jordan` in disguise
-_MAX_STEPS = 99  # the bound of torch.optim.Muon
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 
-def _coefficients(field: str, value: object, steps: int | None) -> str | tuple:
+def _check_coefficients(field: str, value: object) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
-        check_choice(field, value, NS_COEFFICIENTS)
-        if value == "deepseek_v4" and steps not in (None, _DEEPSEEK_STEPS):
-            raise config_error(
-                field,
-                value,
-                f"is a schedule of {_DEEPSEEK_STEPS} steps, not {steps}",
-                f"set ns_steps={_DEEPSEEK_STEPS}, or leave ns_steps out",
-            )
-        return value
+        return check_choice(field, value, COEFFICIENTS)
     shape = "use a known name, one triple (a, b, c), or one triple per step"
     if not isinstance(value, Sequence) or not value:
         raise config_error(field, value, "is neither a name nor a sequence of coefficients", shape)
@@ -83,11 +67,8 @@ def _coefficients(field: str, value: object, steps: int | None) -> str | tuple:
         return _triple(field, value, shape)
     if not all(isinstance(row, Sequence) and not isinstance(row, str) for row in value):
         raise config_error(field, value, "mixes numbers with other things", shape)
-    if len(value) > _MAX_STEPS:
-        raise config_error(field, value, f"has {len(value)} triples", f"give at most {_MAX_STEPS}, one per step")
-    if steps not in (None, len(value)):
-        remedy = f"set ns_steps={len(value)}, or leave ns_steps out"
-        raise config_error(field, value, f"has {len(value)} triples for {steps} steps", remedy)
+    if len(value) > MAX_STEPS:
+        raise config_error(field, value, f"has {len(value)} triples", f"give at most {MAX_STEPS}, one per step")
     return tuple(_triple(field, row, shape) for row in value)
 
 
@@ -101,220 +82,128 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     return a, b, c
 
 
-def _set(config: object, **checked: object) -> None:
-    """Store normalized values in a frozen dataclass, inside its ``__post_init__`` only."""
-    for name, value in checked.items():
-        object.__setattr__(config, name, value)
-
-
 @dataclass(frozen=True)
-class NSConfig:
+class NSConfig(Checked):
     """Newton-Schulz orthogonalization.
 
     Attributes:
-        steps: iterations, 1 to 99; None for as many as ``coefficients`` has, which is 10 for "deepseek_v4", 5 for the
-            other names and for one triple. Fewer steps cut a longer set, more repeat its last triple; "deepseek_v4"
-            and triples per step are taken whole or not at all.
-        coefficients: a name out of ``NS_COEFFICIENTS``, one triple (a, b, c), or one triple per step.
+        steps: iterations; None for as many as ``coefficients`` has, which is 10 for "deepseek_v4", 5 for the other
+            names and for one triple. Fewer steps cut a longer set, more repeat its last triple; "deepseek_v4" and
+            triples per step are taken whole or not at all.
+        coefficients: a name out of :data:`compile_muon.kernels.COEFFICIENTS` (which gives their sources), one triple
+            (a, b, c), or one triple per step.
         method: "standard" iterates on the matrix, "gram" on its Gram matrix, "auto" lets the cost formulas choose.
         dtype: compute dtype "bfloat16" | "float16" | "float32" | "float64", or "auto". torch dtypes and short names
             ("bf16") are accepted and stored as the canonical name.
-        eps: lower bound of the Frobenius norm the matrix is divided by, > 0.
-
-    Raises:
-        ConfigError: naming the field, for anything else.
+        eps: lower bound of the Frobenius norm the matrix is divided by.
     """
 
-    steps: int | None = None
-    coefficients: str | tuple = "jordan"
-    method: str = "auto"
-    dtype: str = "auto"
-    eps: float = 1e-7
+    steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
+    coefficients: str | tuple = setting("jordan", _check_coefficients)
+    method: str = setting("auto", check_choice, allowed=METHODS)
+    dtype: str = setting("auto", check_dtype_name, extra=("auto",))
+    eps: float = setting(1e-7, check_real, positive=True)
 
-    def __post_init__(self) -> None:
-        steps = None if self.steps is None else check_integer("NSConfig.steps", self.steps, 1, _MAX_STEPS)
-        _set(
-            self,
-            steps=steps,
-            coefficients=_coefficients("NSConfig.coefficients", self.coefficients, steps),
-            method=check_choice("NSConfig.method", self.method, NS_METHODS),
-            dtype=check_dtype_name("NSConfig.dtype", self.dtype, extra=("auto",)),
-            eps=check_real("NSConfig.eps", self.eps, positive=True),
-        )
+    def contradictions(self) -> Iterator[ConfigError]:
+        """A schedule that is only right as a whole, and a number of steps that it does not have."""
+        if isinstance(self.coefficients, str):
+            chosen = COEFFICIENTS[self.coefficients]
+            length, problem = len(chosen.steps) if chosen.fixed_length else None, "is a schedule of {} steps, not {}"
+        else:
+            triples = isinstance(self.coefficients[0], tuple)
+            length, problem = len(self.coefficients) if triples else None, "has {} triples for {} steps"
+        if length is not None and self.steps not in (None, length):
+            yield config_error(
+                "NSConfig.coefficients",
+                self.coefficients,
+                problem.format(length, self.steps),
+                f"set ns_steps={length}, or leave ns_steps out",
+            )
 
 
 @dataclass(frozen=True)
-class MuonConfig:
+class MuonConfig(Checked):
     """The Muon half of the optimizer.
 
     Attributes:
         lr: learning rate before :func:`compile_muon.model.assignment.lr_scale`.
-        momentum: EMA factor in [0, 1).
+        momentum: EMA factor.
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
         adjust_lr: "original" | "match_rms_adamw" | "spectral".
         ns: how the direction is orthogonalized.
     """
 
-    lr: float = 0.02
-    momentum: float = 0.95
-    nesterov: bool = True
-    weight_decay: float = 0.1
-    adjust_lr: str = "original"
-    ns: NSConfig = NSConfig()
-
-    def __post_init__(self) -> None:
-        check_instance("MuonConfig.ns", self.ns, NSConfig)
-        _set(
-            self,
-            lr=check_real("MuonConfig.lr", self.lr),
-            momentum=check_real("MuonConfig.momentum", self.momentum, below=1.0),
-            nesterov=check_boolean("MuonConfig.nesterov", self.nesterov),
-            weight_decay=check_real("MuonConfig.weight_decay", self.weight_decay),
-            adjust_lr=check_choice("MuonConfig.adjust_lr", self.adjust_lr, ADJUST_LR),
-        )
+    lr: float = setting(0.02, check_real)
+    momentum: float = setting(0.95, check_real, below=1.0)
+    nesterov: bool = setting(True, check_boolean)
+    weight_decay: float = setting(0.1, check_real)
+    adjust_lr: str = setting("original", check_choice, allowed=("original", "match_rms_adamw", "spectral"))
+    ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
 
 
 @dataclass(frozen=True)
-class AdamWConfig:
+class AdamWConfig(Checked):
     """The AdamW half of the optimizer; fields mean what they mean in ``torch.optim.AdamW``."""
 
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    lr: float = setting(3e-4, check_real)
+    betas: tuple[float, float] = setting((0.9, 0.95), check_pair)
+    eps: float = setting(1e-8, check_real)
+    weight_decay: float = setting(0.1, check_real)
 
-    def __post_init__(self) -> None:
-        _set(
-            self,
-            lr=check_real("AdamWConfig.lr", self.lr),
-            betas=check_pair("AdamWConfig.betas", self.betas),
-            eps=check_real("AdamWConfig.eps", self.eps),
-            weight_decay=check_real("AdamWConfig.weight_decay", self.weight_decay),
-        )
+
+def _check_clipping(field: str, value: object) -> float:
+    if value == 0 and not isinstance(value, bool):
+        raise config_error(field, value, "would erase every gradient", "use None")
+    return check_real(field, value, positive=True)
 
 
 @dataclass(frozen=True)
-class ZeroConfig:
-    """What is sharded, when the update runs, and in which dtypes.
+class ZeroConfig(Checked):
+    """What is sharded, when Muon's directions are made, and in which dtypes.
 
     Attributes:
         stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        update: "backward" updates inside backward, "step" in the step graph, "auto" chooses.
+        update: "auto" makes directions in backward, as speculations: ``step()`` uses one only if ``.grad`` still is the
+            gradient it was made from, and after several steps in a row that threw them away no more are made.
+            "backward" always makes them, "step" never.
         exchange: how gradients are gathered for Newton-Schulz: "auto" | "replicate" | "owner".
-        gradient_accumulation_steps: micro-batches per step, or None when only the loop knows.
+        gradient_accumulation_steps: backwards per step. None when only the loop knows: then as many are expected as
+            the last step had.
         gradient_clipping: maximal global gradient norm, or None for no clipping.
-        nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank. Neither needs a
-            barrier: what backward computes is a transaction that ``step()`` commits, or drops.
+        nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank.
+        max_skipped_steps: how many steps in a row ``nonfinite="skip"`` may leave out before NonFiniteError is raised.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
-
-    Raises:
-        ConfigError: naming the field; also for ``update="backward"`` beside a setting that needs a barrier.
     """
 
-    stage: int = 2
-    update: str = "auto"
-    exchange: str = "auto"
-    gradient_accumulation_steps: int | None = 1
-    gradient_clipping: float | None = None
-    nonfinite: str = "error"
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        accumulation, clipping = self.gradient_accumulation_steps, self.gradient_clipping
-        if accumulation is not None:
-            accumulation = check_integer("ZeroConfig.gradient_accumulation_steps", accumulation, 1)
-        if clipping is not None:
-            if clipping == 0 and not isinstance(clipping, bool):
-                raise config_error("ZeroConfig.gradient_clipping", clipping, "would erase every gradient", "use None")
-            clipping = check_real("ZeroConfig.gradient_clipping", clipping, positive=True)
-        _set(
-            self,
-            stage=check_integer("ZeroConfig.stage", self.stage, 0, 3),
-            update=check_choice("ZeroConfig.update", self.update, ("auto", "backward", "step")),
-            exchange=check_choice("ZeroConfig.exchange", self.exchange, ("auto", "replicate", "owner")),
-            gradient_accumulation_steps=accumulation,
-            gradient_clipping=clipping,
-            nonfinite=check_choice("ZeroConfig.nonfinite", self.nonfinite, ("error", "skip")),
-            param_dtype=check_dtype("ZeroConfig.param_dtype", self.param_dtype),
-            reduce_dtype=check_dtype("ZeroConfig.reduce_dtype", self.reduce_dtype),
-        )
-        if self.update == "backward" and self.barriers():
-            raise config_error(
-                "ZeroConfig.update",
-                self.update,
-                f"contradicts {' and '.join(self.barriers())}, which must see all gradients before any update",
-                'use update="auto" or "step", or drop the other setting',
-            )
-
-    def barriers(self) -> tuple[str, ...]:
-        """The settings that need every gradient before the first update, as "name=value"; empty if none does.
-
-        Clipping scales a gradient by the norm of all of them, and an unknown boundary shows only in ``step()``.
-        ``nonfinite="skip"`` is none: a direction made in backward changes neither weights nor momentum before
-        ``step()`` commits it.
-
-        >>> ZeroConfig(gradient_clipping=1.0).barriers()
-        ('gradient_clipping=1.0',)
-        """
-        found = []
-        if self.gradient_clipping is not None:
-            found.append(f"gradient_clipping={self.gradient_clipping}")
-        if self.gradient_accumulation_steps is None:
-            found.append("gradient_accumulation_steps=None")
-        return tuple(found)
+    stage: int = setting(2, check_integer, low=0, high=3)
+    update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
+    exchange: str = setting("auto", check_choice, allowed=("auto", "replicate", "owner"))
+    gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)
+    gradient_clipping: float | None = setting(None, _check_clipping, none=True)
+    nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
+    max_skipped_steps: int = setting(100, check_integer, low=1)
+    param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
+    reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
 
 
-@dataclass(frozen=True)
-class CompileConfig:
-    """Whether and how ``initialize`` compiles the model in place.
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig(CompileOptions):
+    """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
 
     Attributes:
         enabled: compile at all.
-        codegen: "inductor", or "eager" to run the rewritten graphs without Inductor.
-        dump: folder that receives every graph before and after each pass.
-        nvtx: annotate collectives and NS with NVTX ranges.
         fullgraph, dynamic: passed to ``torch.compile`` as they are.
-        reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
-            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name.
     """
 
-    enabled: bool = False
-    codegen: str = "inductor"
-    dump: str | None = None
-    nvtx: bool = False
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    reshard_after_forward: bool = True
-
-    def __post_init__(self) -> None:
-        if self.dynamic is not None:
-            check_boolean("CompileConfig.dynamic", self.dynamic)
-        _set(
-            self,
-            enabled=check_boolean("CompileConfig.enabled", self.enabled),
-            codegen=check_choice("CompileConfig.codegen", self.codegen, CODEGENS),
-            dump=check_folder("CompileConfig.dump", self.dump),
-            nvtx=check_boolean("CompileConfig.nvtx", self.nvtx),
-            reshard_after_forward=check_boolean("CompileConfig.reshard_after_forward", self.reshard_after_forward),
-            fullgraph=check_boolean("CompileConfig.fullgraph", self.fullgraph),
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Options for the backend, ``torch.compile(..., backend="muon_zero", options=...)``: what is not default.
-
-        >>> CompileConfig(enabled=True, codegen="eager").options()
-        {'codegen': 'eager'}
-        """
-        passed_on = ("codegen", "dump", "nvtx", "reshard_after_forward")
-        default = {f.name: f.default for f in fields(self) if f.name in passed_on}
-        return {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
+    enabled: bool = setting(False, check_boolean)
+    fullgraph: bool = setting(False, check_boolean)
+    dynamic: bool | None = setting(None, check_boolean, none=True)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """Everything compile_muon can be told, resolved and immutable.
 
     Attributes:
@@ -322,125 +211,111 @@ class Config:
             for the rules of :mod:`compile_muon.model.assignment`.
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
-
-    Raises:
-        ConfigError: naming the field; also for a Muon setting beside ``algorithm="adamw"``.
     """
 
-    muon: MuonConfig = MuonConfig()
-    adamw: AdamWConfig = AdamWConfig()
-    zero: ZeroConfig = ZeroConfig()
-    compile: CompileConfig = CompileConfig()
-    muon_params: Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None = None
-    algorithm: str = "muon"
+    muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
+    adamw: AdamWConfig = setting(AdamWConfig(), check_instance, kind=AdamWConfig)
+    zero: ZeroConfig = setting(ZeroConfig(), check_instance, kind=ZeroConfig)
+    compile: CompileConfig = setting(CompileConfig(), check_instance, kind=CompileConfig)
+    muon_params: Callable[[str, torch.nn.Parameter], Any] | tuple[str, ...] | None = setting(
+        None, check_patterns, none=True
+    )
+    algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
 
-    def __post_init__(self) -> None:
-        check_instance("Config.muon", self.muon, MuonConfig)
-        check_instance("Config.adamw", self.adamw, AdamWConfig)
-        check_instance("Config.zero", self.zero, ZeroConfig)
-        check_instance("Config.compile", self.compile, CompileConfig)
-        _set(
-            self,
-            muon_params=check_patterns("Config.muon_params", self.muon_params),
-            algorithm=check_choice("Config.algorithm", self.algorithm, ALGORITHMS),
-        )
-        if self.algorithm == "adamw":
-            self._refuse_muon_settings()
-
-    def _refuse_muon_settings(self) -> None:
-        """A setting nothing reads would be worse than an error; only values that differ from the default show here."""
+    def contradictions(self) -> Iterator[ConfigError]:
+        """Settings that nothing would read; only values that differ from the default show here."""
+        if self.algorithm == "muon":
+            return
         for field, value, default in (
-            ("Config.muon", self.muon, MuonConfig()),
-            ("Config.muon_params", self.muon_params, None),
-            ("ZeroConfig.exchange", self.zero.exchange, "auto"),
+            ("Config.muon", self.muon, Config.muon),
+            ("Config.muon_params", self.muon_params, Config.muon_params),
+            ("ZeroConfig.exchange", self.zero.exchange, ZeroConfig.exchange),
         ):
             if value != default:
-                raise config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')
+                yield config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
-            raise config_error(
-                "ZeroConfig.update",
-                self.zero.update,
-                f"{NO_MUON}, and AdamW updates in step()",
-                'use update="auto" or "step"',
-            )
-
-    @staticmethod
-    def load(source: str | os.PathLike | Mapping[str, Any] | Config) -> Config:
-        """Read a config from a JSON file or a mapping in DeepSpeed's vocabulary; a ``Config`` comes back as it is.
-
-        Raises:
-            ConfigError: naming the path of the key (``optimizer.params.muon_lr``), its value and the remedy, for
-                unknown keys (with the nearest known one), DeepSpeed keys that cannot be honoured, values of a wrong
-                type or range, settings given twice differently, and files that are missing or are not JSON.
-
-        >>> Config.load({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}}).adamw.lr
-        0.001
-        """
-        if isinstance(source, Config):
-            return source
-        from compile_muon.config.deepspeed import read_config  # it builds the classes of this module
-
-        return read_config(source)
+            problem = f"{NO_MUON}, and AdamW updates in step()"
+            yield config_error("ZeroConfig.update", self.zero.update, problem, 'use update="auto" or "step"')
 
 
 # -------------------------------------------------------------------------- MuonZero's keyword arguments
 
 #: MuonZero keyword argument -> (dataclass, field): the one table Python and JSON settings go through.
-ARGUMENTS: dict[str, tuple[type, str]] = {
-    "lr": (MuonConfig, "lr"),
-    "momentum": (MuonConfig, "momentum"),
-    "nesterov": (MuonConfig, "nesterov"),
-    "weight_decay": (MuonConfig, "weight_decay"),
-    "adamw_lr": (AdamWConfig, "lr"),
-    "adamw_betas": (AdamWConfig, "betas"),
-    "adamw_eps": (AdamWConfig, "eps"),
-    "adamw_weight_decay": (AdamWConfig, "weight_decay"),
-    "adjust_lr": (MuonConfig, "adjust_lr"),
-    "ns_steps": (NSConfig, "steps"),
-    "ns_coefficients": (NSConfig, "coefficients"),
-    "ns_method": (NSConfig, "method"),
-    "ns_dtype": (NSConfig, "dtype"),
-    **{f.name: (ZeroConfig, f.name) for f in fields(ZeroConfig)},
-    "muon_params": (Config, "muon_params"),
-}
+ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
+    prefix + f.name: (owner, f.name)
+    for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
+    for f in fields(owner)
+    if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
+} | {"muon_params": (Config, "muon_params")}
+
+C = TypeVar("C", bound=Checked)
+
+
+class Arguments:
+    """Arguments of ``MuonZero`` as one source gives them, each under the name it has there.
+
+    Attributes:
+        values: argument -> canonical value, of those that were right.
+        names: argument -> the name the user knows it by.
+        mistakes: what was wrong so far.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self.mistakes = Mistakes()
+
+    def put(self, argument: str, value: object, name: str) -> None:
+        """Check a setting and keep it; a second value for one argument must agree with the first."""
+        owner, field = ARGUMENTS[argument]
+        with self.mistakes.collected():
+            canonical = owner.checked(field, value, name)
+            known = self.values.setdefault(argument, canonical)
+            first = self.names.setdefault(argument, name)
+            if known != canonical:
+                raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
+
+    def config(self, **rest: Any) -> Config:
+        """The ``Config`` of what was put; ``rest`` are fields of it that are no arguments of ``MuonZero``.
+
+        Raises:
+            ConfigError: about all mistakes.
+        """
+        config = self._build(
+            Config,
+            muon=self._build(MuonConfig, ns=self._build(NSConfig)),
+            adamw=self._build(AdamWConfig),
+            zero=self._build(ZeroConfig),
+            **rest,
+        )
+        self.mistakes.raise_all()
+        return config
+
+    def _build(self, kind: type[C], **rest: Any) -> C:
+        """A dataclass of what was put for it; where that contradicts itself, the default one."""
+        own = {field: argument for argument, (owner, field) in ARGUMENTS.items() if owner is kind}
+        try:
+            return kind(**{f: self.values[a] for f, a in own.items() if a in self.values}, **rest)
+        except ConfigError as error:
+            names = {f"{owner.__name__}.{field}": self.names.get(a, a) for a, (owner, field) in ARGUMENTS.items()}
+            for each in error.errors:
+                self.mistakes.add(each.renamed(names.get(each.field, each.field)))
+            return kind()
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:
     """The ``Config`` of ``MuonZero(model, **kwargs)``; what is not given keeps its default.
 
-    Without ``ns_steps`` (or with None) Newton-Schulz takes as many steps as ``ns_coefficients`` has.
-
     Raises:
-        ConfigError: naming the keyword argument, also for unknown ones (with the nearest known one).
+        ConfigError: naming every argument that is wrong, unknown ones among them (with the nearest known one).
 
     >>> config_from_kwargs(lr=0.01, ns_steps=6, stage=3).muon.ns.steps
     6
     """
+    given = Arguments()
     for name, value in kwargs.items():
-        if name not in ARGUMENTS:
-            near = difflib.get_close_matches(name, ARGUMENTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ARGUMENTS)}"
-            raise config_error(name, value, "is not an argument of MuonZero", hint)
-    return assemble(kwargs, {name: name for name in kwargs})
-
-
-def assemble(values: Mapping[str, Any], paths: Mapping[str, str], **rest: Any) -> Config:
-    """Build the dataclasses from keyword arguments; ``paths`` says under which name the user gave each.
-
-    ``rest`` are fields of ``Config`` that are no arguments of ``MuonZero``.
-    """
-    grouped: dict[type, dict[str, Any]] = {}
-    for argument, value in values.items():
-        owner, field = ARGUMENTS[argument]
-        grouped.setdefault(owner, {})[field] = value
-    names = {f"{owner.__name__}.{field}": paths.get(a, a) for a, (owner, field) in ARGUMENTS.items()}
-    try:
-        return Config(
-            muon=MuonConfig(**grouped.get(MuonConfig, {}), ns=NSConfig(**grouped.get(NSConfig, {}))),
-            adamw=AdamWConfig(**grouped.get(AdamWConfig, {})),
-            zero=ZeroConfig(**grouped.get(ZeroConfig, {})),
-            **grouped.get(Config, {}),
-            **rest,
-        )
-    except ConfigError as error:
-        raise error.renamed(names.get(error.field, error.field)) from None
+        if name in ARGUMENTS:
+            given.put(name, value, name)
+        else:
+            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, "is not an argument of MuonZero"))
+    return given.config()

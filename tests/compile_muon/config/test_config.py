@@ -11,24 +11,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_muon.config.deepspeed import _SECTIONS
-from compile_muon.config.settings import (
-    NS_COEFFICIENTS,
+from compile_muon import errors
+from compile_muon.config import (
+    ARGUMENTS,
     AdamWConfig,
     CompileConfig,
+    CompileOptions,
     Config,
+    FrameOptions,
     MuonConfig,
     NSConfig,
     ZeroConfig,
     config_from_kwargs,
+    load_config,
+    read_options,
 )
+from compile_muon.config.deepspeed import _SECTIONS
 from compile_muon.errors import (
     ConfigError,
     LedgerError,
     MuonZeroError,
     NonFiniteError,
+    PassContractError,
     UnsupportedModelError,
+    VerificationError,
     config_error,
+    join_errors,
 )
 from compile_muon.kernels.coefficients import COEFFICIENTS, resolve_coefficients
 from compile_muon.optimizer import MuonZero
@@ -69,16 +77,49 @@ def test_error_cuts_long_values_and_survives_pickling():
     assert again.remedy == "shorten it"
 
 
-@pytest.mark.parametrize("kind", [LedgerError, NonFiniteError, UnsupportedModelError])
-def test_training_errors_share_a_base(kind):
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (ConfigError, ValueError),
+        (UnsupportedModelError, ValueError),
+        (LedgerError, RuntimeError),
+        (NonFiniteError, ArithmeticError),
+        (PassContractError, Exception),
+        (VerificationError, Exception),
+    ],
+)
+def test_every_error_is_ours_and_python_s(kind, builtin):
     assert issubclass(kind, MuonZeroError)
-    assert issubclass(MuonZeroError, RuntimeError)
-    assert not issubclass(ConfigError, MuonZeroError)
+    assert issubclass(kind, builtin)
+    assert inspect.getdoc(kind)
+    again = pickle.loads(pickle.dumps(kind("text")))
+    assert (type(again), str(again)) == (kind, "text")
 
 
-def test_unsupported_model_is_also_a_value_error():
-    assert issubclass(UnsupportedModelError, ValueError)
-    assert not issubclass(LedgerError, ValueError)
+def test_the_errors_under_test_are_all_there_are():
+    defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
+    tested = {ConfigError, UnsupportedModelError, LedgerError, NonFiniteError, PassContractError, VerificationError}
+    assert defined == tested | {MuonZeroError}
+    assert not issubclass(MuonZeroError, (RuntimeError, ValueError))
+
+
+def test_one_mistake_is_its_own_list():
+    error = config_error("stage", 5, "is not a ZeRO stage", "use 0, 1, 2 or 3")
+    assert error.errors == (error,)
+    assert join_errors([error]) is error
+    assert ConfigError("as text").errors[0].args == ("as text",)
+
+
+def test_several_mistakes_are_one_error_of_a_line_each():
+    single = [config_error(name, 5, "is bad", "drop it") for name in "abc"]
+    error = join_errors(single)
+    assert str(error).splitlines() == ["3 settings are wrong:", *(f"  {each}" for each in single)]
+    assert error.errors == tuple(single)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert [(e.field, e.shown, e.problem, e.remedy) for e in again.errors] == [
+        (name, "5", "is bad", "drop it") for name in "abc"
+    ]
 
 
 # ------------------------------------------------------------------------------------- dataclasses
@@ -88,8 +129,17 @@ def test_defaults_are_those_of_the_issue():
     config = Config()
     assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(None, "jordan", "auto", "auto", 1e-7))
     assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
-    assert config.zero == ZeroConfig(2, "auto", "auto", 1, None, "error", None, None)
-    assert config.compile == CompileConfig(False, "inductor", None, False, False, None)
+    assert config.zero == ZeroConfig(2, "auto", "auto", 1, None, "error", 100, None, None)
+    assert config.compile == CompileConfig(
+        enabled=False,
+        codegen="inductor",
+        dump=None,
+        nvtx=False,
+        bucket_mb=25,
+        reshard_after_forward=True,
+        fullgraph=False,
+        dynamic=None,
+    )
     assert config.muon_params is None
     assert config.algorithm == "muon"
     assert len(resolve_coefficients(config.muon.ns.coefficients, config.muon.ns.steps).steps) == 5
@@ -121,7 +171,6 @@ def test_ns_dtype_is_canonical(given, canonical):
 
 
 def test_coefficient_names_are_those_of_the_kernels():
-    assert set(NS_COEFFICIENTS) == set(COEFFICIENTS)
     for name, chosen in COEFFICIENTS.items():
         assert NSConfig(steps=len(chosen.steps), coefficients=name).coefficients == name
 
@@ -145,8 +194,8 @@ def test_steps_left_out_are_the_length_of_the_coefficients(coefficients, length)
         config_from_kwargs(ns_coefficients=coefficients),
         config_from_kwargs(ns_coefficients=coefficients, ns_steps=None),
         config_from_kwargs(ns_coefficients=coefficients, ns_steps=length),
-        Config.load(params(**in_json)),
-        Config.load(params(**in_json, ns_steps=None)),
+        load_config(params(**in_json)),
+        load_config(params(**in_json, ns_steps=None)),
         Config(muon=MuonConfig(ns=NSConfig(coefficients=coefficients))),
     ]
     assert {len(resolve_coefficients(c.muon.ns.coefficients, c.muon.ns.steps).steps) for c in configs} == {length}
@@ -232,6 +281,8 @@ BAD_FIELDS = [
     (ZeroConfig, "gradient_clipping", False, "bool"),
     (ZeroConfig, "gradient_clipping", INF, "finite"),
     (ZeroConfig, "nonfinite", "ignore", "'skip'"),
+    (ZeroConfig, "max_skipped_steps", 0, "at least 1"),
+    (ZeroConfig, "max_skipped_steps", None, "integer"),
     (ZeroConfig, "param_dtype", "int8", "bfloat16"),
     (ZeroConfig, "param_dtype", torch.complex64, "bfloat16"),
     (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
@@ -240,6 +291,7 @@ BAD_FIELDS = [
     (CompileConfig, "dump", "", "path"),
     (CompileConfig, "dump", True, "path"),
     (CompileConfig, "nvtx", 1, "true or false"),
+    (CompileConfig, "bucket_mb", 0, "(0, inf)"),
     (CompileConfig, "fullgraph", None, "true or false"),
     (CompileConfig, "dynamic", "auto", "true or false"),
     (Config, "muon", {"lr": 1.0}, "MuonConfig(...)"),
@@ -264,40 +316,24 @@ def test_bad_field_names_field_value_and_remedy(kind, field, value, word):
     check(caught.value, f"{kind.__name__}.{field}", word)
 
 
+@pytest.mark.parametrize("update", ["auto", "backward", "step"])
 @pytest.mark.parametrize(
-    ("setting", "word"),
-    [
-        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0"),
-        ({"gradient_accumulation_steps": None}, "gradient_accumulation_steps=None"),
-    ],
+    "setting", [{"gradient_clipping": 1.0}, {"gradient_accumulation_steps": None}, {"nonfinite": "skip"}]
 )
-def test_backward_update_contradicts_what_needs_a_barrier(setting, word):
-    with pytest.raises(ConfigError) as caught:
-        ZeroConfig(update="backward", **setting)
-    check(caught.value, "ZeroConfig.update", word, 'update="auto"')
-    assert ZeroConfig(update="step", **setting).barriers() == (word,)
-    assert ZeroConfig(**setting).barriers() == (word,)
-
-
-def test_backward_update_is_fine_without_a_barrier():
-    assert ZeroConfig(update="backward", gradient_accumulation_steps=4).barriers() == ()
-
-
-def test_skipping_is_no_barrier_since_step_commits_what_backward_made():
-    assert ZeroConfig(update="backward", nonfinite="skip").barriers() == ()
-    assert config_from_kwargs(update="backward", nonfinite="skip").zero.nonfinite == "skip"
+def test_nothing_contradicts_when_directions_are_made(update, setting):
+    assert config_from_kwargs(update=update, **setting).zero == ZeroConfig(update=update, **setting)
 
 
 def test_compile_options_are_the_non_defaults():
     assert CompileConfig(enabled=True).options() == {}
-    assert CompileConfig(True, fullgraph=True, dynamic=False).options() == {}
-    everything = CompileConfig(True, "eager", "graphs", True)
-    assert everything.options() == {"codegen": "eager", "dump": "graphs", "nvtx": True}
-    assert CompileConfig(True, reshard_after_forward=False).options() == {"reshard_after_forward": False}
+    assert CompileConfig(enabled=True, fullgraph=True, dynamic=False).options() == {}
+    given = {"codegen": "eager", "dump": Path("graphs"), "nvtx": True, "bucket_mb": 5, "reshard_after_forward": False}
+    assert given.keys() == {field.name for field in dataclasses.fields(CompileOptions)}
+    assert CompileConfig(enabled=True, **given).options() == given
 
 
 def test_compile_dump_takes_a_path(tmp_path):
-    assert CompileConfig(dump=tmp_path).dump == str(tmp_path)
+    assert CompileConfig(dump=tmp_path).dump == CompileConfig(dump=str(tmp_path)).dump == tmp_path
 
 
 # ------------------------------------------------------------------------- MuonZero keyword arguments
@@ -322,6 +358,7 @@ KWARGS = {
     "gradient_accumulation_steps": (4, "zero.gradient_accumulation_steps", 4),
     "gradient_clipping": (0.5, "zero.gradient_clipping", 0.5),
     "nonfinite": ("skip", "zero.nonfinite", "skip"),
+    "max_skipped_steps": (7, "zero.max_skipped_steps", 7),
     "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
@@ -352,12 +389,12 @@ def test_each_keyword_is_an_optimizer_param(name):
     expected = {**leaves(Config()), path: stored}
     if name in ("lr", "weight_decay"):  # shared by both halves in DeepSpeed's vocabulary
         expected[f"adamw.{name}"] = stored
-    assert leaves(Config.load(params(**{name: value}))) == expected
+    assert leaves(load_config(params(**{name: value}))) == expected
 
 
 def test_no_keywords_is_the_default():
     assert config_from_kwargs() == Config()
-    assert Config.load({}) == Config()
+    assert load_config({}) == Config()
 
 
 def test_predicate_is_kept():
@@ -374,12 +411,6 @@ def test_keyword_errors_name_the_keyword():
         check(caught.value, name, repr(bad))
 
 
-def test_keyword_contradiction_names_update():
-    with pytest.raises(ConfigError) as caught:
-        config_from_kwargs(update="backward", gradient_clipping=1.0)
-    check(caught.value, "update", "gradient_clipping=1.0")
-
-
 @pytest.mark.parametrize(("name", "near"), [("adamw_beta", "adamw_betas"), ("stge", "stage"), ("ns_step", "ns_steps")])
 def test_unknown_keyword_names_the_nearest(name, near):
     with pytest.raises(ConfigError) as caught:
@@ -390,7 +421,7 @@ def test_unknown_keyword_names_the_nearest(name, near):
 def test_unknown_keyword_far_from_all_lists_them():
     with pytest.raises(ConfigError) as caught:
         config_from_kwargs(zzzzzz=1)
-    assert set(caught.value.remedy.removeprefix("known are ").split(", ")) == set(KWARGS)
+    assert set(caught.value.remedy.removeprefix("use one of ").split(", ")) == set(KWARGS)
 
 
 # --------------------------------------------------------------------------- DeepSpeed's vocabulary
@@ -420,7 +451,7 @@ FULL = {
 
 
 def test_the_whole_vocabulary():
-    config = Config.load(FULL)
+    config = load_config(FULL)
     assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, "original", NSConfig(6, method="standard"))
     assert config.adamw == AdamWConfig(0.002, (0.8, 0.99), 1e-6, 0.05)
     assert config.zero == ZeroConfig(
@@ -432,15 +463,15 @@ def test_the_whole_vocabulary():
 def test_load_from_file_dict_and_config_agree(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(FULL))
-    config = Config.load(FULL)
-    assert Config.load(path) == config
-    assert Config.load(str(path)) == config
-    assert Config.load(config) is config
+    config = load_config(FULL)
+    assert load_config(path) == config
+    assert load_config(str(path)) == config
+    assert load_config(config) is config
 
 
 def test_load_does_not_change_its_source():
     source = json.loads(json.dumps(FULL))
-    Config.load(source)
+    load_config(source)
     assert source == FULL
 
 
@@ -458,7 +489,7 @@ def test_load_does_not_change_its_source():
     ],
 )
 def test_lr_rule(given, muon, adamw):
-    config = Config.load(params(**given))
+    config = load_config(params(**given))
     assert (config.muon.lr, config.adamw.lr) == (muon, adamw)
 
 
@@ -471,29 +502,29 @@ def test_lr_rule(given, muon, adamw):
     ],
 )
 def test_weight_decay_rule(given, muon, adamw):
-    config = Config.load(params(**given))
+    config = load_config(params(**given))
     assert (config.muon.weight_decay, config.adamw.weight_decay) == (muon, adamw)
 
 
 def test_a_wrong_shared_rate_is_an_error_even_where_overridden():
     with pytest.raises(ConfigError) as caught:
-        Config.load(params(lr=-1, muon_lr=0.1, adam_lr=0.1))
+        load_config(params(lr=-1, muon_lr=0.1, adam_lr=0.1))
     check(caught.value, "optimizer.params.lr", "-1")
 
 
 @pytest.mark.parametrize("zero", [0, 0.0])
 def test_clipping_by_zero_is_off(zero):
-    assert Config.load({"gradient_clipping": zero}).zero.gradient_clipping is None
-    assert Config.load(params(gradient_clipping=zero)).zero.gradient_clipping is None
+    assert load_config({"gradient_clipping": zero}).zero.gradient_clipping is None
+    assert load_config(params(gradient_clipping=zero)).zero.gradient_clipping is None
 
 
 def test_null_accumulation_is_unknown():
-    assert Config.load({"gradient_accumulation_steps": None}).zero.gradient_accumulation_steps is None
+    assert load_config({"gradient_accumulation_steps": None}).zero.gradient_accumulation_steps is None
 
 
 @pytest.mark.parametrize("kind", ["Muon", "muon", "MUON"])
 def test_optimizer_type_ignores_case(kind):
-    assert Config.load({"optimizer": {"type": kind}}) == Config()
+    assert load_config({"optimizer": {"type": kind}}) == Config()
 
 
 @pytest.mark.parametrize(
@@ -507,17 +538,17 @@ def test_optimizer_type_ignores_case(kind):
         ({"reshard_after_forward": False}, CompileConfig(enabled=True, reshard_after_forward=False)),
         (
             {"fullgraph": True, "dynamic": False, "dump": "d", "nvtx": True},
-            CompileConfig(True, "inductor", "d", True, True, False),
+            CompileConfig(enabled=True, dump="d", nvtx=True, fullgraph=True, dynamic=False),
         ),
     ],
 )
 def test_compile_is_a_bool_or_an_object(value, expected):
-    assert Config.load({"compile": value}).compile == expected
+    assert load_config({"compile": value}).compile == expected
 
 
 def test_bf16_disabled_leaves_the_dtype_alone():
-    assert Config.load({"bf16": {"enabled": False}}).zero.param_dtype is None
-    assert Config.load({"bf16": {"enabled": False}, **params(param_dtype="fp32")}).zero.param_dtype is torch.float32
+    assert load_config({"bf16": {"enabled": False}}).zero.param_dtype is None
+    assert load_config({"bf16": {"enabled": False}, **params(param_dtype="fp32")}).zero.param_dtype is torch.float32
 
 
 def test_saying_the_same_thing_twice_is_fine():
@@ -527,7 +558,7 @@ def test_saying_the_same_thing_twice_is_fine():
         "bf16": {"enabled": True},
         "gradient_clipping": 0,
     }
-    config = Config.load(source)
+    config = load_config(source)
     assert (config.zero.stage, config.zero.param_dtype) == (3, torch.bfloat16)
 
 
@@ -539,7 +570,7 @@ def test_saying_the_same_thing_twice_is_fine():
             "zero_optimization.stage",
             ["optimizer.params.stage = 1"],
         ),
-        ({**params(stage=1), "zero_optimization": {"stage": True}}, "zero_optimization.stage", ["params.stage = 1"]),
+        ({**params(stage=1), "zero_optimization": {"stage": True}}, "zero_optimization.stage", ["bool"]),
         ({**params(gradient_clipping=1.0), "gradient_clipping": 2.0}, "gradient_clipping", ["= 1.0", "= 2.0"]),
         ({**params(gradient_clipping=1.0), "gradient_clipping": 0}, "gradient_clipping", ["= 1.0"]),
         (
@@ -552,13 +583,11 @@ def test_saying_the_same_thing_twice_is_fine():
         (params(adam_lr=0.1, adamw_lr=0.2), "optimizer.params.adamw_lr", ["optimizer.params.adam_lr = 0.1"]),
         (params(betas=[0.9, 0.9], adamw_betas=[0.9, 0.8]), "optimizer.params.adamw_betas", ["contradicts"]),
         (params(eps=1e-8, adamw_eps=1e-6), "optimizer.params.adamw_eps", ["contradicts"]),
-        (params(update="backward", gradient_clipping=1.0), "optimizer.params.update", ["gradient_clipping=1.0"]),
-        ({**params(update="backward"), "gradient_accumulation_steps": None}, "optimizer.params.update", ["=None"]),
     ],
 )
 def test_contradictions(source, field, words):
     with pytest.raises(ConfigError) as caught:
-        Config.load(source)
+        load_config(source)
     check(caught.value, field, *words)
 
 
@@ -576,7 +605,7 @@ def test_contradictions(source, field, words):
         ({"zero_optimization": {"exchange": "owner"}}, "zero_optimization.exchange", ["optimizer.params.exchange"]),
         ({"bf16": {"enable": True}}, "bf16.enable", ["bf16.enabled"]),
         ({"compile": {"code_gen": "eager"}}, "compile.code_gen", ["compile.codegen"]),
-        ({"compile": {"backend_": 1, "nvtxx": True}}, "compile.backend_", ["known here"]),
+        ({"compile": {"backend_": 1}}, "compile.backend_", ["known here"]),
         ({3: 4}, "3", ["known here"]),
         (params(lr="0.1"), "optimizer.params.lr", ["'0.1'", "str"]),
         (params(muon_lr=-1), "optimizer.params.muon_lr", ["-1"]),
@@ -610,7 +639,7 @@ def test_contradictions(source, field, words):
 )
 def test_bad_configs(source, field, words):
     with pytest.raises(ConfigError) as caught:
-        Config.load(source)
+        load_config(source)
     check(caught.value, field, *words)
 
 
@@ -657,8 +686,102 @@ def test_deepspeed_keys_are_refused_with_their_own_remedy(path, value, word):
     for key in reversed(path.split(".")):
         source = {key: source}
     with pytest.raises(ConfigError) as caught:
-        Config.load(source)
+        load_config(source)
     check(caught.value, path, "remove it", word)
+
+
+# ------------------------------------------------------------------------------------- many at once
+
+
+def mistakes(call) -> dict[str, ConfigError]:
+    """Field -> error, of a call that raises one ConfigError about several settings; each has the shape of a single."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    found = {error.field: error for error in caught.value.errors}
+    assert len(found) == len(caught.value.errors) > 1, str(caught.value)
+    assert str(caught.value).splitlines()[1:] == [f"  {error}" for error in caught.value.errors]
+    for field, error in found.items():
+        check(error, field)
+    return found
+
+
+def test_all_mistakes_of_a_config_in_one_error(tmp_path):
+    text = """{
+        "zzz": 1,
+        "train_batch_size": 8,
+        "optimizer": {
+            "typ": 0,
+            "params": {
+                "lr": -1, "muon_lr": "x", "muon_lrr": 2, "torch_adam": true, "momentum": 0.9, "momentum": 0.9,
+                "betas": [0.9, 0.9], "adamw_betas": [0.9, 0.8],
+                "ns_steps": 5, "ns_coefficients": "deepseek_v4", "max_skipped_steps": 0
+            }
+        },
+        "zero_optimization": {"stage": 4, "overlap_comm": true},
+        "gradient_clipping": -1,
+        "gradient_accumulation_steps": 0,
+        "compile": {"nvtx": 1, "bucket_mb": 0, "deepcompile": true},
+        "bf16": {"enabled": 1, "enable": true},
+        "fp16": {"enabled": true, "loss_scale": 0}
+    }"""
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    found = mistakes(lambda: load_config(path))
+    in_params = "lr muon_lr muon_lrr torch_adam adamw_betas ns_coefficients max_skipped_steps"
+    fields = {f"optimizer.params.{key}" for key in in_params.split()} | {
+        "zzz",
+        "train_batch_size",
+        "momentum",  # twice; while a file is parsed nobody knows in which section
+        "optimizer.typ",
+        "zero_optimization.stage",
+        "zero_optimization.overlap_comm",
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        *(f"compile.{key}" for key in ("nvtx", "bucket_mb", "deepcompile")),
+        *(f"bf16.{key}" for key in ("enabled", "enable")),
+        *(f"fp16.{key}" for key in ("enabled", "loss_scale")),
+    }
+    assert found.keys() == fields
+
+
+def test_all_sections_that_are_no_objects_in_one_error():
+    source = {"optimizer": 1, "zero_optimization": 2, "bf16": True, "fp16": [], "compile": "yes"}
+    assert mistakes(lambda: load_config(source)).keys() == source.keys()
+
+
+def test_mistakes_of_adamw_are_collected_too():
+    source = {**adamw(momentum=0.9, muon_lr=0.1, lr=-1, update="backward"), "zero_optimization": {"stage": 9}}
+    found = mistakes(lambda: load_config(source))
+    expected = {f"optimizer.params.{key}" for key in ("momentum", "muon_lr", "lr", "update")}
+    assert found.keys() == expected | {"zero_optimization.stage"}
+
+
+@pytest.mark.parametrize("make", [config_from_kwargs, lambda **kwargs: MuonZero(torch.nn.Linear(2, 2), **kwargs)])
+def test_all_mistakes_of_the_keywords_in_one_error(make):
+    given = {"lr": -1, "adamw_betas": (2, 2), "stage": 9, "ns_steps": 3, "ns_coefficients": "deepseek_v4"}
+    assert mistakes(lambda: make(**given)).keys() == given.keys() - {"ns_steps"}
+
+
+def test_unknown_keywords_are_collected_too():
+    assert mistakes(lambda: config_from_kwargs(stge=1, stage=9, zzzz=1)).keys() == {"stge", "stage", "zzzz"}
+
+
+def test_all_mistakes_of_compile_options_in_one_error():
+    found = mistakes(lambda: read_options({"codegn": 1, "dump": 2, "bucket_mb": "x", "nvtx": 0}))
+    assert found.keys() == {f"options[{key!r}]" for key in ("codegn", "dump", "bucket_mb", "nvtx")}
+
+
+def test_all_mistakes_of_a_dataclass_in_one_error():
+    found = mistakes(lambda: NSConfig(steps=5, coefficients="deepseek_v4", method="x", eps=0))
+    assert found.keys() == {"NSConfig.coefficients", "NSConfig.method", "NSConfig.eps"}
+    found = mistakes(lambda: Config(MuonConfig(lr=1.0), zero=3, muon_params=["a"], algorithm="adamw"))
+    assert found.keys() == {"Config.muon", "Config.zero", "Config.muon_params"}
+
+
+def test_a_bad_value_contradicts_nothing():
+    with pytest.raises(ConfigError) as caught:
+        config_from_kwargs(ns_steps=0, ns_coefficients="deepseek_v4")
+    check(caught.value, "ns_steps", "1 to 99")
 
 
 # ------------------------------------------------------------------------------------ AdamW for everything
@@ -670,13 +793,13 @@ def adamw(**kwargs):
 
 @pytest.mark.parametrize("kind", ["AdamW", "adamw", "ADAMW"])
 def test_adamw_type_ignores_case(kind):
-    assert Config.load({"optimizer": {"type": kind}}) == Config(algorithm="adamw")
+    assert load_config({"optimizer": {"type": kind}}) == Config(algorithm="adamw")
 
 
 @pytest.mark.parametrize("prefix", ["", "adamw_"])
 def test_adamw_takes_lr_decay_betas_and_eps(prefix):
     given = {"lr": 0.5, "betas": [0.1, 0.2], "eps": 0.3, "weight_decay": 0.4}
-    config = Config.load(adamw(**{prefix + key: value for key, value in given.items()}))
+    config = load_config(adamw(**{prefix + key: value for key, value in given.items()}))
     assert config == Config(adamw=AdamWConfig(0.5, (0.1, 0.2), 0.3, 0.4), algorithm="adamw")
 
 
@@ -688,7 +811,7 @@ def test_adamw_keeps_the_engine():
         "bf16": {"enabled": True},
     }
     given = {"reduce_dtype": "fp32", "update": "step"}
-    config, muon = Config.load({**engine, **adamw(**given)}), Config.load({**engine, **params(**given)})
+    config, muon = load_config({**engine, **adamw(**given)}), load_config({**engine, **params(**given)})
     assert dataclasses.replace(config, algorithm="muon") == muon
     assert (config.zero.stage, config.zero.param_dtype) == (3, torch.bfloat16)
 
@@ -703,7 +826,7 @@ MUON_KEYS = {key: value for key, (value, path, _) in KWARGS.items() if path.star
 @pytest.mark.parametrize("key", sorted(MUON_KEYS.keys() - {"lr", "weight_decay"}))
 def test_keys_of_muon_are_refused_with_adamw(key):
     with pytest.raises(ConfigError) as caught:
-        Config.load(adamw(lr=0.1, **{key: MUON_KEYS[key]}))
+        load_config(adamw(lr=0.1, **{key: MUON_KEYS[key]}))
     check(caught.value, f"optimizer.params.{key}", "belongs to Muon", 'optimizer.type to "Muon"')
 
 
@@ -714,27 +837,27 @@ def test_muon_keys_under_test_are_all_there_are():
 
 def test_muon_rate_with_adamw_points_to_lr():
     with pytest.raises(ConfigError) as caught:
-        Config.load(adamw(muon_lr=0.1))
+        load_config(adamw(muon_lr=0.1))
     check(caught.value, "optimizer.params.muon_lr", "use lr")
 
 
 def test_adamw_has_one_rate():
     with pytest.raises(ConfigError) as caught:
-        Config.load(adamw(lr=0.1, adam_lr=0.2))
+        load_config(adamw(lr=0.1, adam_lr=0.2))
     check(caught.value, "optimizer.params.adam_lr", "contradicts optimizer.params.lr = 0.1")
-    assert Config.load(adamw(lr=0.1, adam_lr=0.1)).adamw.lr == 0.1
+    assert load_config(adamw(lr=0.1, adam_lr=0.1)).adamw.lr == 0.1
 
 
 def test_adamw_values_are_checked_under_their_own_name():
     for key, bad in [("lr", -1), ("weight_decay", "x"), ("betas", (2, 2)), ("eps", -1)]:
         with pytest.raises(ConfigError) as caught:
-            Config.load(adamw(**{key: bad}))
+            load_config(adamw(**{key: bad}))
         check(caught.value, f"optimizer.params.{key}", repr(bad))
 
 
 def test_adamw_does_not_update_in_backward():
     with pytest.raises(ConfigError) as caught:
-        Config.load(adamw(update="backward"))
+        load_config(adamw(update="backward"))
     check(caught.value, "optimizer.params.update", "belongs to Muon", 'update="auto"')
 
 
@@ -773,14 +896,14 @@ def test_bad_files(tmp_path, text, field, word):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        Config.load(path)
+        load_config(path)
     check(caught.value, field, word)
 
 
 def test_missing_file_and_folder(tmp_path):
     for path in (tmp_path / "nowhere.json", tmp_path):
         with pytest.raises(ConfigError) as caught:
-            Config.load(path)
+            load_config(path)
         check(caught.value, "config", str(path), "cannot be read")
 
 
@@ -788,7 +911,7 @@ def test_binary_file(tmp_path):
     path = tmp_path / "config.json"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError) as caught:
-        Config.load(path)
+        load_config(path)
     check(caught.value, "config", "not JSON")
 
 
@@ -808,23 +931,78 @@ def documented() -> dict[str, list[str]]:
     return found
 
 
-ARGUMENTS_OF_MUONZERO = {
+SIGNATURE = {
     name: parameter.default
     for name, parameter in inspect.signature(MuonZero.__init__).parameters.items()
     if name not in ("self", "model")
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS_OF_MUONZERO)
+def test_signature_dataclasses_and_json_have_the_same_settings():
+    assert SIGNATURE.keys() - {"mesh"} == ARGUMENTS.keys() == KWARGS.keys()
+    assert set(_SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == {"muon_lr", "adam_lr", "betas", "eps"}
+    unreachable = {"muon.ns.eps", "algorithm"}  # by keyword; what is under `compile` belongs to initialize
+    reachable = {path for path in leaves(Config()) if not path.startswith("compile.")} - unreachable
+    assert {path for _, path, _ in KWARGS.values()} == reachable
+
+
+@pytest.mark.parametrize("name", KWARGS)
+def test_signature_and_dataclass_have_the_same_default(name):
+    owner, field = ARGUMENTS[name]
+    assert SIGNATURE[name] == getattr(owner(), field) == leaves(Config())[KWARGS[name][1]]
+
+
+@pytest.mark.parametrize("name", SIGNATURE)
 def test_every_argument_of_muonzero_is_documented_with_its_default(name):
-    default = documented()[name][0].strip("`")
-    assert ast.literal_eval(default) == ARGUMENTS_OF_MUONZERO[name]
+    assert ast.literal_eval(documented()[name][0].strip("`")) == SIGNATURE[name]
 
 
-def test_defaults_of_muonzero_and_config_agree():
-    values = leaves(Config()) | {"muon.ns.steps": 5}  # None, which is five steps of the default coefficients
-    for name, (_, path, _) in KWARGS.items():
-        assert ARGUMENTS_OF_MUONZERO[name] == values[path], name
+@pytest.mark.parametrize(
+    ("key", "argument"),
+    [
+        ("optimizer.params.muon_lr", "lr"),
+        ("optimizer.params.adam_lr", "adamw_lr"),
+        ("optimizer.params.weight_decay", "weight_decay"),
+        ("zero_optimization.stage", "stage"),
+    ],
+)
+def test_keys_with_another_name_are_documented_with_its_default(key, argument):
+    assert json.loads(documented()[key][0].strip("`")) == SIGNATURE[argument]
+
+
+def test_no_table_of_arguments_documents_what_is_no_argument():
+    section = DOCS[DOCS.index("## Arguments of MuonZero") : DOCS.index("## Keys of a config")]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) == SIGNATURE.keys()
+
+
+def test_every_option_of_torch_compile_is_a_key_with_its_default():
+    values = {field.name: field.default for field in dataclasses.fields(CompileConfig)}
+    assert values.keys() == set(_SECTIONS["compile"])
+    for name in values.keys() - {"enabled", "fullgraph", "dynamic"}:
+        assert json.loads(documented()[f"compile.{name}"][0].strip("`")) == values[name]
+    assert load_config({"compile": values}).compile == CompileConfig()
+    assert {field.name for field in dataclasses.fields(CompileConfig)} - {"enabled", "fullgraph", "dynamic"} == {
+        field.name for field in dataclasses.fields(CompileOptions)
+    }
+
+
+def test_options_of_torch_compile_reach_the_frame():
+    assert read_options(None) == read_options({}) == FrameOptions()
+    assert read_options(CompileOptions().options()) == FrameOptions()
+    default = {field.name: field.default for field in dataclasses.fields(CompileOptions)}
+    assert read_options(default) == FrameOptions()
+    given = {"codegen": "eager", "dump": "graphs", "nvtx": True, "bucket_mb": 0.5, "reshard_after_forward": False}
+    assert read_options(given) == FrameOptions(
+        codegen="eager", dump=Path("graphs"), nvtx=True, bucket_bytes=2**19, reshard_after_forward=False
+    )
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_keyword_and_json_agree_on_each_coefficient_set(name):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    config = load_config(params(ns_coefficients=name, muon_params=["0.weight"]))
+    optimizer = MuonZero(model, ns_coefficients=name, muon_params=["0.weight"], ns_dtype="auto")
+    assert optimizer.config == config == config_from_kwargs(ns_coefficients=name, muon_params=["0.weight"])
 
 
 def test_every_key_is_documented():
@@ -838,7 +1016,7 @@ def test_every_key_is_documented():
 
 def test_examples_in_the_documentation_load():
     examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS, flags=re.DOTALL)]
-    loaded = [Config.load(example) for example in examples]
+    loaded = [load_config(example) for example in examples]
     assert {config.algorithm for config in loaded} == {"muon", "adamw"}
 
 
@@ -848,7 +1026,7 @@ def test_the_deepspeed_example_is_refused_until_cleaned():
     rows = [line for line in text.splitlines() if line.strip()]
     before = json.loads("\n".join(row[1:] for row in rows if row[0] != "+"))
     after = json.loads("\n".join(row[1:] for row in rows if row[0] != "-"))
-    assert Config.load(after).zero.stage == before["zero_optimization"]["stage"]
+    assert load_config(after).zero.stage == before["zero_optimization"]["stage"]
     removed = 0
     for section in ("", "zero_optimization", "optimizer.params", "bf16"):
         old, new = before, after
@@ -861,13 +1039,13 @@ def test_the_deepspeed_example_is_refused_until_cleaned():
                 place = place[part]
             place[key] = old[key]
             with pytest.raises(ConfigError) as caught:
-                Config.load(broken)
+                load_config(broken)
             assert caught.value.field == (f"{section}.{key}" if section else key)
             removed += 1
     assert removed == sum(row[0] == "-" for row in rows)
 
 
 def test_public_things_have_docstrings():
-    for kind in (NSConfig, MuonConfig, AdamWConfig, ZeroConfig, CompileConfig, Config, config_from_kwargs, Config.load):
+    for kind in (NSConfig, MuonConfig, AdamWConfig, ZeroConfig, CompileConfig, Config, config_from_kwargs, load_config):
         assert inspect.getdoc(kind)
         assert not inspect.getdoc(kind).startswith(f"{kind.__name__}(")  # dataclass makes one up

@@ -1,0 +1,93 @@
+"""Dataclasses that check themselves: one line declares a setting's name, default and range; the rest reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from compile_muon.errors import ConfigError, join_errors
+
+__all__ = ["Checked", "Mistakes", "setting"]
+
+
+class Mistakes:
+    """Collects errors, so that who made several mistakes reads of all of them at once."""
+
+    def __init__(self) -> None:
+        self._found: list[ConfigError] = []
+
+    def add(self, error: ConfigError) -> None:
+        """Keep ``error`` for the end."""
+        self._found.extend(error.errors)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """``with mistakes.collected():`` goes on after the block where the block raises a ConfigError."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise what was collected as one ConfigError; nothing where there is nothing."""
+        if self._found:
+            raise join_errors(self._found) from None
+
+
+def setting(default: object, check: Callable[..., Any], *, none: bool = False, **limits: object) -> Any:
+    """A field of a :class:`Checked` dataclass.
+
+    Args:
+        default: as in ``dataclasses.field``.
+        check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
+        none: whether None is a value as well.
+    """
+
+    def accept(path: str, value: object) -> Any:
+        return None if none and value is None else check(path, value, **limits)
+
+    return field(default=default, metadata={"check": accept})
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Base of frozen dataclasses whose fields are made by :func:`setting`.
+
+    Raises:
+        ConfigError: about every bad field, and every contradiction between the others.
+    """
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        good = self.canonical(given, mistakes, lambda name: f"{type(self).__name__}.{name}")
+        for f in fields(self):
+            # The default stands in for a bad value, which then contradicts nothing.
+            object.__setattr__(self, f.name, good.get(f.name, f.default))
+        for error in self.contradictions():
+            mistakes.add(error)
+        mistakes.raise_all()
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """What is wrong between fields that are each right."""
+        return iter(())
+
+    @classmethod
+    def checked(cls, name: str, value: object, path: str) -> Any:
+        """The canonical form of ``value`` for the field ``name``, which the user knows as ``path``.
+
+        Raises:
+            ConfigError: naming ``path``.
+        """
+        return cls.__dataclass_fields__[name].metadata["check"](path, value)
+
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any], mistakes: Mistakes, path: Callable[[str], str]) -> dict[str, Any]:
+        """The good ones of ``values`` (field -> value) in canonical form; the bad ones go to ``mistakes``."""
+        good = {}
+        for name, value in values.items():
+            with mistakes.collected():
+                good[name] = cls.checked(name, value, path(name))
+        return good
