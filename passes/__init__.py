@@ -8,15 +8,31 @@ if __name__ != "compile_muon.passes":
     # Found from a checkout's root. A second copy of the operators would unregister the first.
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
+from .errors import MuonZeroError
 from .half.annotate import ANNOTATE
+from .half.gradients import reduced_grads
+from .half.insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .half.lower import LOWER
 from .half.verify import VERIFY
 from .joint.deduplicate import DEDUPLICATE
-from .joint.insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .joint.recompute import RECOMPUTE
-from .pipeline import GraphPass, Half, Lowering, PassContext, PassOptions, run_passes
+from .pipeline import GraphPass, Half, PassContext, PassOptions, run_passes
+from .request import BackwardRequest, Purpose, ReducedGrad
 
-__all__ = ["HALF_PASSES", "JOINT_PASSES", "GraphPass", "Half", "Lowering", "PassContext", "PassOptions", "run_passes"]
+__all__ = [
+    "HALF_PASSES",
+    "JOINT_PASSES",
+    "BackwardRequest",
+    "GraphPass",
+    "Half",
+    "MuonZeroError",
+    "PassContext",
+    "PassOptions",
+    "Purpose",
+    "ReducedGrad",
+    "reduced_grads",
+    "run_passes",
+]
 
-JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE, INSERT_ORTHOGONALIZE)
-HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, LOWER, VERIFY, ANNOTATE)
+JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
+HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, INSERT_ORTHOGONALIZE, LOWER, VERIFY, ANNOTATE)

@@ -3,8 +3,8 @@
 Bytes and operations as sympy expressions in rows, cols, world size, steps and dtype size. They choose the exchange
 strategy, balance the owners, print in ``optimizer.summary()``, and are what the tests compare counted graphs with.
 
-Sources: byte table in docs/exchange.md (one matrix of S bytes, W ranks, sent per rank); operation counts of the
-standard and gram forms of Newton-Schulz for dense products, in multiply-adds x 2 (docs/newton_schulz.md).
+Sources: byte table in docs/exchange.md (one matrix of S bytes, W ranks, sent per rank); operation counts of
+Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable
 
 import sympy
+
+from compile_muon.kernels.operations import gram_flops, standard_flops
 
 __all__ = [
     "BYTES_SENT",
@@ -47,12 +49,12 @@ WEIGHT_BYTES: dict[str, sympy.Expr] = {
     "all_reduce": 2 * S * (W - 1) / W,
 }
 
-#: what the owner of a matrix pays for it: dense multiply-adds of the standard form
-OWNER_WORK: sympy.Expr = T * K**2 * (2 * L + K)
+#: operations of the standard form, and of the gram form with one restart
+STANDARD_OPERATIONS: sympy.Expr = sympy.expand(standard_flops(K, L, T))
+GRAM_OPERATIONS: sympy.Expr = sympy.expand(gram_flops(K, L, T, 1))
 
-#: operations (2 per multiply-add) of `steps` dense steps: 20a + 10 and 8a + 28 at 5 steps, in units of k^3, a = l/k
-STANDARD_OPERATIONS: sympy.Expr = 2 * T * K**2 * (2 * L + K)
-GRAM_OPERATIONS: sympy.Expr = 2 * (4 * K**2 * L + (4 * T - 6) * K**3)
+#: what the owner of a matrix pays for it: multiply-adds of the standard form, steps k^2 (2 l + k)
+OWNER_WORK: sympy.Expr = sympy.expand(STANDARD_OPERATIONS / 2)
 
 # Nominal machine of the exchange choice: it only has to rank two strategies, so orders of magnitude do.
 _LINK_BYTES_PER_SECOND = 2.0e10
@@ -65,9 +67,7 @@ def _function(expression: sympy.Expr) -> Callable[..., float]:
     return sympy.lambdify((R, C, W, T, B), expression, modules=[{"Min": min, "Max": max}, "math"])
 
 
-def _evaluate(
-    expression: sympy.Expr, rows: int, cols: int, world: int = 1, steps: int = 1, itemsize: int = 1
-) -> float:
+def _evaluate(expression: sympy.Expr, rows: int, cols: int, world: int = 1, steps: int = 1, itemsize: int = 1) -> float:
     return _function(expression)(rows, cols, world, steps, itemsize)
 
 

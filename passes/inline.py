@@ -14,6 +14,17 @@ from .torch_private import decomposition_table, fake_mode_of
 __all__ = ["inline"]
 
 
+def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor per input: tracing takes two inputs that share a fake tensor for one, and reads the wrong one."""
+    distinct: list[torch.Tensor] = []
+    with fake_mode_of(values):
+        for value in values:
+            if any(value is other for other in distinct):
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            distinct.append(value)
+    return distinct
+
+
 def inline(
     gm: GraphModule, before: Node, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Node]
 ) -> list[Node]:
@@ -22,7 +33,7 @@ def inline(
     Args:
         function: takes one tensor per node of ``inputs``; returns tensors.
     """
-    values = [tensor_value(node) for node in inputs]
+    values = _distinct([tensor_value(node) for node in inputs])
     with fake_mode_of(values):
         traced = make_fx(lambda *t: tuple(function(*t)), decomposition_table=decomposition_table())(*values)
     traced.graph.eliminate_dead_code()

@@ -1,4 +1,4 @@
-"""The pass runner: order, contracts, timing, lint, dumps.
+"""The pass runner: order, contracts, timing, lint, stamps, dumps.
 
 A pass is ``(GraphModule, PassContext) -> GraphModule`` and holds only its rewrite; everything around it is done here,
 once, for all of them.
@@ -6,6 +6,7 @@ once, for all of them.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ import torch
 from torch.fx import GraphModule
 
 from .errors import PassContractError
+from .request import BackwardRequest
 from .torch_private import trace_artifact
 
-__all__ = ["GraphPass", "Half", "Lowering", "PassContext", "PassOptions", "run_passes"]
+__all__ = ["PASS_KEY", "GraphPass", "Half", "PassContext", "PassOptions", "readable", "run_passes", "tensor_value"]
+
+#: key of node.meta under which the runner notes the name of the pass that made a node
+PASS_KEY = "muon_zero_pass"
 
 
 class Half(str, Enum):
@@ -29,14 +34,6 @@ class Half(str, Enum):
     BACKWARD = "backward"
     INFERENCE = "inference"
     STEP = "step"
-
-
-class Lowering(str, Enum):
-    """What a compiled backward does with the gradients it produces."""
-
-    ACCUMULATE = "accumulate"  # stage 1 between boundaries: hand the unreduced gradient to the ledger
-    REDUCE = "reduce"  # return the averaged gradient of the shard
-    UPDATE = "update"  # also orthogonalize Muon matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,32 +55,31 @@ class PassOptions:
 
 @dataclass
 class PassContext:
-    """What passes know besides the graph, and what they report.
+    """What passes know besides the graph.
 
     Args:
         half: the graph's role.
         frame: name for dumps.
         options: the caller's.
-        lowering: the backward variant being built.
-        with_prior: whether the graph takes what earlier micro-batches left (one extra input per reduced gradient).
+        request: backward graphs only: what to do with each gradient.
+        user_outputs: forward graphs only: how many outputs, the first ones, are the model's; the rest is saved for
+            backward.
         timings: seconds per pass, filled by the runner.
-        facts: what passes hand to the backend (extra inputs and outputs, traffic).
     """
 
     half: Half
     frame: str = "frame"
     options: PassOptions = PassOptions()
-    lowering: Lowering = Lowering.REDUCE
-    with_prior: bool = False
+    request: BackwardRequest | None = None
+    user_outputs: int = 0
     timings: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, object] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
         """File-name stem of this graph's dumps."""
         parts = [self.frame, self.half.value]
-        if self.half is Half.BACKWARD:
-            parts.append(self.lowering.value + ("_prior" if self.with_prior else ""))
+        if self.request is not None:
+            parts.append(self.request.title)
         return ".".join(parts)
 
 
@@ -106,9 +102,24 @@ class GraphPass:
     halves: tuple[Half, ...] = tuple(Half)
 
 
+_ASSIGNMENT = re.compile(r"^ +(\w+)(: \"[^\"]*\")? = ", re.MULTILINE)
+
+
+def readable(gm: GraphModule) -> str:
+    """The graph as Python code; what a pass made ends with the name of the pass."""
+    makers = {node.name: node.meta[PASS_KEY] for node in gm.graph.nodes if PASS_KEY in node.meta}
+    code = gm.print_readable(print_output=False, include_stride=True, include_device=True)
+    lines = []
+    for line in code.splitlines():
+        found = _ASSIGNMENT.match(line)
+        maker = makers.get(found.group(1)) if found else None
+        lines.append(line if maker is None else f"{line}  # made by {maker}")
+    return "\n".join(lines) + "\n"
+
+
 def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
     def text() -> str:  # an eighth of all compile time, so only where someone reads it
-        return gm.print_readable(print_output=False, include_stride=True, include_device=True)
+        return readable(gm)
 
     trace_artifact(f"muon_zero.{ctx.title}.{stage}", text)
     if ctx.options.dump is not None:
@@ -117,7 +128,7 @@ def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:
-    """Run ``passes`` in order over ``gm``.
+    """Run ``passes`` in order over ``gm``; every node that a pass makes gets its name, under ``meta[PASS_KEY]``.
 
     Raises:
         PassContractError: a pass's ``requires`` or ``conflicts`` does not hold, or it left an ill-formed graph.
@@ -130,7 +141,11 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -
         if clash := set(graph_pass.conflicts) & done:
             raise PassContractError(f"pass {graph_pass.name!r} must run before {sorted(clash)}; reorder them")
         started = time.perf_counter()
+        known = set(gm.graph.nodes)
         gm = graph_pass.rewrite(gm, ctx)
+        for node in gm.graph.nodes:
+            if node not in known:
+                node.meta[PASS_KEY] = graph_pass.name
         try:
             gm.graph.lint()
         except Exception as error:

@@ -94,6 +94,17 @@ class ParamSpec:
     gather: str = "all_gather"
 
     @property
+    def muon_settings(self) -> MuonSpec:
+        """``muon`` of a parameter that must have it.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if self.muon is None:
+            raise ValueError(f"parameter of shape {self.shape} is not a Muon matrix")
+        return self.muon
+
+    @property
     def sharded(self) -> bool:
         """Whether a rank holds a slice (along dim 0) rather than the whole parameter."""
         return self.stage > 0 and self.world > 1 and len(self.shape) > 0

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import is_sym_node
 
 __all__ = [
     "SavedContext",
@@ -28,7 +29,10 @@ __all__ = [
     "make_partitioner",
     "mark_recompute",
     "mark_save",
+    "order_saved_values",
+    "storage_holders",
     "trace_artifact",
+    "unobserved",
     "will_execute",
 ]
 
@@ -109,7 +113,47 @@ def _mark(node: torch.fx.Node, policy: str) -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy[policy]
-    node.meta.setdefault("ac_graph_id", 0)
+    # In a region, or before all of them, it would be saved for the regions behind that use it too.
+    node.meta.pop("ac_graph_id", None)
+
+
+def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs: int) -> None:
+    """Order what forward saves for backward as AOTAutograd slices it, in place: tensors, opaque objects, symints.
+
+    With activation checkpointing around an op that draws random numbers (scaled_dot_product_attention counts as one),
+    the partitioner appends the generator's states behind the opaque objects among the saved values: behind the device
+    mesh of DTensor parameters, from torch 2.12 or 2.13 on (to 2.11 a mesh is no value of a graph). AOTAutograd then
+    takes the mesh for a tensor: "expected all tensors_saved_with_vc_check to be Tensors". Where nothing is out of
+    place, nothing changes. Delete this, its call and its test once ``functionalize_rng_ops`` in
+    ``torch/_functorch/partitioners.py`` puts its states before the opaque objects; in 2.13 it does not.
+
+    Args:
+        forward: returns its user outputs, then what is saved.
+        backward: takes the saved symints, then the other saved values in the same order, then the tangents.
+        user_outputs: how many of forward's outputs are not saved values.
+    """
+    output = forward.graph.output_node()
+    outputs = list(output.args[0])
+    saved = sorted(outputs[user_outputs:], key=_place_among_saved)
+    if saved == outputs[user_outputs:]:
+        return
+    output.args = (tuple(outputs[:user_outputs] + saved),)
+    taken = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    tangents = taken[-1].next
+    for node in sorted(taken, key=lambda node: (not is_sym_node(node), _place_among_saved(node))):
+        tangents.prepend(node)
+    for half in (forward, backward):
+        half.graph.lint()
+        half.recompile()
+
+
+def _place_among_saved(node: torch.fx.Node) -> int:
+    """Tensors whose version is checked, other tensors, opaque objects, symints."""
+    if is_sym_node(node):
+        return 3
+    if "val" in node.meta and not isinstance(node.meta["val"], torch.Tensor):
+        return 2
+    return int(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -131,6 +175,20 @@ def will_execute(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # autograd.grad() for this very leaf: its gradient is handed to the caller, not accumulated
         return False
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors use this tensor's memory, and some more: only differences mean anything."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside this block no dispatch mode or tensor subclass sees what is computed, nor does autograd."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def current_backward() -> int:

@@ -59,7 +59,7 @@ def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
     if ctx.half is Half.FORWARD and ctx.options.reshard_after_forward:
-        _no_gathered_weight_saved(gm, int(ctx.facts.get("user_outputs", 0)))  # type: ignore[call-overload]
+        _no_gathered_weight_saved(gm, ctx.user_outputs)
     return gm
 
 

@@ -7,8 +7,9 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from ..markers import REDUCE_GRAD, UNSHARD
+from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..pipeline import GraphPass, PassContext, tensor_value
+from ..spec import ParamSpec
 
 __all__ = ["DEDUPLICATE"]
 
@@ -25,41 +26,40 @@ def _drop_empty_views(gm: GraphModule) -> None:
 
 def _merge_unshards(gm: GraphModule) -> None:
     """The state tensor identifies the parameter, whatever view of the shard was read."""
-    first: dict[tuple[object, ...], Node] = {}
-    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-        kept = first.setdefault((node.args[1], node.args[4]), node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
-            gm.graph.erase_node(node)
+    first: dict[tuple[Node, ParamSpec], Node] = {}
+    for read in Unshard.all(gm):
+        kept = first.setdefault((read.state, read.spec), read.node)
+        if kept is not read.node:
+            read.node.replace_all_uses_with(kept)
+            gm.graph.erase_node(read.node)
 
 
-def _same_parameter(a: object, b: object) -> bool:
-    return (
-        isinstance(a, Node)
-        and isinstance(b, Node)
-        and a.target is REDUCE_GRAD
-        and b.target is REDUCE_GRAD
-        and a.args[1:] == b.args[1:]
-        and len(a.users) == 1
-        and len(b.users) == 1
-    )
+def _only_reduction(node: object) -> ReduceGrad | None:
+    """``node`` as a reduction that has one reader."""
+    if isinstance(node, Node) and node.target is REDUCE_GRAD and len(node.users) == 1:
+        return ReduceGrad.of(node)
+    return None
 
 
 def _merge_reductions(gm: GraphModule) -> None:
     """``reduce(g1) + reduce(g2)`` -> ``reduce(g1 + g2)``: one collective, and the sum is what Muon must see."""
     adds = (torch.ops.aten.add.Tensor, operator.add)
     for node in list(gm.graph.nodes):
-        if node.target not in adds or node.kwargs or not _same_parameter(*node.args[:2]):
+        if node.target not in adds or node.kwargs:
             continue
-        left, right = node.args[:2]
+        left, right = map(_only_reduction, node.args[:2])
+        if left is None or right is None or left.node is right.node:
+            continue
+        if (left.state, left.hyper, left.spec) != (right.state, right.hyper, right.spec):
+            continue
         # The sum keeps the add's place and tags; the reduction follows it with the first reduction's meta.
         with gm.graph.inserting_before(node):
-            total = gm.graph.call_function(torch.ops.aten.add.Tensor, (left.args[0], right.args[0]))
-            total.meta = {**node.meta, "val": left.args[0].meta["val"]}
-            reduced = gm.graph.call_function(REDUCE_GRAD, (total, *left.args[1:]))
-            reduced.meta = dict(left.meta)
+            total = gm.graph.call_function(torch.ops.aten.add.Tensor, (left.grad, right.grad))
+            total.meta = {**node.meta, "val": left.grad.meta["val"]}
+            reduced = ReduceGrad.insert(gm.graph, total, left.state, left.hyper, left.spec).node
+            reduced.meta = dict(left.node.meta)
         node.replace_all_uses_with(reduced)
-        for dead in (node, left, right):
+        for dead in (node, left.node, right.node):
             gm.graph.erase_node(dead)
 
 

@@ -12,9 +12,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from ..markers import UNSHARD
+from ..markers import Unshard
 from ..pipeline import GraphPass, Half, PassContext
-from ..spec import ParamSpec
 from ..torch_private import mark_recompute, mark_save
 
 __all__ = ["RECOMPUTE", "VIEWS_AND_CASTS", "is_view_or_cast"]
@@ -54,11 +53,12 @@ def is_view_or_cast(node: Node) -> bool:
 
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     keep = not ctx.options.reshard_after_forward
-    pending = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+    reads = Unshard.all(gm)
+    saved = {read.node for read in reads if keep and read.spec.gathered}
+    pending = [read.node for read in reads]
     while pending:
         node = pending.pop()
-        save = keep and node.target is UNSHARD and ParamSpec.decode(node.args[-1]).gathered
-        (mark_save if save else mark_recompute)(node)
+        (mark_save if node in saved else mark_recompute)(node)
         pending.extend(user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
     return gm
 

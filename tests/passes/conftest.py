@@ -21,7 +21,17 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, Lowering, PassContext, PassOptions, run_passes
+from compile_muon.passes import (
+    HALF_PASSES,
+    JOINT_PASSES,
+    BackwardRequest,
+    Half,
+    PassContext,
+    PassOptions,
+    Purpose,
+    reduced_grads,
+    run_passes,
+)
 from compile_muon.passes.torch_private import autograd_cache_disabled
 
 
@@ -88,27 +98,33 @@ class Captured:
     user_outputs: int
     _lowered: dict[Any, Any] = field(default_factory=dict)
 
+    def request(self, purpose: Purpose, **given: bool) -> BackwardRequest:
+        """`purpose` for every gradient that allows it, see :meth:`BackwardRequest.of`."""
+        return BackwardRequest.of(reduced_grads(self.backward), purpose, **given)
+
     def lowered(
         self,
         half: Half,
-        lowering: Lowering = Lowering.REDUCE,
-        with_prior: bool = False,
+        request: BackwardRequest | Purpose = Purpose.REDUCE,
         passes: Any = HALF_PASSES,
         **options: Any,
     ) -> tuple[GraphModule, PassContext]:
         """A copy of one half after `passes`; shared between tests unless the passes are a test's own."""
+        if isinstance(request, Purpose):
+            request = self.request(request)
         if passes is HALF_PASSES and not options:
-            key = (half, lowering, with_prior)
+            key = (half, request if half is Half.BACKWARD else None)
             if key not in self._lowered:
-                self._lowered[key] = self._lower(*key, passes)
+                self._lowered[key] = self._lower(half, request, passes)
             return self._lowered[key]
-        return self._lower(half, lowering, with_prior, passes, **options)
+        return self._lower(half, request, passes, **options)
 
     def _lower(
-        self, half: Half, lowering: Lowering, with_prior: bool, passes: Any, **options: Any
+        self, half: Half, request: BackwardRequest, passes: Any, **options: Any
     ) -> tuple[GraphModule, PassContext]:
-        ctx = PassContext(half, options=PassOptions(**options), lowering=lowering, with_prior=with_prior)
-        ctx.facts["user_outputs"] = self.user_outputs
+        ctx = PassContext(half, options=PassOptions(**options), user_outputs=self.user_outputs)
+        if half is Half.BACKWARD:
+            ctx.request = request
         gm = copy.deepcopy(self.forward if half is Half.FORWARD else self.backward)
         return run_passes(gm, passes, ctx), ctx
 
@@ -136,6 +152,26 @@ def capture(
     with autograd_cache_disabled():
         torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     return Captured(**found)
+
+
+def reducing_backend() -> Callable[..., Any]:
+    """A backend of the passes alone: graphs run as they are, backward reduces every gradient and does no more."""
+    user_outputs = []
+
+    def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        user_outputs.append(kwargs["num_fwd_outputs"])
+        gm = run_passes(gm, JOINT_PASSES, PassContext(Half.JOINT))
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def forward(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        ctx = PassContext(Half.FORWARD, user_outputs=user_outputs[-1])
+        return make_boxed_func(run_passes(gm, HALF_PASSES, ctx).forward)
+
+    def backward(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        request = BackwardRequest.of(reduced_grads(gm), Purpose.REDUCE)
+        return make_boxed_func(run_passes(gm, HALF_PASSES, PassContext(Half.BACKWARD, request=request)).forward)
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition, decompositions={})
 
 
 def targets(gm: GraphModule) -> list[str]:
@@ -192,6 +228,15 @@ def threads() -> Callable[[int, Callable[[int, str], Any]], list[Any]]:
 def trace() -> Iterator[Callable[..., Captured]]:
     """`trace(model, *inputs)`, see :func:`capture`."""
     yield capture
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def reducing() -> Iterator[Callable[..., Any]]:
+    """`torch.compile(model, backend=reducing)`, see :func:`reducing_backend`."""
+    torch._dynamo.reset()
+    with autograd_cache_disabled():
+        yield reducing_backend()
     torch._dynamo.reset()
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes import Half, Lowering, costs
+from compile_muon.passes import Half, Purpose, costs, reduced_grads
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
-from compile_muon.passes.exchange.orthogonalize import assign_owners
-from compile_muon.passes.half.lower import reduced_grads
+from compile_muon.passes.exchange.owner import assign_owners
 
 _c10d = torch.ops._c10d_functional
 
@@ -74,7 +73,7 @@ def test_weights_and_gradients_cost_what_the_formulas_say(world, stage, uneven):
     scalar = 2 * 4 * share
     forward = measure_traffic(graphs.lowered(Half.FORWARD)[0], world=world, rank=world - 1)
     assert forward.bytes_sent == pytest.approx(gathered if stage == 3 else 0, abs=1)
-    backward = measure_traffic(graphs.lowered(Half.BACKWARD, Lowering.REDUCE)[0], world=world, rank=world - 1)
+    backward = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], world=world, rank=world - 1)
     # Backward needs the weights that gradients pass through, not the embedding or biases.
     again = [s for s in sharded if s.shape in ((13, 8), (9, 13), (2, 9), (17, 2))] if stage == 3 else []
     again_bytes = sum(map(padded, again)) * share
@@ -90,8 +89,8 @@ def test_the_exchange_costs_what_its_formula_says(world, exchange, uneven):
     sent = []
     for rank in range(world):
         graphs = uneven(rank, world, stage=2, exchange=exchange)
-        update = measure_traffic(graphs.lowered(Half.BACKWARD, Lowering.UPDATE)[0], world=world, rank=rank)
-        reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Lowering.REDUCE)[0], world=world, rank=rank)
+        update = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], world=world, rank=rank)
+        reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], world=world, rank=rank)
         sent.append(update.bytes_sent - reduce.bytes_sent)
     specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.muon]
     formula = sum(costs.bytes_sent(exchange, *spec.shape, world=world, itemsize=4) for spec in specs)
@@ -130,15 +129,16 @@ def signature(gm):
 def test_ranks_run_the_same_collectives_in_the_same_order(stage, exchange, uneven, node_targets):
     """Found in PyTorch's own bucketing: gathers reordered on the one rank whose shard is smaller, and a hang."""
     world = 3
-    variants = [(Half.FORWARD, Lowering.REDUCE, False)]
-    variants += [(Half.BACKWARD, lowering, prior) for lowering in Lowering for prior in (False, True)]
     ranks = [uneven(rank, world, stage=stage, exchange=exchange) for rank in range(world)]
     assert len({tuple(node_targets(graphs.rewritten)) for graphs in ranks}) == 1
-    for variant in variants:
-        lowered = [graphs.lowered(*variant)[0] for graphs in ranks]
+    variants = [(Half.FORWARD, Purpose.REDUCE, False)]
+    variants += [(Half.BACKWARD, purpose, extra) for purpose in Purpose for extra in (False, True)]
+    for half, purpose, extra in variants:
+        variant = (half.value, purpose.value, extra)
+        lowered = [graphs.lowered(half, graphs.request(purpose, unreduced=extra, carried=extra))[0] for graphs in ranks]
         signatures = [signature(gm) for gm in lowered]
         assert all(found == signatures[0] for found in signatures), variant
-        if variant[1] is not Lowering.UPDATE:
+        if purpose is not Purpose.SPECULATE:
             assert len({tuple(node_targets(gm)) for gm in lowered}) == 1, variant
             continue
         # Up to the exchange the nodes are the same; inside it each rank handles the matrices it owns.
@@ -161,7 +161,7 @@ def test_all_to_all_splits_fit_together(stage, uneven):
     world = 3
     per_rank = []
     for rank in range(world):
-        gm, _ = uneven(rank, world, stage=stage).lowered(Half.BACKWARD, Lowering.UPDATE)
+        gm, _ = uneven(rank, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE)
         per_rank.append([node.args[1:3] for node, kind in collectives(gm) if kind == "all_to_all"])
     for number in range(2):
         for a in range(world):

@@ -9,14 +9,16 @@ from torch.fx import Graph, GraphModule
 from compile_muon.passes import (
     HALF_PASSES,
     JOINT_PASSES,
+    BackwardRequest,
     GraphPass,
     Half,
-    Lowering,
     PassContext,
     PassOptions,
+    Purpose,
     run_passes,
 )
 from compile_muon.passes.errors import PassContractError
+from compile_muon.passes.pipeline import PASS_KEY
 
 
 def small_graph():
@@ -104,17 +106,45 @@ def test_dump_holds_every_graph_before_and_after(tmp_path):
         noop("first"),
         GraphPass("negate", negate),
         half=Half.BACKWARD,
-        lowering=Lowering.UPDATE,
-        with_prior=True,
+        request=BackwardRequest((Purpose.SPECULATE,) * 2, (False, False), (True, True)),
         frame="frame7",
         options=PassOptions(dump=tmp_path / "new" / "folder"),
     )
     files = {path.name: path.read_text() for path in (tmp_path / "new" / "folder").iterdir()}
-    title = "frame7.backward.update_prior"
+    title = "frame7.backward.speculate_carried"
     assert sorted(files) == [f"{title}.00_before.py", f"{title}.01_first.py", f"{title}.02_negate.py"]
     assert "aten.relu" in files[f"{title}.01_first.py"]
     assert "aten.neg" in files[f"{title}.02_negate.py"]
     assert "aten.neg" not in files[f"{title}.00_before.py"]
+
+
+def test_what_a_pass_makes_bears_its_name(tmp_path):
+    """In the graph and in the dumps; what was there before it does not."""
+
+    def negate(gm, ctx):
+        (relu,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+        with gm.graph.inserting_after(relu):
+            new = gm.graph.call_function(torch.ops.aten.neg.default, (relu,))
+        gm.graph.output_node().args = ((new,),)
+        return gm
+
+    def double(gm, ctx):
+        (old,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.neg.default)
+        with gm.graph.inserting_after(old):
+            new = gm.graph.call_function(torch.ops.aten.add.Tensor, (old, old))
+            new.meta = dict(old.meta)  # a pass may copy meta, its maker's name with it
+        gm.graph.output_node().args = ((new,),)
+        return gm
+
+    passes = (noop("idle"), GraphPass("negate", negate), GraphPass("double", double))
+    gm, _ = run(*passes, options=PassOptions(dump=tmp_path))
+    made = {node.name: node.meta.get(PASS_KEY) for node in gm.graph.nodes}
+    assert made == {"x": None, "relu_default": None, "neg_default": "negate", "add_tensor": "double", "output": None}
+    lines = (tmp_path / "frame.forward.03_double.py").read_text().splitlines()
+    marked = {line.split()[0].rstrip(":"): line for line in lines if "made by" in line}
+    assert marked["neg_default"].endswith("  # made by negate")
+    assert marked["add_tensor"].endswith("  # made by double")
+    assert set(marked) == {"neg_default", "add_tensor"}
 
 
 def test_pipelines_are_printable_and_keep_their_own_contracts():
@@ -135,10 +165,11 @@ def test_pipelines_are_printable_and_keep_their_own_contracts():
 
 def test_pipelines_refuse_another_order():
     """The contracts say what the order is for: each pass moved in front of its neighbour, and the runner objects."""
-    for half, passes in ((Half.JOINT, JOINT_PASSES), (Half.FORWARD, HALF_PASSES)):
+    seen = set()
+    for half, passes in ((Half.JOINT, JOINT_PASSES), (Half.FORWARD, HALF_PASSES), (Half.BACKWARD, HALF_PASSES)):
         used = [p for p in passes if half in p.halves]
         pairs = {("recompute", "deduplicate"), ("insert_orthogonalize", "deduplicate"), ("verify", "lower")}
-        pairs |= {("lower", "deduplicate"), ("annotate", "verify")}
+        pairs |= {("lower", "deduplicate"), ("lower", "insert_orthogonalize"), ("annotate", "verify")}
         names = [p.name for p in used]
         for late, early in pairs & {(a, b) for a in names for b in names}:
             order = [GraphPass(p.name, lambda gm, ctx: gm, p.requires, p.conflicts, p.halves) for p in used]
@@ -146,3 +177,5 @@ def test_pipelines_refuse_another_order():
             order[i], order[j] = order[j], order[i]
             with pytest.raises(PassContractError):
                 run(*order, half=half)
+            seen.add((late, early))
+    assert seen == pairs

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compile_muon.passes import torch_private as private
 
@@ -186,6 +187,44 @@ def test_marks_are_obeyed_by_the_partitioner(mark, op, in_backward):
         torch.compile(function, backend=backend)(a, b)
     found = halves[1].graph.find_nodes(op="call_function", target=op)
     assert len(found) == in_backward, moved("meta['recompute']", "is no longer obeyed")
+
+
+def saved_halves(saved):
+    """A forward that returns its input and saves what is named, and the backward that takes it and a tangent."""
+    values = {"s0": ShapeEnv().create_unbacked_symint(), "mesh": object()}
+    halves = []
+    for names in (["x", *saved], [*(n for n in saved if n == "s0"), *(n for n in saved if n != "s0"), "tangent"]):
+        graph = Graph()
+        nodes = [graph.placeholder(name) for name in names]
+        for node in nodes:
+            node.meta["val"] = values.get(node.name, torch.ones(1))
+            node.meta["saved_tensor_with_no_vc_check"] = node.name == "unchecked"
+        graph.output(tuple(nodes))
+        halves.append(GraphModule(torch.nn.Module(), graph))
+    return halves
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (["a", "mesh", "rng0", "rng1", "s0"], ["a", "rng0", "rng1", "mesh", "s0"]),
+        (["a", "unchecked", "mesh", "rng0"], ["a", "rng0", "unchecked", "mesh"]),
+        (["mesh", "rng0"], ["rng0", "mesh"]),
+        (["a", "mesh", "s0"], ["a", "mesh", "s0"]),
+        ([], []),
+    ],
+)
+def test_saved_values_are_ordered_as_they_are_sliced(saved, expected):
+    forward, backward = saved_halves(saved)
+    private.order_saved_values(forward, backward, 1)
+    assert [node.name for node in forward.graph.output_node().args[0]] == ["x", *expected]
+    taken = [node.name for node in backward.graph.find_nodes(op="placeholder")]
+    assert taken == [*(n for n in expected if n == "s0"), *(n for n in expected if n != "s0"), "tangent"]
+    # The generated code goes by the new order too, and each value still arrives under its own name.
+    assert forward(*["x", *saved]) == ("x", *expected)
+    assert dict(zip([n.name for n in backward.graph.output_node().args[0]], backward(*taken), strict=True)) == {
+        name: name for name in taken
+    }
 
 
 def test_fake_mode_of():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import Half, Lowering
+from compile_muon.passes import Half, Purpose, reduced_grads
 from compile_muon.passes.collectives import collectives
-from compile_muon.passes.half.lower import reduced_grads
+from compile_muon.passes.fingerprint import FINGERPRINT_WORDS
 from compile_muon.passes.markers import MARKERS
 
 WORLD = 3
@@ -32,36 +32,48 @@ def inputs(gm):
     return len(gm.graph.find_nodes(op="placeholder"))
 
 
+def values(gm):
+    """The fake tensors of all outputs; None for what is not a tensor (a DeviceMesh may be one, torch 2.13)."""
+    found = [None if node is None else node.meta.get("val") for node in gm.graph.output_node().args[0]]
+    return [value if isinstance(value, torch.Tensor) else None for value in found]
+
+
+def facts(value):
+    return tuple(value.shape), value.dtype
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("lowering", list(Lowering))
-@pytest.mark.parametrize("with_prior", [False, True])
-def test_plan_describes_what_was_appended(stage, lowering, with_prior, uneven):
-    graphs = uneven(1, WORLD, stage=stage)
-    gm, ctx = graphs.lowered(Half.BACKWARD, lowering, with_prior)
-    plan = ctx.facts["plan"]
-    every = range(len(plan.grads))
-    matrices = tuple(i for i in every if plan.grads[i].spec.muon)
+@pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("extra", [False, True])
+def test_the_request_describes_what_was_appended(stage, purpose, extra, uneven):
+    graphs = uneven(1, WORLD, stage=stage, ns_dtype="bfloat16")
+    request = graphs.request(purpose, unreduced=extra, carried=extra)
+    gm, _ = graphs.lowered(Half.BACKWARD, request)
+    grads = reduced_grads(graphs.backward)
+    every = tuple(range(len(grads)))
+    matrices = tuple(i for i in every if grads[i].spec.muon)
     # 13 rows go over 3 ranks unevenly, and the scalar is replicated even at stage 1: it accumulates all the same.
-    expected = {
-        Lowering.ACCUMULATE: ((), tuple(every) if stage == 1 else (), ()),
-        Lowering.REDUCE: (tuple(every) if stage == 1 else (), (), ()),
-        Lowering.UPDATE: (tuple(every) if stage == 1 else matrices, (), matrices),
-    }[lowering]
     assert len(matrices) == 3
-    assert plan.updated == expected[2]
-    assert plan.accumulated == expected[1]
-    if lowering is not Lowering.ACCUMULATE:
-        assert plan.priors == (expected[0] if with_prior else ())
-    assert inputs(gm) == inputs(graphs.backward) + len(plan.priors)
-    extra = len(plan.accumulated) + (len(plan.updated) + 1 if plan.updated else 0)
-    assert outputs(gm) == outputs(graphs.backward) + extra
+    assert request.accumulated == (every if stage == 1 and purpose is Purpose.ACCUMULATE else ())
+    assert request.speculated == (matrices if purpose is Purpose.SPECULATE else ())
+    assert request.unreduced_inputs == (every if extra and stage == 1 and purpose is not Purpose.ACCUMULATE else ())
+    assert request.carried_inputs == (matrices if extra and purpose is Purpose.SPECULATE else ())
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    given = [facts(node.meta["val"]) for node in placeholders[inputs(graphs.backward) :]]
+    assert given == [
+        *((grads[i].spec.shape, torch.float32) for i in request.unreduced_inputs),
+        *((grads[i].spec.local_shape, torch.float32) for i in request.carried_inputs),
+    ]
+    assert len(given) == request.extra_inputs
+    returned = [facts(value) for value in values(gm)[outputs(graphs.backward) :]]
+    assert returned == [
+        *((grads[i].spec.shape, torch.float32) for i in request.accumulated),
+        *((grads[i].spec.local_shape, torch.bfloat16) for i in request.speculated),
+        *([((3, FINGERPRINT_WORDS), torch.int64)] if request.speculated else []),
+    ]
+    assert len(returned) == request.extra_outputs
     assert not [node for node in gm.graph.nodes if node.target in MARKERS]
-    values = [node.meta["val"] for node in gm.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
-    momenta = values[len(values) - extra + len(plan.accumulated) : -1]
-    if plan.updated:
-        assert [tuple(v.shape) for v in momenta] == [plan.grads[i].spec.local_shape for i in plan.updated]
-        assert tuple(values[-1].shape) == (len(plan.updated),)
-        assert values[-1].dtype is torch.float32
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -70,16 +82,14 @@ def test_gradients_keep_their_places_and_shapes(stage, uneven):
     graphs = uneven(1, WORLD, stage=stage)
 
     def shapes(gm):
-        found = gm.graph.output_node().args[0][: outputs(graphs.backward)]
-        # a DeviceMesh may be an output too (torch 2.13)
-        values = [None if node is None else node.meta.get("val") for node in found]
-        return [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values]
+        found = values(gm)[: outputs(graphs.backward)]
+        return [None if value is None else tuple(value.shape) for value in found]
 
     wanted = shapes(graphs.backward)
     specs = [grad.spec for grad in reduced_grads(graphs.backward)]
     assert sorted(s for s in wanted if s is not None) == sorted(spec.local_shape for spec in specs)
-    for lowering in Lowering:
-        assert shapes(graphs.lowered(Half.BACKWARD, lowering)[0]) == wanted
+    for purpose in Purpose:
+        assert shapes(graphs.lowered(Half.BACKWARD, purpose)[0]) == wanted
 
 
 FORWARD = {0: [], 1: [], 2: [], 3: ["all_gather"]}
@@ -99,14 +109,14 @@ def test_forward_gathers_at_stage_three_only(stage, uneven):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reduce(stage, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Lowering.REDUCE)
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Purpose.REDUCE)
     assert kinds(gm) == FORWARD[stage] + REDUCTION[stage]
     assert not newton_schulz(gm)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulate_sends_nothing_at_stage_one(stage, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Lowering.ACCUMULATE)
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Purpose.ACCUMULATE)
     assert kinds(gm) == (FORWARD[stage] + REDUCTION[stage] if stage != 1 else [])
     assert not newton_schulz(gm)
 
@@ -114,8 +124,8 @@ def test_accumulate_sends_nothing_at_stage_one(stage, uneven):
 @pytest.mark.parametrize(
     ("exchange", "stage"), [*(("owner", stage) for stage in STAGES), ("replicate", 0), ("replicate", 2)]
 )
-def test_update(stage, exchange, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage, exchange=exchange).lowered(Half.BACKWARD, Lowering.UPDATE)
+def test_speculate(stage, exchange, uneven):
+    gm, _ = uneven(1, WORLD, stage=stage, exchange=exchange).lowered(Half.BACKWARD, Purpose.SPECULATE)
     exchanged = {
         ("owner", False): ["all_gather"],
         ("owner", True): ["all_to_all", "all_to_all"],
@@ -128,7 +138,7 @@ def test_update(stage, exchange, uneven):
 
 def test_matrices_are_orthogonalized_once_over_all_ranks(uneven):
     def on(rank, exchange):
-        gm, _ = uneven(rank, WORLD, stage=2, exchange=exchange).lowered(Half.BACKWARD, Lowering.UPDATE)
+        gm, _ = uneven(rank, WORLD, stage=2, exchange=exchange).lowered(Half.BACKWARD, Purpose.SPECULATE)
         return sum(len(node.args[0]) for node in newton_schulz(gm))
 
     assert sum(on(rank, "owner") for rank in range(WORLD)) == 3
@@ -137,8 +147,8 @@ def test_matrices_are_orthogonalized_once_over_all_ranks(uneven):
 
 def test_world_one_has_no_collectives(uneven):
     graphs = uneven(0, 1, stage=3)
-    for lowering in Lowering:
-        assert kinds(graphs.lowered(Half.BACKWARD, lowering)[0]) == []
+    for purpose in Purpose:
+        assert kinds(graphs.lowered(Half.BACKWARD, purpose)[0]) == []
     assert kinds(graphs.lowered(Half.FORWARD)[0]) == []
 
 
@@ -168,7 +178,7 @@ def test_buckets_keep_to_their_size(uneven):
     """Smaller buckets give more collectives; each stays below the cap unless one tensor alone exceeds it."""
     graphs = uneven(1, WORLD, stage=3)
     cap = 600
-    gm, _ = graphs.lowered(Half.BACKWARD, Lowering.REDUCE, bucket_bytes=cap)
+    gm, _ = graphs.lowered(Half.BACKWARD, Purpose.REDUCE, bucket_bytes=cap)
     found = {}
     for node, kind in collectives(gm):
         found.setdefault(kind, []).append(node.args[0].meta["val"].numel() * 4)

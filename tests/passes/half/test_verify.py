@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, GraphPass, Half, Lowering
+from compile_muon.passes import HALF_PASSES, JOINT_PASSES, GraphPass, Half, Purpose
 from compile_muon.passes.collectives import collectives, is_wait
 from compile_muon.passes.errors import PassContractError, VerificationError
 
@@ -33,8 +33,8 @@ def graphs(uneven):
 
 def test_a_sound_graph_passes(graphs):
     graphs.lowered(Half.FORWARD)
-    for lowering in Lowering:
-        graphs.lowered(Half.BACKWARD, lowering)
+    for purpose in Purpose:
+        graphs.lowered(Half.BACKWARD, purpose)
 
 
 @pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
@@ -134,8 +134,8 @@ def test_without_the_recompute_pass_the_verifier_says_no(world, trace):
 
 def test_every_collective_of_a_sound_graph_is_waited_for_once(graphs):
     found = 0
-    for half, lowering in [(Half.FORWARD, Lowering.REDUCE), *((Half.BACKWARD, each) for each in Lowering)]:
-        gm, _ = graphs.lowered(half, lowering)
+    for half, purpose in [(Half.FORWARD, Purpose.REDUCE), *((Half.BACKWARD, each) for each in Purpose)]:
+        gm, _ = graphs.lowered(half, purpose)
         for node, _kind in collectives(gm):
             found += 1
             assert [is_wait(user) for user in node.users] == [True]

@@ -1,4 +1,4 @@
-"""Deduplicate, recompute, insert_orthogonalize: what the joint graph looks like afterwards."""
+"""Deduplicate and recompute: what the joint graph and its halves look like afterwards."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_muon import MuonZero
-from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, PassContext, Purpose, reduced_grads, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.joint.recompute import is_view_or_cast
-from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD
+from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from compile_muon.passes.spec import ParamSpec
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -54,27 +54,27 @@ def test_one_unshard_and_one_reduction_per_parameter(size, world, trace):
     assert count(graphs.joint, REDUCE_GRAD) > parameters
     assert count(graphs.rewritten, UNSHARD) == parameters
     assert count(graphs.rewritten, REDUCE_GRAD) == parameters
-    states = {node.args[1] for node in graphs.rewritten.graph.find_nodes(op="call_function", target=UNSHARD)}
+    states = {read.state for read in Unshard.all(graphs.rewritten)}
     assert len(states) == parameters
 
 
-def test_the_merged_gradient_is_the_sum():
+def test_the_merged_gradient_is_the_sum(reducing):
     model, _ = sharded(Tied, update="step")
     plain = Tied()
     plain.load_state_dict(model.state_dict())
-    torch.compile(model, backend="muon_zero", fullgraph=True, options={"codegen": "eager"})(X).backward()
+    torch.compile(model, backend=reducing, fullgraph=True)(X).backward()
     plain(X).backward()
     for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, atol=1e-7, rtol=1e-6, msg=name)
 
 
-def test_the_merged_gradient_is_the_sum_of_what_the_markers_give_in_eager():
+def test_the_merged_gradient_is_the_sum_of_what_the_markers_give_in_eager(reducing):
     """The same graph without the pass: the markers themselves reduce each contribution and autograd adds them."""
     model, _ = sharded(Tied, update="step")
     model(X).backward()
     eager = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    torch.compile(model, backend="muon_zero", fullgraph=True, options={"codegen": "eager"})(X).backward()
+    torch.compile(model, backend=reducing, fullgraph=True)(X).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, eager[name], atol=1e-7, rtol=1e-6)
 
@@ -134,7 +134,7 @@ def saved_weights(graphs):
         while node.op == "call_function" and is_view_or_cast(node):
             node = node.args[0]
         if node.target is UNSHARD:
-            found.append(node.args[1].name)
+            found.append(Unshard.of(node).state.name)
     return found
 
 
@@ -144,7 +144,7 @@ def test_only_gathered_weights_are_saved_when_asked_to_and_only_once(stage, size
     with world(0, size):
         model, _ = sharded(Tied, stage=stage)
         default, kept = trace(model, X), trace(model, X, reshard_after_forward=False)
-    needed = {node.args[1].name for node in default.backward.graph.find_nodes(op="call_function", target=UNSHARD)}
+    needed = {read.state.name for read in Unshard.all(default.backward)}
     assert len(needed) == 3, "backward reads three matrices and no bias"
     gathers = stage == 3 and size == 2
     assert saved_weights(default) == []
@@ -164,27 +164,26 @@ def test_a_saved_weight_is_gathered_in_forward_only(world, trace):
         kept.lowered(Half.FORWARD)
 
 
-# --- insert_orthogonalize ---------------------------------------------------------------------------------------------
+# --- what the partitioner makes of it ---------------------------------------------------------------------------------
 
 
-def test_every_matrix_gets_one_direction_in_backward_only(trace):
+def test_momentum_reaches_backward_though_directions_are_inserted_there(trace):
+    """`reduce_grad` carries state and hyper, so both are saved for the graph that may speculate."""
     model, optimizer = sharded(Tied)
     graphs = trace(model, X)
     muon = [row.name for row in optimizer.summary().rows if row.algorithm == "muon"]
     assert muon == ["inner.weight", "twice.weight"]
-    directions = graphs.rewritten.graph.find_nodes(op="call_function", target=ORTHOGONALIZE)
-    assert len(directions) == len(muon)
-    output = graphs.rewritten.graph.output_node()
-    for node in directions:
-        assert node.args[0].target is REDUCE_GRAD
-        assert set(node.args[0].users) == {node}
-        assert set(node.users) == {output}
-        assert ParamSpec.decode(node.args[3]).muon is not None
-        assert node.meta["partitioner_tag"] == "must_be_in_backward"
-    assert count(graphs.forward, ORTHOGONALIZE) == 0
-    assert count(graphs.backward, ORTHOGONALIZE) == len(muon)
+    grads = reduced_grads(graphs.backward)
+    assert [grad.spec.shape for grad in grads if grad.speculates] == [(6, 6), (6, 6)]
+    for grad, reduction in zip(grads, ReduceGrad.all(graphs.backward), strict=True):
+        state = graphs.backward.graph.find_nodes(op="placeholder")[grad.state_index]
+        assert reduction.state is state
+        assert state.meta["val"].shape == (grad.spec.local_shape if grad.spec.muon else (0,))
+        assert reduction.hyper.op == "placeholder"
     assert count(graphs.forward, REDUCE_GRAD) == 0
-    assert count(graphs.joint, ORTHOGONALIZE) == 0
+    assert [count(gm, ORTHOGONALIZE) for gm in (graphs.joint, graphs.rewritten, graphs.backward)] == [0, 0, 0]
+    asked, _ = graphs.lowered(Half.BACKWARD, Purpose.SPECULATE, HALF_PASSES[:2])
+    assert count(asked, ORTHOGONALIZE) == len(muon)
 
 
 def test_frozen_parameters_get_no_reduction(trace):
@@ -195,24 +194,4 @@ def test_frozen_parameters_get_no_reduction(trace):
     graphs = trace(model, X)
     assert count(graphs.rewritten, UNSHARD) == len(list(model.parameters()))
     assert count(graphs.rewritten, REDUCE_GRAD) == len(list(model.parameters())) - 1
-    assert count(graphs.rewritten, ORTHOGONALIZE) == 1
-
-
-def test_a_gradient_that_something_else_reads_stays_raw():
-    spec = ParamSpec.decode(muon_text())
-    graph = torch.fx.Graph()
-    grad, state, hyper = (graph.placeholder(n) for n in ("grad", "state", "hyper"))
-    for node in (grad, state, hyper):
-        node.meta["val"] = torch.zeros(spec.shape)
-    reduced = graph.call_function(REDUCE_GRAD, (grad, state, hyper, muon_text()))
-    reduced.meta["val"] = torch.zeros(spec.shape)
-    norm = graph.call_function(torch.ops.aten.sum.default, (reduced,))
-    norm.meta["val"] = torch.zeros(())
-    graph.output((reduced, norm))
-    gm = run_passes(torch.fx.GraphModule(nn.Module(), graph), JOINT_PASSES, PassContext(Half.JOINT))
-    assert count(gm, ORTHOGONALIZE) == 0
-
-
-def muon_text():
-    _, optimizer = sharded(Tied)
-    return next(s.text for s in optimizer._ledger.states if s.spec.muon)
+    assert len(graphs.request(Purpose.SPECULATE).speculated) == 1

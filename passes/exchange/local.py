@@ -1,0 +1,36 @@
+"""No exchange: whole matrices are already here (world 1, replicated gradients, experts sharded by expert)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..spec import ParamSpec, decode_dtype
+from .matrices import as_matrices, newton_schulz
+
+__all__ = ["local"]
+
+
+def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """Directions of matrices of one setting that lie whole on this rank.
+
+    Args:
+        updates: momentum updates, ``spec.local_shape``, in the dtype of the wire.
+        specs: their static facts.
+    Returns:
+        Directions like ``updates``, in the dtype of Newton-Schulz.
+    """
+    muon = specs[0].muon_settings
+    views = []
+    for update, spec in zip(updates, specs, strict=True):
+        settings = spec.muon_settings
+        stack = settings.batch > 1  # of which this rank may hold fewer
+        views.append(update.reshape(-1, settings.rows, settings.cols) if stack else as_matrices(update, settings))
+    present = [i for i, view in enumerate(views) if view.numel() > 0]
+    found = dict(zip(present, newton_schulz([views[i] for i in present], muon), strict=True))
+    # A rank past the last expert has nothing to orthogonalize.
+    return [
+        found[i].reshape(u.shape) if i in found else u.new_empty(u.shape, dtype=decode_dtype(muon.dtype))
+        for i, u in enumerate(updates)
+    ]

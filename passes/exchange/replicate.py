@@ -1,0 +1,39 @@
+"""Every matrix gathered on every rank: one collective, and all of the work everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..spec import ParamSpec
+from .local import local
+from .matrices import as_matrices, newton_schulz
+from .packing import unpack
+from .transfers import all_gather, shard_widths
+
+__all__ = ["replicate"]
+
+
+def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """Gather every matrix on every rank, orthogonalize all of them, keep one's own rows.
+
+    Args:
+        updates: momentum updates, ``spec.local_shape``, in the dtype of the wire.
+        specs: their static facts, of one group and setting.
+    Returns:
+        Directions like ``updates``, in the dtype of Newton-Schulz.
+    """
+    world, rank = specs[0].world, specs[0].rank
+    if not specs[0].sharded:
+        return local(updates, specs)
+    widths = shard_widths(specs)
+    gathered = all_gather(updates, widths, updates[0].dtype, specs[0])
+    pieces = unpack(gathered, widths, [spec.numel for spec in specs], world=world)
+    whole = [as_matrices(piece, spec.muon_settings) for piece, spec in zip(pieces, specs, strict=True)]
+    directions = newton_schulz(whole, specs[0].muon_settings)
+    # A copy: directions wait for step(), and a view of some rows would keep the whole matrix that long.
+    return [
+        direction.reshape(spec.shape)[slice(*spec.shard_rows(rank))].clone()
+        for direction, spec in zip(directions, specs, strict=True)
+    ]

@@ -1,0 +1,122 @@
+"""``reduce_grad`` markers: averaged gradients of the shards, or gradients that stay here until a boundary."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..edit import append_inputs, insert_outputs, replace
+from ..exchange import transfers
+from ..inline import inline
+from ..markers import ReduceGrad
+from ..pipeline import tensor_value
+from ..request import BackwardRequest, Purpose, ReducedGrad
+from ..spec import ParamSpec, decode_dtype
+from .buckets import group_neighbours
+
+__all__ = ["lower_gradients", "reduced_grads"]
+
+
+def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
+    """The parameters whose gradients a backward graph with markers produces, in graph order."""
+    positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    output = gm.graph.output_node()
+    found = []
+    for reduction in ReduceGrad.all(gm):
+        # What anything else reads is a gradient that the model computes with: step() orthogonalizes it.
+        speculates = reduction.spec.muon is not None and set(reduction.node.users) == {output}
+        found.append(ReducedGrad(reduction.spec, positions[reduction.state], speculates))
+    return tuple(found)
+
+
+def lower_gradients(gm: GraphModule, request: BackwardRequest, cap_bytes: int) -> None:
+    """Replace every ``reduce_grad`` marker of ``gm``, and append the inputs and outputs that ``request`` says.
+
+    Args:
+        request: one entry per marker, in graph order; its carried inputs and speculation outputs are there already.
+        cap_bytes: of full gradients in one collective.
+    """
+    reductions = ReduceGrad.all(gm)
+    likes = []
+    for i in request.unreduced_inputs:
+        spec = reductions[i].spec
+        like = tensor_value(reductions[i].node).new_empty(spec.shape, dtype=decode_dtype(spec.dtype))
+        likes.append((f"unreduced_{i}", like))
+    added = append_inputs(gm, likes, ahead_of_last=len(request.carried_inputs))
+    earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, added, strict=True)}
+
+    kept = []
+    reduced = []
+    for purpose, reduction in zip(request.purposes, reductions, strict=True):
+        if purpose is Purpose.ACCUMULATE:
+            zeros, whole = _keep_local(gm, reduction)
+            kept.append(whole)
+            replace(gm, reduction.node, zeros)
+        else:
+            reduced.append(reduction)
+    for node, result in _reduce(gm, reduced, earlier, cap_bytes).items():
+        replace(gm, node, result)
+    insert_outputs(gm, kept, ahead_of_last=request.speculation_outputs)
+
+
+def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> tuple[Node, Node]:
+    """Zeros to return for the shard (AOTAutograd cannot return None for a DTensor leaf), and the gradient to keep."""
+    spec = reduction.spec
+
+    def kept(grad: torch.Tensor) -> list[torch.Tensor]:
+        dtype = decode_dtype(spec.dtype)
+        return [grad.new_zeros(spec.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
+
+    zeros, whole = inline(gm, reduction.node, kept, [reduction.grad])
+    return zeros, whole
+
+
+def _reduce(
+    gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], cap_bytes: int
+) -> dict[Node, Node]:
+    """Averaged gradients by marker, with what earlier micro-batches left unreduced (``earlier``).
+
+    Each group's collective starts with its last gradient and is waited for when the next group starts, or where one of
+    its results is first read.
+    """
+    results: dict[Node, Node] = {}
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    for reduction in reductions:
+        if reduction.spec.world == 1:
+            spec = reduction.spec
+            results[reduction.node] = inline(
+                gm, reduction.node, lambda g, spec=spec: [transfers.reduce_grad(g, spec)], [reduction.grad]
+            )[0]
+    sent = [reduction for reduction in reductions if reduction.spec.world > 1]
+    indices = group_neighbours([reduction.spec for reduction in sent], lambda spec: spec.reduce_dtype, cap_bytes)
+    groups = sorted(([sent[i] for i in group] for group in indices), key=lambda group: order[group[-1].node])
+    handles = [_start(gm, group, earlier) for group in groups]
+    for number, (group, handle) in enumerate(zip(groups, handles, strict=True)):
+
+        def finish(handle: torch.Tensor, group: list[ReduceGrad] = group) -> list[torch.Tensor]:
+            return transfers.reduce_finish(handle, _specs(group))
+
+        ends = [user for reduction in group for user in reduction.node.users] + [gm.graph.output_node()]
+        ends += [next_group[-1].node for next_group in groups[number + 1 : number + 2]]
+        whole = inline(gm, min(ends, key=order.__getitem__), finish, [handle])
+        results.update(zip((reduction.node for reduction in group), whole, strict=True))
+    return results
+
+
+def _start(gm: GraphModule, group: list[ReduceGrad], earlier: dict[Node, Node]) -> Node:
+    """Start the collective of one group at its last gradient."""
+    specs = _specs(group)
+    added = [k for k, reduction in enumerate(group) if reduction.node in earlier]
+
+    def start(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        grads = list(tensors[: len(specs)])
+        for k, sum_of_earlier in zip(added, tensors[len(specs) :], strict=True):
+            grads[k] = grads[k] + sum_of_earlier
+        return [transfers.reduce_start(grads, specs)]
+
+    inputs = [reduction.grad for reduction in group] + [earlier[group[k].node] for k in added]
+    return inline(gm, group[-1].node, start, inputs)[0]
+
+
+def _specs(group: list[ReduceGrad]) -> list[ParamSpec]:
+    return [reduction.spec for reduction in group]

@@ -1,0 +1,59 @@
+"""Ask a backward graph for the directions of its SPECULATE gradients.
+
+Behind each such gradient goes an ``orthogonalize`` marker as one more output; the gradient itself is returned as
+before. The gradient a direction was made from is fingerprinted beside it, so that ``step()`` can tell whether it still
+holds.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from ..edit import append_inputs, insert_outputs
+from ..errors import RequestError
+from ..fingerprint import fingerprint
+from ..inline import inline
+from ..markers import Orthogonalize, ReduceGrad
+from ..pipeline import GraphPass, Half, PassContext, tensor_value
+from .gradients import reduced_grads
+
+__all__ = ["INSERT_ORTHOGONALIZE"]
+
+
+def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    request = ctx.request
+    if request is None:
+        raise RequestError("a backward graph without a request; give PassContext(request=BackwardRequest(...))")
+    request.check(reduced_grads(gm))
+    if not request.speculated:
+        return gm
+    reductions = ReduceGrad.all(gm)
+    named = [(f"carried_{i}", tensor_value(reductions[i].node)) for i in request.carried_inputs]
+    carried = dict(zip(request.carried_inputs, append_inputs(gm, named), strict=True))
+    # In front of the output, so behind every reduction: gradients go first.
+    output = gm.graph.output_node()
+    gradients = [_sum(gm, reductions[i], carried.get(i)) for i in request.speculated]
+    directions = []
+    with gm.graph.inserting_before(output):
+        for i, gradient in zip(request.speculated, gradients, strict=True):
+            reduction = reductions[i]
+            marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.hyper, reduction.spec)
+            directions.append(marker.node)
+    insert_outputs(gm, [*directions, _fingerprints(gm, gradients)])
+    return gm
+
+
+def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
+    """What ``.grad`` will hold."""
+    if carried is None:
+        return reduction.node
+    return inline(gm, gm.graph.output_node(), lambda carried, grad: [carried + grad], [carried, reduction.node])[0]
+
+
+def _fingerprints(gm: GraphModule, gradients: list[Node]) -> Node:
+    return inline(gm, gm.graph.output_node(), lambda *tensors: [fingerprint(tensors)], gradients)[0]
+
+
+INSERT_ORTHOGONALIZE = GraphPass(
+    "insert_orthogonalize", _insert, requires=("deduplicate",), conflicts=("lower",), halves=(Half.BACKWARD,)
+)

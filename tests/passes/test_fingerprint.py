@@ -1,0 +1,188 @@
+"""Fingerprints: equal for equal bits in any layout, different after any edit a training loop might make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from compile_muon.passes.fingerprint import FINGERPRINT, FINGERPRINT_WORDS, fingerprint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# one word, an odd rest, less than a row, many rows, even and odd sizes
+SHAPES = [(1, 2), (3, 5), (64, 64), (33, 17), (512, 512), (259, 1003)]
+
+
+def sample(shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def same(a, b):
+    return torch.equal(fingerprint([a]), fingerprint([b]))
+
+
+def half_negated(x):
+    flat = x.flatten().clone()
+    flat[: flat.numel() // 4 * 2] *= -1
+    return flat.view(x.shape)
+
+
+def edited(x, at, value):
+    x = x.clone()
+    x[at] = value
+    return x
+
+
+def permuted(x, indices, dim):
+    return x.index_select(dim, torch.as_tensor(indices))
+
+
+def swapped(x, dim, i, j):
+    order = list(range(x.shape[dim]))
+    order[i], order[j] = order[j], order[i]
+    return permuted(x, order, dim)
+
+
+EDITS = {
+    "negate everything": lambda x: -x,
+    "negate an even number of entries": half_negated,
+    "negate two entries of a row": lambda x: edited(x, (0, slice(0, 2)), -x[0, :2]),
+    "negate two entries of a column": lambda x: edited(x, (slice(0, 2), 1), -x[:2, 1]),
+    "negate the corners of a rectangle": lambda x: edited(
+        edited(x, (0, slice(1, 4, 2)), -x[0, 1:4:2]), (2, slice(1, 4, 2)), -x[2, 1:4:2]
+    ),
+    "negate a row": lambda x: edited(x, 1, -x[1]),
+    "negate two rows": lambda x: edited(x, slice(0, 2), -x[:2]),
+    "negate a column": lambda x: edited(x, (slice(None), 1), -x[:, 1]),
+    "negate every second column": lambda x: edited(x, (slice(None), slice(1, None, 2)), -x[:, 1::2]),
+    "negate every second row": lambda x: edited(x, slice(1, None, 2), -x[1::2]),
+    "double every second column": lambda x: edited(x, (slice(None), slice(1, None, 2)), 2 * x[:, 1::2]),
+    "swap two entries of a row": lambda x: edited(x, (0, slice(0, 2)), x[0, :2].flip(0)),
+    "swap two rows": lambda x: swapped(x, 0, 0, 2),
+    "swap two columns": lambda x: swapped(x, 1, 1, 3),
+    "reverse the rows": lambda x: x.flip(0),
+    "roll by one word": lambda x: x.flatten().roll(8 // x.element_size()).view(x.shape),
+    "permute within a row": lambda x: edited(x, 1, x[1].flip(0)),
+    "scale": lambda x: x * 0.5,
+    "scale by a little": lambda x: x * 1.01,
+    "zero": torch.zeros_like,
+    "zero an entry": lambda x: edited(x, (-1, -1), 0.0),
+    "transpose a square": lambda x: x.t() if x.shape[0] == x.shape[1] else x.flip(0, 1),
+    "add another": lambda x: x + sample(x.shape, x.dtype).flip(1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_are_seen(edit, dtype):
+    for shape in SHAPES[1:]:
+        x = sample(shape, dtype)
+        changed = EDITS[edit](x)
+        assert not torch.equal(x, changed), "this edit is none"
+        assert not same(x, changed), shape
+
+
+@pytest.mark.parametrize(
+    "edit", ["negate everything", "negate every second column", "negate every second row", "swap two rows"]
+)
+def test_edits_of_constant_signs_and_sizes_are_seen(edit):
+    """Where all entries have one sign, nothing but the counts of edited words tells."""
+    for shape in [(64, 64), (512, 512), (1024, 1024), (512, 2048)]:
+        x = torch.ones(shape, dtype=torch.float64) if "negate" in edit else torch.ones(shape).cumsum(0)
+        assert not same(x, EDITS[edit](x)), shape
+
+
+def test_the_exclusive_or_of_all_bits_would_not_do():
+    """Why there is a fingerprint at all beside torch.hash_tensor."""
+    x = sample((64, 64))
+    for edit in ("negate everything", "swap two rows", "transpose a square"):
+        assert torch.equal(torch.hash_tensor(x), torch.hash_tensor(EDITS[edit](x)))
+
+
+def test_rows_with_equal_sums_may_not_change_places():
+    """Row and column sums alone would not see it."""
+    a, b = 1.5, -2.25
+    x = torch.tensor([[a, b, b, a], [b, a, a, b]] * 300).view(-1, 4)
+    assert not same(x, x.flip(0))
+    square = torch.tensor([[a, a, b, b], [b, b, a, a]])
+    assert not same(square, square.flip(0))
+
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.data())
+def test_every_bit_of_every_entry_counts(dtype, shape, data):
+    x = sample(shape, dtype)
+    entry = data.draw(st.integers(0, x.numel() - 1))
+    bit = data.draw(st.integers(0, 8 * x.element_size() - 1))
+    bits = x.flatten().view(BITS[dtype]).clone()
+    mask = torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(BITS[dtype])
+    bits[entry] ^= mask
+    assert not same(x, bits.view(dtype).view(shape))
+
+
+def test_bits_not_numbers():
+    assert not same(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+    quiet, payload = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
+    assert not same(quiet, payload)
+    assert same(payload, payload.clone())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 5), (), (7,), (3, 4, 5)])
+def test_only_content_counts(dtype, shape):
+    x = sample(shape, dtype)
+    layouts = [x.clone()]
+    if x.ndim >= 2:
+        layouts.append(x.transpose(0, -1).contiguous().transpose(0, -1))
+        layouts.append(torch.cat([x, x], dim=-1)[..., : x.shape[-1]])
+    # starting in the middle of a word
+    layouts.append(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(shape))
+    for other in layouts:
+        assert torch.equal(x, other) and same(x, other), other.stride()
+
+
+def test_neighbours_make_no_difference_and_sizes_do():
+    xs = [sample(shape, dtype) for shape, dtype in zip(SHAPES, DTYPES * 2, strict=False)]
+    xs.insert(2, torch.empty(0, 3))
+    together = fingerprint(xs)
+    assert together.dtype is torch.int64 and together.shape == (len(xs), FINGERPRINT_WORDS)
+    for x, row in zip(xs, together, strict=True):
+        assert torch.equal(fingerprint([x])[0], row)
+    assert not same(torch.zeros(8), torch.zeros(10))
+    assert len({tuple(row.tolist()) for row in together}) == len(xs)
+
+
+def test_the_formula():
+    """Written out with Python's integers."""
+    golden, factor, mask = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 2**64 - 1
+    x = sample((259, 1003))  # an odd number of floats, an incomplete row
+    data = x.numpy().tobytes()
+    data += bytes(-len(data) % 8)
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    rest, words = words[-1:], words[:-1]
+    whole = len(words) // 257 * 257
+    rows = [sum(words[i : i + 257]) for i in range(0, whole, 257)] + words[whole:] + rest
+    columns = [sum(words[j:whole:257]) for j in range(257)]
+
+    def mix(z):
+        z = (z ^ (z >> 30)) * factor & mask
+        return z ^ (z >> 27)
+
+    families = (rows, columns)
+    expected = [sum(mix((s + (k + 1) * golden) & mask) for k, s in enumerate(family)) & mask for family in families]
+    assert [value & mask for value in fingerprint([x])[0].tolist()] == expected
+
+
+def test_fake_tensors_and_refusals():
+    with FakeTensorMode() as mode:
+        found = fingerprint([torch.empty(3, 4), torch.empty(0)])
+        assert found.shape == (2, FINGERPRINT_WORDS) and found.dtype is torch.int64
+        assert mode is not None
+    torch.library.opcheck(FINGERPRINT, ([sample((5, 3)), sample((2,), torch.bfloat16)],))
+    with pytest.raises(ValueError, match="no tensors"):
+        fingerprint([])
