@@ -7,12 +7,9 @@ none at all under ``options={"codegen": "eager"}``).
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,58 +19,22 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from compile_muon import passes
-from compile_muon.config.checks import check_boolean, check_choice, check_folder, check_real
-from compile_muon.config.compile_options import CODEGENS, FrameOptions
+from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
-from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
+from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     autograd_cache_disabled,
     compile_fx,
     compile_fx_inner,
     make_partitioner,
+    order_saved_values,
 )
 from compile_muon.runtime.frame import BackwardGraph, Codegen, ForwardGraph
 
 __all__ = ["muon_zero"]
 
 _IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
-
-
-def _folder(field: str, value: object) -> Path | None:
-    folder = check_folder(field, value)
-    return None if folder is None else Path(folder)
-
-
-def _bytes(field: str, megabytes: object) -> int:
-    return int(check_real(field, megabytes, positive=True) * 2**20)
-
-
-# What torch.compile takes: the field of FrameOptions it sets, and the check that gives its value.
-_OPTIONS: dict[str, tuple[str, Callable[[str, object], Any]]] = {
-    "codegen": ("codegen", partial(check_choice, allowed=CODEGENS)),
-    "dump": ("dump", _folder),
-    "nvtx": ("nvtx", check_boolean),
-    "bucket_mb": ("bucket_bytes", _bytes),
-    "reshard_after_forward": ("reshard_after_forward", check_boolean),
-}
-
-
-def _parse_options(options: Mapping[str, Any] | None) -> FrameOptions:
-    """Options of ``torch.compile(..., options=...)``; what is not named keeps FrameOptions' default.
-
-    Raises:
-        ConfigError: unknown option or value.
-    """
-    chosen = {}
-    for name, value in (options or {}).items():
-        if name not in _OPTIONS:
-            near = difflib.get_close_matches(name, _OPTIONS, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {sorted(_OPTIONS)}"
-            raise ConfigError(f"options[{name!r}] = {value!r}: unknown option; {remedy}")
-        field, check = _OPTIONS[name]
-        chosen[field] = check(f"options[{name!r}]", value)
-    return FrameOptions(**chosen)
 
 
 def _has_markers(gm: GraphModule) -> bool:
@@ -96,17 +57,20 @@ class _Frame:
     ) -> tuple[GraphModule, GraphModule]:
         """Rewrite and partition the joint graph: being called is what gives the frame a backward."""
         gm = run_passes(gm, JOINT_PASSES, PassContext(Half.JOINT, self.name, self.options))
-        reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-        self.trained = frozenset(node.args[1].name for node in reductions)
+        self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
         self.forward_outputs = num_fwd_outputs
-        return min_cut_rematerialization_partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(
+            gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+        )
+        order_saved_values(forward, backward, num_fwd_outputs)
+        return forward, backward
 
     def forward(
         self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen, *, inference: bool = False
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward or inference graph."""
-        ctx = PassContext(Half.INFERENCE if inference else Half.FORWARD, self.name, self.options)
-        ctx.facts["user_outputs"] = self.forward_outputs
+        half = Half.INFERENCE if inference else Half.FORWARD
+        ctx = PassContext(half, self.name, self.options, user_outputs=self.forward_outputs)
         return ForwardGraph(gm, inputs, ctx, codegen, self.options, frozenset() if inference else self.trained)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Callable[[list[Any]], Any]:
@@ -170,15 +134,14 @@ def muon_zero(
     Args:
         gm: Dynamo's graph.
         example_inputs: its inputs.
-        options: ``codegen`` ("inductor" or "eager"), ``dump`` (folder for readable graphs), ``nvtx``, ``bucket_mb``,
-            ``reshard_after_forward`` (False keeps what stage 3 gathered for backward; default True).
+        options: the fields of :class:`compile_muon.config.CompileOptions`.
         mode: not supported; Inductor's own configuration applies.
     Raises:
-        ConfigError: unknown options.
+        ConfigError: about every unknown option and bad value.
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode = {mode!r}: muon_zero has no modes; set torch._inductor.config instead")
-    frame_options = _parse_options(options)
+    frame_options = read_options(options)
     if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
         warnings.warn(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '

@@ -1,32 +1,48 @@
 """``MuonZero``: Muon for hidden matrices, AdamW for the rest, over ZeRO-sharded parameters.
 
-``step()`` finishes what backward did not: it reduces what stage 1 still holds, checks and clips gradients, sends raw
-Muon gradients through the step graph, commits the updates, and refreshes the resident weights.
+A façade: parameter groups, state, and the order of a step. What a step does stands in ``runtime/``: ``survey`` (norms,
+finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (the writes), ``replicas`` (the refresh).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
-from compile_muon.config.settings import Config, config_from_kwargs
-from compile_muon.errors import NonFiniteError
-from compile_muon.kernels import muon_apply
+from compile_muon.config import (
+    ARGUMENTS,
+    AdamWConfig,
+    Config,
+    MuonConfig,
+    NSConfig,
+    ZeroConfig,
+    config_from_kwargs,
+)
+from compile_muon.errors import LedgerError, NonFiniteError
 from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.sharding import resolve_mesh, shard_model
+from compile_muon.model.layout import resolve_mesh
+from compile_muon.model.ownership import Ownership
+from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
-from compile_muon.runtime.ledger import Ledger, ParamState, edited_error, like_parameter, local_tensor, samples_differ
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.commit import commit_adamw, commit_muon
+from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
+from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_graph import StepGraphs
+from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
 
 __all__ = ["MuonZero"]
@@ -40,18 +56,22 @@ class MuonZero(Optimizer):
         lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the AdamW group.
         adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape.
-        ns_steps, ns_coefficients, ns_method, ns_dtype: how Newton-Schulz runs.
+        ns_steps, ns_coefficients, ns_method, ns_dtype: how Newton-Schulz runs; ``ns_steps`` None for as many steps as
+            the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        update: "backward" updates inside compiled backward graphs, "step" in the step graph, "auto" chooses.
+        update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
+            only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
+            speculates until that fails several steps in a row.
         exchange: "replicate", "owner" or "auto" (cheaper by formula, per matrix).
-        gradient_accumulation_steps: backwards per step; None when unknown.
+        gradient_accumulation_steps: backwards per step; None when unknown, for as many as the last step had.
         gradient_clipping: global norm, or None.
         nonfinite: "error" or "skip" on inf or nan gradients.
+        max_skipped_steps: how many steps in a row "skip" may leave out before NonFiniteError is raised.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         mesh: 1-D data-parallel ``DeviceMesh``; default: all ranks of the default process group.
     Raises:
-        ConfigError: a setting is unknown, out of range or contradicts another.
+        ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
         UnsupportedModelError: a parameter cannot be sharded or orthogonalized. Nothing is changed in either case.
     """
 
@@ -59,31 +79,32 @@ class MuonZero(Optimizer):
         self,
         model: nn.Module,
         *,
-        lr: float = 0.02,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        weight_decay: float = 0.1,
-        adamw_lr: float = 3e-4,
-        adamw_betas: tuple[float, float] = (0.9, 0.95),
-        adamw_eps: float = 1e-8,
-        adamw_weight_decay: float = 0.1,
-        adjust_lr: str = "original",
-        ns_steps: int = 5,
-        ns_coefficients: str | Sequence[Any] = "jordan",
-        ns_method: str = "auto",
-        ns_dtype: str | torch.dtype = "auto",
-        stage: int = 2,
-        update: str = "auto",
-        exchange: str = "auto",
-        gradient_accumulation_steps: int | None = 1,
-        gradient_clipping: float | None = None,
-        nonfinite: str = "error",
-        param_dtype: torch.dtype | str | None = None,
-        reduce_dtype: torch.dtype | str | None = None,
-        muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = None,
+        lr: float = MuonConfig.lr,
+        momentum: float = MuonConfig.momentum,
+        nesterov: bool = MuonConfig.nesterov,
+        weight_decay: float = MuonConfig.weight_decay,
+        adamw_lr: float = AdamWConfig.lr,
+        adamw_betas: tuple[float, float] = AdamWConfig.betas,
+        adamw_eps: float = AdamWConfig.eps,
+        adamw_weight_decay: float = AdamWConfig.weight_decay,
+        adjust_lr: str = MuonConfig.adjust_lr,
+        ns_steps: int | None = NSConfig.steps,
+        ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
+        ns_method: str = NSConfig.method,
+        ns_dtype: str | torch.dtype = NSConfig.dtype,
+        stage: int = ZeroConfig.stage,
+        update: str = ZeroConfig.update,
+        exchange: str = ZeroConfig.exchange,
+        gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
+        gradient_clipping: float | None = ZeroConfig.gradient_clipping,
+        nonfinite: str = ZeroConfig.nonfinite,
+        max_skipped_steps: int = ZeroConfig.max_skipped_steps,
+        param_dtype: torch.dtype | str | None = ZeroConfig.param_dtype,
+        reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
+        muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        settings = {k: v for k, v in locals().items() if k not in ("self", "model", "mesh", "__class__")}
+        settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
         self._setup(model, config_from_kwargs(**settings), mesh, None)
 
     @classmethod
@@ -108,26 +129,24 @@ class MuonZero(Optimizer):
         mesh = resolve_mesh(mesh, process_group, device)
         self.config = config
         self.grad_norm: Tensor | None = None
+        self._norm = math.nan
         self._group = None if mesh is None else mesh.get_group()
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
-        self._hyper_momentum: float | None = None
         self._step_graphs = StepGraphs()
-        self._ledger = Ledger(
-            accumulation_steps=config.zero.gradient_accumulation_steps,
-            update_in_backward=config.zero.update != "step" and not config.zero.barriers(),
-        )
-        states = shard_model(model, assignments, config, mesh, self._ledger, lambda _: self._hyper)
-        self._ledger.states = states
-        self._ledger.refresh = self._refresh_all
+        self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
+        self._ledger.momentum_factor = math.nan
+        self._ledger.accounts = shard_model(model, assignments, config, mesh, self._ledger, self._hyper)
         self._ledger.before_backward = self._sync_momentum
+        self._ownership = Ownership(model, self._ledger.accounts)
+        self._handouts = self._ledger.accounts[0].handouts
         self._assignments = assignments
-        trained = [state for state in states if state.param.requires_grad]
-        self._muon = [state for state in trained if state.spec.muon is not None]
-        self._adamw = [state for state in trained if state.spec.muon is None]
+        trained = [account for account in self._ledger.accounts if account.param.requires_grad]
+        self._muon = [account for account in trained if account.spec.muon is not None]
+        self._adamw = [account for account in trained if account.spec.muon is None]
         self._scales = {
-            state.name: lr_scale(config.muon.adjust_lr, muon.rows, muon.cols)
-            for state in self._muon
-            if (muon := state.spec.muon) is not None
+            account.name: lr_scale(config.muon.adjust_lr, muon.rows, muon.cols)
+            for account in self._muon
+            if (muon := account.spec.muon) is not None
         }
         super().__init__(self._groups(), {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
@@ -135,11 +154,6 @@ class MuonZero(Optimizer):
         self.defaults[cycled] = self.param_groups[0][cycled]
         self._create_state()
         self._sync_momentum()
-        for state in trained:
-            updates = self._ledger.update_in_backward and state.spec.muon is not None
-            if updates or state.spec.accumulates:
-                state.param.register_hook(lambda grad, s=state: self._ledger.arriving(s, grad))
-                state.param.register_post_accumulate_grad_hook(lambda _, s=state: self._ledger.delivered(s))
 
     def _groups(self) -> list[dict[str, Any]]:
         muon, rest = self.config.muon, self.config.adamw
@@ -147,7 +161,7 @@ class MuonZero(Optimizer):
         if self._muon:
             groups.append(
                 {
-                    "params": [(s.name, s.param) for s in self._muon],
+                    "params": [(a.name, a.param) for a in self._muon],
                     "algorithm": "muon",
                     "lr": muon.lr,
                     "momentum": muon.momentum,
@@ -157,7 +171,7 @@ class MuonZero(Optimizer):
         if self._adamw:
             groups.append(
                 {
-                    "params": [(s.name, s.param) for s in self._adamw],
+                    "params": [(a.name, a.param) for a in self._adamw],
                     "algorithm": "adamw",
                     "lr": rest.lr,
                     "betas": rest.betas,
@@ -172,21 +186,21 @@ class MuonZero(Optimizer):
 
     def _create_state(self) -> None:
         """All state exists from the start, so checkpoints and sharding see it before the first step."""
-        for state in self._muon:
-            self.state[state.param]["momentum_buffer"] = like_parameter(state.param, state.momentum)
-        for state in self._adamw:
-            zeros = [like_parameter(state.param, torch.zeros_like(state.local)) for _ in range(2)]
-            self.state[state.param] = {"step": torch.tensor(0.0), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+        for account in self._muon:
+            self.state[account.param]["momentum_buffer"] = account.momentum_buffer
+        for account in self._adamw:
+            zeros = [like_parameter(account.param, torch.zeros_like(account.local)) for _ in range(2)]
+            self.state[account.param] = {"step": torch.tensor(0.0), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
     def _sync_momentum(self) -> None:
         """Bring the tensor that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
         if not self._muon:
             return
-        momentum = self._group_of("muon")["momentum"]
-        if momentum != self._hyper_momentum:
+        momentum = float(self._group_of("muon")["momentum"])
+        if momentum != self._ledger.momentum_factor:
             # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
             self._hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
-            self._hyper_momentum = momentum
+            self._ledger.momentum_factor = momentum
 
     # ------------------------------------------------------------------ what users read
 
@@ -197,167 +211,242 @@ class MuonZero(Optimizer):
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and orthogonalized since the start, counted from the graphs that ran."""
-        return self._ledger.traffic
+        return self._ledger.counters.traffic
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers for a logger, without waiting for the device.
+
+        Returns:
+            ``grad_norm`` of the latest step (before clipping; NaN before the first), ``muon_lr``, ``adamw_lr``, and
+            since the start on this rank: ``bytes_sent``, ``directions_speculated`` (made in backward),
+            ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
+            ``skipped_steps``, ``compiled_graphs``.
+        """
+        counters = self._ledger.counters
+        rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in self.param_groups}
+        return {
+            "grad_norm": self._norm,
+            **rates,
+            "bytes_sent": counters.traffic.bytes_sent,
+            "directions_speculated": counters.speculated,
+            "directions_used": counters.used,
+            "directions_discarded": counters.discarded,
+            "directions_in_step": counters.in_step,
+            "skipped_steps": counters.skipped,
+            "compiled_graphs": counters.graphs + len(self._step_graphs),
+        }
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(self._ledger.states, self._assignments, self.config)
+        return summarize(self._ledger.accounts, self._assignments, self.config)
 
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step.
+        """One optimizer step on what ``.grad`` holds.
 
         Args:
             closure: re-evaluates the model and returns the loss, as in torch.optim.
+        Returns:
+            What ``closure`` returned, or None.
         Raises:
-            LedgerError: a Muon direction in ``.grad`` was edited.
-            NonFiniteError: a gradient is not finite and ``nonfinite="error"``; parameters and state are unchanged.
+            NonFiniteError: a gradient, momentum, moment, direction or rate is inf or NaN and ``nonfinite="error"``, or
+                ``"skip"`` has left out ``max_skipped_steps`` in a row. Parameters and state are unchanged.
+            UnsupportedModelError: the model does not hold the parameters any more that were sharded, or a gathered copy
+                of one was edited.
+            LedgerError: some ranks have a gradient that others lack, or at stage 1 one was edited between
+                micro-batches. Parameters and state are unchanged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._ownership.check()
+        self._handouts.check(thoroughly=True)
+        self._own_momenta()
         self._sync_momentum()
-        for state in self._muon:
-            self._ledger.check_untouched(state)
-            self._ledger.check_fresh(state)
-        self._reduce_leftovers()
-        updated, raw = self._split_by_kind()
-        if self._measure(updated, raw):
-            self._update(updated, raw)
-        self._ledger.close()
+        self._whole_gradients()
+        muon = [account for account in self._muon if account.param.grad is not None]
+        rest = [account for account in self._adamw if account.param.grad is not None]
+        directions = self._directions(muon, self._survey())
+        if directions is not None:
+            commit_muon(muon, directions, [self._scales[a.name] for a in muon], self._group_of("muon") if muon else {})
+            commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
+            self._ledger.count(refresh_replicas([*muon, *rest]))
+        self._ledger.close([*muon, *rest])
         return loss
 
-    def _reduce_leftovers(self) -> None:
-        """Stage 1: a boundary that backward could not see leaves unreduced sums, dropped with ``.grad``."""
-        for state in self._ledger.states:
-            if state.unreduced is not None and state.param.grad is not None:
-                self._ledger.add_gradient(state, transfers.reduce_grad(state.unreduced, state.spec))
-            state.unreduced = None
+    def _whole_gradients(self) -> None:
+        """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
 
-    def _split_by_kind(self) -> tuple[list[ParamState], list[ParamState]]:
-        """Parameters whose ``.grad`` is a direction already, and those whose ``.grad`` is a raw gradient."""
-        updated, raw = [], []
-        for state in (*self._muon, *self._adamw):
-            if state.param.grad is None:
-                state.pending = None  # like torch: no gradient, no update
-            elif state.pending is not None:
-                updated.append(state)
-            else:
-                raw.append(state)
-        return updated, raw
+        Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
+        """
+        for account in self._ledger.accounts:
+            grad = account.param.grad
+            if isinstance(grad, DTensor) and grad.placements != cast("DTensor", account.param).placements:
+                account.param.grad = grad.redistribute(placements=cast("DTensor", account.param).placements)
+            account.sums.check(account.param.grad, account.name)
+            if account.sums.delivered is not None:
+                account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
+                account.speculations.drop()
+            account.sums.close()
 
-    def _measure(self, updated: Sequence[ParamState], raw: Sequence[ParamState]) -> bool:
-        """Global norm, finiteness and clipping; returns whether to go on with the step."""
-        squares = dict.fromkeys((s.name for s in (*self._muon, *self._adamw)), self._hyper.new_zeros(()))
-        for state in updated:
-            squares[state.name] = state.pending.norm_squared  # type: ignore[union-attr]
-        gradients = [state.local_grad for state in raw]
-        if gradients:
-            for state, norm in zip(raw, torch._foreach_norm(gradients), strict=True):
-                squares[state.name] = norm.float().square()
-        sampled = [state for state in updated if state.pending and state.pending.sample is not None]
-        edited = samples_differ(sampled).float() if sampled else self._hyper.new_zeros(())
-        vector, edited = self._sum_over_ranks(torch.stack(list(squares.values())), edited)
-        self.grad_norm = vector.sum().sqrt()
-        if not bool(torch.isfinite(vector).all() & (edited == 0)):  # the step's one wait for the device
-            if not bool(torch.isfinite(vector).all()):
-                return self._refuse_nonfinite(list(squares), vector)
-            raise edited_error(next((s for s in sampled if samples_differ([s])), sampled[0]).name)
+    def _own_momenta(self) -> None:
+        """Momenta that users put into the state, as they may, become those that graphs read."""
+        for account in self._muon:
+            slots = self.state[account.param]
+            if slots["momentum_buffer"] is not account.momentum_buffer:
+                account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
+                slots["momentum_buffer"] = account.momentum_buffer
+
+    def _survey(self) -> Survey:
+        """Ask everything that can be asked before directions are made; nothing is waited for.
+
+        On every rank the same numbers in the same order, whatever gradients it has.
+        """
+        survey = Survey(self._group, self._hyper.device)
+        survey.add_gradients([*self._muon, *self._adamw])
+        if self._muon:
+            survey.add("momentum", [a.name for a in self._muon], not_finite([a.momentum for a in self._muon]))
+        for slot, what in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
+            if self._adamw:
+                values = not_finite([local_tensor(self.state[account.param][slot]) for account in self._adamw])
+                survey.add(what, [account.name for account in self._adamw], values)
+        for group in self.param_groups:
+            for key in ("lr", "momentum", "weight_decay", "betas", "eps"):
+                survey.add_rate(f"{group['algorithm']} {key}", group.get(key, 0.0))
+        return survey
+
+    def _directions(self, muon: Sequence[Account], survey: Survey) -> list[Tensor] | None:
+        """Directions of these matrices: those of backward where they hold, the others made here.
+
+        Waits for the device once, and again only where some were made in backward and others must be made here.
+        Gradients are scaled in place where their norm is over the limit, as ``clip_grad_norm_`` does.
+
+        Returns:
+            None for a step to leave out (``nonfinite="skip"``).
+        """
+        ready = {account.name: made for account in muon if (made := self._ready(account)) is not None}
+        survey.add_speculations(self._muon, ready)
+        survey.reduce()
+        self.grad_norm = survey.total("gradient").sqrt()
+        directions: dict[str, Tensor] = {}
+        held: set[str] = set()
+        if not self._ledger.speculating:
+            self._clip(self.grad_norm)
+            directions = self._orthogonalize(muon, survey)
+        survey.wait()
+        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
+        clipped = self._over_limit(self._norm)
+        if self._ledger.speculating:
+            held = set() if clipped else survey.held(1 if self._group is None else self._group.size())
+            directions = {name: ready[name].direction for name in held}
+        if self._refused(survey, directions):
+            return None
+        late = [account for account in muon if account.name not in directions]
+        if self._ledger.speculating and clipped:
+            self._clip(self.grad_norm)
+        if late:
+            directions |= self._orthogonalize(late, survey)
+            survey.wait()
+            if self._refused(survey, directions):
+                return None
+        self._settle([account for account in muon if account.name in ready], held, clipped=clipped)
+        return [directions[account.name] for account in muon]
+
+    def _ready(self, account: Account) -> Speculation | None:
+        """A direction of backward, if the momentum is what it was made with."""
+        made = account.speculations.current
+        if made is None or made.factor != self._ledger.momentum_factor:
+            return None
+        return made if made.edits == edits_of(account.momentum_buffer) else None
+
+    def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
+        if not accounts:
+            return {}
+        grads = [account.local_grad for account in accounts]
+        results, traffic = self._step_graphs.orthogonalize(accounts, grads, self._ledger.options)
+        self._ledger.count(traffic)
+        self._ledger.counters.in_step += len(accounts)
+        survey.add("direction", [account.name for account in accounts], not_finite(results))
+        return {account.name: result for account, result in zip(accounts, results, strict=True)}
+
+    def _settle(self, candidates: Sequence[Account], held: set[str], *, clipped: bool) -> None:
+        """Note in the accounts what has become of the directions of backward."""
+        for account in candidates:
+            if account.name in held:
+                account.speculations.used()
+        self._ledger.counters.used += len(held)
+        self._ledger.counters.skipped_in_a_row = 0
+        reason = "clipped" if clipped else "edited"
+        self._ledger.discarded([account for account in candidates if account.name not in held], reason)
+        for account in self._muon:
+            account.speculations.note_norm(under_limit=not clipped)
+
+    # ------------------------------------------------------------------ clipping and finiteness
+
+    def _over_limit(self, norm: float) -> bool:
         limit = self.config.zero.gradient_clipping
-        if limit is not None and gradients:
-            torch._foreach_mul_(gradients, (limit / (self.grad_norm + 1e-6)).clamp(max=1.0))
+        return limit is not None and limit / (norm + 1e-6) < 1
+
+    def _clip(self, norm: Tensor) -> None:
+        """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
+        limit = self.config.zero.gradient_clipping
+        gradients = [a.local_grad for a in (*self._muon, *self._adamw) if a.param.grad is not None]
+        if limit is None or not gradients:
+            return
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        # A step that will be refused leaves gradients as they are.
+        torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))
+
+    def _refused(self, survey: Survey, directions: Mapping[str, Tensor]) -> bool:
+        """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+
+        Args:
+            directions: those that will be used; what has become of the others does not matter.
+        """
+        world = 1 if self._group is None else self._group.size()
+        missing = [name for name, count in survey.numbers("missing").items() if 0 < count < world]
+        if missing:
+            raise LedgerError(
+                f"gradient of {_listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
+                "the same parameters in a step, e.g. by adding 0 * parameter.sum() to the loss where one is not used"
+            )
+        gradients = survey.numbers("gradient").items()
+        wrong = {"gradient": [name for name, square in gradients if not math.isfinite(square)]}
+        wrong |= {what: sorted(survey.names(what)) for what in ("momentum", "first moment", "second moment", "rate")}
+        if not any(wrong.values()):  # else directions follow from those
+            wrong["direction"] = sorted(survey.names("direction") & directions.keys())
+        found = "; ".join(f"{what} of {_listed(names)}" for what, names in wrong.items() if names)
+        if not found:
+            return False
+        problem = f"{found} = inf or nan: nothing was updated"
+        zero, counters = self.config.zero, self._ledger.counters
+        if zero.nonfinite == "error":
+            raise NonFiniteError(
+                f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
+                "out"
+            )
+        counters.skipped += 1
+        counters.skipped_in_a_row += 1
+        if counters.skipped_in_a_row >= zero.max_skipped_steps:
+            raise NonFiniteError(
+                f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
+                "does not recover by itself, go back to a checkpoint"
+            )
+        if counters.skipped == 1:
+            warnings.warn(
+                f"{problem}; the step was skipped, and so will others be without a word "
+                "(optimizer.metrics()['skipped_steps'] counts them)",
+                stacklevel=4,
+            )
         return True
 
-    def _sum_over_ranks(self, squares: Tensor, edited: Tensor) -> tuple[Tensor, Tensor]:
-        states = (*self._muon, *self._adamw)
-        if self._group is None or not any(state.spec.sharded for state in states):
-            return squares, edited
-        # What every rank holds whole would be counted once per rank.
-        shares = [1.0 if state.spec.sharded else 1.0 / state.spec.world for state in states]
-        both = torch.cat([squares * torch.tensor(shares, device=squares.device), edited[None]])
-        dist.all_reduce(both, group=self._group)
-        return both[:-1], both[-1]
-
-    def _refuse_nonfinite(self, names: list[str], squares: Tensor) -> bool:
-        if self.config.zero.nonfinite == "skip":
-            for state in self._muon:
-                if state.pending is not None:
-                    state.note_direction()
-            return False
-        bad = [name for name, value in zip(names, squares.tolist(), strict=True) if not value < float("inf")]
-        shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        raise NonFiniteError(
-            f"gradient of {shown} = inf or nan: nothing was updated; lower the learning rate, look at the batch, or "
-            "set nonfinite='skip' to leave such steps out"
-        )
-
-    def _update(self, updated: Sequence[ParamState], raw: Sequence[ParamState]) -> None:
-        raw_muon = [state for state in raw if state.spec.muon is not None]
-        raw_adamw = [state for state in raw if state.spec.muon is None]
-        directions = {state.name: state.local_grad for state in updated}
-        momenta = {state.name: state.pending.momentum for state in updated if state.pending is not None}
-        if raw_muon:
-            results, new_momenta, traffic = self._step_graphs.orthogonalize(
-                raw_muon, [state.local_grad for state in raw_muon], self._ledger.options
-            )
-            self._ledger.count(traffic)
-            directions.update(zip((s.name for s in raw_muon), results, strict=True))
-            momenta.update(zip((s.name for s in raw_muon), new_momenta, strict=True))
-        self._commit_muon([s for s in self._muon if s.name in directions], directions, momenta)
-        if raw_adamw:
-            self._step_adamw(raw_adamw)
-        for state in updated:
-            state.note_direction()
-        changed = [s for s in (*self._muon, *self._adamw) if s.name in directions or s in raw_adamw]
-        self._refresh(changed)
-
-    def _commit_muon(
-        self, states: Sequence[ParamState], directions: dict[str, Tensor], momenta: dict[str, Tensor]
-    ) -> None:
-        if not states:
-            return
-        torch._foreach_copy_([s.momentum for s in states], [momenta[s.name] for s in states])
-        group = self._group_of("muon")
-        muon_apply(
-            [state.local.detach() for state in states],
-            [directions[state.name] for state in states],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            scale=[self._scales[state.name] for state in states],
-        )
-
-    def _step_adamw(self, states: Sequence[ParamState]) -> None:
-        group = self._group_of("adamw")
-        rows = [self.state[state.param] for state in states]
-        adamw(
-            [state.local.detach() for state in states],
-            [state.local_grad for state in states],
-            [local_tensor(row["exp_avg"]) for row in rows],
-            [local_tensor(row["exp_avg_sq"]) for row in rows],
-            [],
-            [row["step"] for row in rows],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-    def _refresh(self, states: Sequence[ParamState]) -> None:
-        self._ledger.count(refresh_replicas(states))
-
-    def _refresh_all(self) -> None:
-        self._refresh(self._ledger.states)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop or zero all gradients; visits still owed are closed."""
+        """Drop or zero all gradients, and what was made from them."""
         super().zero_grad(set_to_none)
-        self._ledger.close()
+        self._ledger.drop_gradients()
 
     # ------------------------------------------------------------------ state
 
@@ -373,15 +462,20 @@ class MuonZero(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`."""
         super().load_state_dict(state_dict)
-        for state in self._muon:
-            loaded = local_tensor(self.state[state.param]["momentum_buffer"])
+        for account in self._muon:
+            loaded = local_tensor(self.state[account.param]["momentum_buffer"])
             with torch.no_grad():
-                state.momentum.copy_(loaded)
-            self.state[state.param]["momentum_buffer"] = like_parameter(state.param, state.momentum)
+                account.momentum.copy_(loaded)
+            self.state[account.param]["momentum_buffer"] = account.momentum_buffer
         self.loaded()
 
     def loaded(self) -> None:
-        """Weights or optimizer state were written from outside: forget the step under way, refresh the replicas."""
-        self._ledger.close()
+        """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew."""
+        for account in self._muon:
+            account.speculations.drop()
         self._sync_momentum()
-        self._refresh_all()
+        self._ledger.count(refresh_replicas(self._ledger.accounts))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

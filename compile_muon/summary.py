@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from compile_muon.config.settings import Config
+from compile_muon.config import Config
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import bytes_sent, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.ledger import ParamState
+from compile_muon.runtime.account import Account
 
 __all__ = ["Row", "Summary", "summarize"]
 
@@ -103,26 +103,25 @@ def _exchange_bytes(spec: ParamSpec) -> float:
     return muon.batch * bytes_sent(strategy, muon.rows, muon.cols, world=spec.world, itemsize=itemsize)
 
 
-def _row(state: ParamState, assignment: Assignment) -> Row:
-    muon = state.spec.muon
+def _row(account: Account, assignment: Assignment) -> Row:
+    muon = account.spec.muon
     work = 0.0 if muon is None else muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
     return Row(
-        name=state.name,
-        shape=state.spec.shape,
+        name=account.name,
+        shape=account.spec.shape,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
         exchange="-" if muon is None else muon.exchange,
-        bytes_sent=_exchange_bytes(state.spec),
+        bytes_sent=_exchange_bytes(account.spec),
         multiply_adds=work,
     )
 
 
-def summarize(states: Sequence[ParamState], assignments: dict[str, Assignment], config: Config) -> Summary:
+def summarize(accounts: Sequence[Account], assignments: dict[str, Assignment], config: Config) -> Summary:
     """Collect the rows of a sharded model."""
-    in_backward = config.zero.update != "step" and not config.zero.barriers()
     return Summary(
-        rows=tuple(_row(state, assignments[state.name]) for state in states),
+        rows=tuple(_row(account, assignments[account.name]) for account in accounts),
         stage=config.zero.stage,
-        world_size=states[0].spec.world,
-        update="backward" if in_backward else "step",
+        world_size=accounts[0].spec.world,
+        update="step" if config.zero.update == "step" else "backward",
     )

@@ -1,7 +1,7 @@
 """One compiled frame: the callables AOTAutograd runs for its forward and backward graphs.
 
 They are plain boxed callables around generated code. Forward notes the visit and keeps resident weights fresh; backward
-asks the ledger which lowering to run, and each lowering is compiled when it is first asked for.
+asks the ledger of each parameter what to do with its gradient. Each lowering is compiled when it is first asked for.
 """
 
 from __future__ import annotations
@@ -14,27 +14,39 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compile_muon.config.compile_options import FrameOptions
+from compile_muon.config import FrameOptions
 from compile_muon.errors import MuonZeroError
-from compile_muon.passes import HALF_PASSES, Half, Lowering, PassContext, run_passes
+from compile_muon.passes import (
+    HALF_PASSES,
+    BackwardRequest,
+    Half,
+    PassContext,
+    Purpose,
+    ReducedGrad,
+    reduced_grads,
+    run_passes,
+)
 from compile_muon.passes.collectives import Traffic, measure_traffic
-from compile_muon.passes.half.lower import BackwardPlan, ReducedGrad, gradient_positions, reduced_grads
-from compile_muon.passes.markers import REDUCE_GRAD, UNSHARD
+from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active
-from compile_muon.runtime.ledger import Arrival, Decision, ParamState, Pending, state_of
+from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
+from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.replicas import keep_fresh
+from compile_muon.runtime.shards import edits_of
+from compile_muon.runtime.speculation import Speculation
 
-__all__ = ["BackwardGraph", "ForwardGraph", "lower_and_compile"]
+__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "lower_and_compile"]
 
-#: (graph, example inputs, positions of inputs with a fixed address) -> boxed callable
+#: (graph, example inputs) -> boxed callable
 Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+
+#: lowerings of one backward graph that may speculate; a loop that asks for ever new ones gets gradients only
+_MAX_SPECULATING = 8
 
 
 def _specs(gm: GraphModule) -> list[ParamSpec]:
     """Specs of all parameters a graph with markers touches."""
-    texts = [node.args[4] for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
-    texts += [node.args[3] for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)]
-    return [ParamSpec.decode(text) for text in texts]
+    return [marker.spec for marker in Unshard.all(gm)] + [marker.spec for marker in ReduceGrad.all(gm)]
 
 
 def lower_and_compile(
@@ -49,17 +61,17 @@ def lower_and_compile(
     return codegen(gm, [*inputs, *appended]), traffic
 
 
-def _states_at(args: Sequence[Any], positions: Sequence[int]) -> list[ParamState]:
-    states = []
+def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]:
+    accounts = []
     for position in positions:
-        state = state_of(args[position])
-        if state is None:
+        account = account_of(args[position])
+        if account is None:
             raise MuonZeroError(
                 "a compiled graph got a weight that belongs to no MuonZero optimizer; "
                 "the optimizer was deleted or the module copied: call compile_muon.MuonZero on this model"
             )
-        states.append(state)
-    return states
+        accounts.append(account)
+    return accounts
 
 
 class ForwardGraph:
@@ -83,26 +95,31 @@ class ForwardGraph:
     ) -> None:
         self._options = options
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        read = {placeholders[node.args[1]] for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)}
-        self._read = sorted(read)
+        self._read = sorted({placeholders[marker.state] for marker in Unshard.all(gm)})
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lower_and_compile(gm, inputs, ctx, codegen)
+        self._visited = False
 
     def __call__(self, args: list[Any]) -> Any:
         if self._read:
-            states = _states_at(args, self._read)
-            for state in states:
-                state.ledger.keep_fresh(state)
-            states[0].ledger.count(self._traffic)
-            states[0].ledger.options = self._options
+            accounts = _accounts_at(args, self._read)
+            for account in accounts:
+                account.handouts.check()
+                keep_fresh(account)
+                account.ledger.options = self._options
+            ledger = accounts[0].ledger
+            ledger.count(self._traffic)
+            ledger.counters.graphs += not self._visited
+            self._visited = True
         if self._trained:
             if compiled_autograd_active():
                 raise MuonZeroError(
                     "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
                     "turn it off (torch._dynamo.config.compiled_autograd = False)"
                 )
-            for state in _states_at(args, self._trained):
-                state.ledger.visit_forward(state)
+            for account in _accounts_at(args, self._trained):
+                account.visits.forward()
+                account.watch()
         return self._run(args)
 
 
@@ -111,7 +128,6 @@ class _Variant:
     """One compiled lowering of a backward graph."""
 
     run: Callable[[list[Any]], Any]
-    plan: BackwardPlan
     traffic: Traffic
 
 
@@ -131,92 +147,92 @@ class BackwardGraph:
     frame: str
     codegen: Codegen
     grads: tuple[ReducedGrad, ...] = ()
-    _variants: dict[tuple[Lowering, bool], _Variant] = field(default_factory=dict)
+    _variants: dict[BackwardRequest, _Variant] = field(default_factory=dict)
     _context: SavedContext = field(default_factory=SavedContext)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
         self.grads = reduced_grads(self.gm)
         self._outputs = len(self.gm.graph.output_node().args[0])
-        self._positions = gradient_positions(self.gm)
-
-    def _variant(self, lowering: Lowering, with_prior: bool) -> _Variant:
-        if not any(grad.spec.accumulates for grad in self.grads) and lowering is Lowering.ACCUMULATE:
-            lowering, with_prior = Lowering.REDUCE, False
-        key = (lowering, with_prior)
-        if key not in self._variants:
-            ctx = PassContext(Half.BACKWARD, self.frame, self.options, lowering, with_prior)
-            gm = copy.deepcopy(self.gm)
-            with self._context.restored():
-                run, traffic = lower_and_compile(gm, self.inputs, ctx, self.codegen)
-            self._variants[key] = _Variant(run, ctx.facts["plan"], traffic)  # type: ignore[arg-type]
-        return self._variants[key]
 
     def __call__(self, args: list[Any]) -> Any:
-        if not self.grads:
-            return self._variant(Lowering.REDUCE, False).run(args)
-        states = _states_at(args, [grad.state_index for grad in self.grads])
-        ledger = states[0].ledger
-        decision = ledger.visit_backward(states, [grad.updates for grad in self.grads])
-        variant = self._variant(decision.lowering, decision.with_prior)
-        taken = self._take_priors(variant.plan, states, decision)
-        args.extend(
-            states[i].local.new_zeros(self._prior_shape(i)) if prior is None else prior
-            for i, prior in zip(variant.plan.priors, taken, strict=True)
-        )
-        try:
-            results = list(variant.run(args))
-        except BaseException:
-            self._return_priors(variant.plan, states, taken)
-            raise
-        self._hand_over(variant.plan, states, decision, results)
-        ledger.count(variant.traffic)
+        accounts, call = _accounts_at(args, [grad.state_index for grad in self.grads]), current_backward()
+        receives = [account.receives() for account in accounts]
+        request = self._request(accounts, receives, call)
+        variant = self._variant(request, accounts)
+        taken = [accounts[i].sums.take(call) for i in request.unreduced_inputs]
+        carried = [accounts[i].local_grad.detach() for i in request.carried_inputs]
+        # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
+        args.extend(tensor.contiguous() for tensor in (*taken, *carried))
+        results = list(variant.run(args))
+        self._hand_over(accounts, receives, request, call, results[self._outputs :])
+        if accounts:
+            accounts[0].ledger.count(variant.traffic)
         return results[: self._outputs]
 
-    def _prior_shape(self, index: int) -> tuple[int, ...]:
-        """Stage 1 sums whole gradients, the others shards."""
-        grad = self.grads[index]
-        return grad.spec.shape if grad.spec.accumulates else grad.spec.local_shape
+    def _request(self, accounts: Sequence[Account], receives: Sequence[bool], call: int) -> BackwardRequest:
+        """Ask the ledger of each parameter."""
+        for account, delivers in zip(accounts, receives, strict=True):
+            if delivers:
+                account.begin_backward(call)
+        for ledger in {id(a.ledger): a.ledger for a in accounts}.values():
+            if ledger.before_backward is not None:
+                ledger.before_backward()
+        purposes = [
+            account.ledger.purpose(account, call, receives=delivers, speculates=grad.speculates)
+            for account, delivers, grad in zip(accounts, receives, self.grads, strict=True)
+        ]
+        if not any(receives):  # autograd.grad() may have asked for some of them: they must be whole
+            purposes = [Purpose.REDUCE] * len(purposes)
+        return self._with_priors(accounts, receives, purposes, call)
 
-    def _take_priors(
-        self, plan: BackwardPlan, states: list[ParamState], decision: Decision
-    ) -> list[Tensor | None]:
-        """What earlier micro-batches left; the graph adds it in, so it leaves the parameter."""
-        taken: list[Tensor | None] = []
-        for index in plan.priors:
-            state, prior = states[index], None
-            if decision.receives[index] and self.grads[index].spec.accumulates:
-                prior = state.take_unreduced()
-            elif decision.receives[index]:
-                prior, state.param.grad = state.gradient(), None
-            # The graph was compiled for contiguous priors, but may return gradients in another layout (convolutions).
-            taken.append(None if prior is None else prior.detach().contiguous())
-        # At stage 1 `.grad` may hold the zeros of earlier micro-batches: drop them so that autograd sets the direction.
-        for index in plan.updated:
-            states[index].param.grad = None
-        return taken
+    def _with_priors(
+        self, accounts: Sequence[Account], receives: Sequence[bool], purposes: Sequence[Purpose], call: int
+    ) -> BackwardRequest:
+        def request(purposes: Sequence[Purpose]) -> BackwardRequest:
+            both = list(zip(accounts, purposes, strict=True))
+            return BackwardRequest(
+                purposes=tuple(purposes),
+                unreduced=tuple(
+                    delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
+                    for (a, p), delivers in zip(both, receives, strict=True)
+                ),
+                carried=tuple(p is Purpose.SPECULATE and a.param.grad is not None for a, p in both),
+            )
 
-    def _return_priors(self, plan: BackwardPlan, states: list[ParamState], taken: list[Tensor | None]) -> None:
-        for index, prior in zip(plan.priors, taken, strict=True):
-            if prior is None:
-                continue
-            if self.grads[index].spec.accumulates:
-                states[index].unreduced = prior
-            else:
-                states[index].ledger.add_gradient(states[index], prior)
+        wanted = request(purposes)
+        speculating = sum(Purpose.SPECULATE in known.purposes for known in self._variants)
+        if wanted not in self._variants and Purpose.SPECULATE in purposes and speculating >= _MAX_SPECULATING:
+            return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
+        return wanted
 
+    def _variant(self, request: BackwardRequest, accounts: Sequence[Account]) -> _Variant:
+        if request not in self._variants:
+            ctx = PassContext(Half.BACKWARD, self.frame, self.options, request=request)
+            gm = copy.deepcopy(self.gm)
+            with self._context.restored():
+                self._variants[request] = _Variant(*lower_and_compile(gm, self.inputs, ctx, self.codegen))
+            if accounts:
+                accounts[0].ledger.counters.graphs += 1
+        return self._variants[request]
+
+    @staticmethod
     def _hand_over(
-        self, plan: BackwardPlan, states: list[ParamState], decision: Decision, results: list[Tensor]
+        accounts: Sequence[Account],
+        receives: Sequence[bool],
+        request: BackwardRequest,
+        call: int,
+        extra: Sequence[Tensor],
     ) -> None:
-        extra, count = results[self._outputs :], len(plan.accumulated)
-        for index, grad in zip(plan.accumulated, extra[:count], strict=True):
-            state = states[index]
-            if decision.receives[index]:
-                state.keep_unreduced(grad)
-        if not plan.updated:
-            return
-        momenta, norms = extra[count:-1], extra[-1].unbind()
-        for index, momentum, norm in zip(plan.updated, momenta, norms, strict=True):
-            position = self._positions[index]
-            direction = None if position is None else Arrival.of(results[position])
-            states[index].pending = Pending(momentum, norm, direction)
+        """Give each account what the graph returned beside the gradients."""
+        extras = request.split(extra)
+        for index, grad in extras.unreduced.items():
+            if receives[index]:
+                accounts[index].sums.keep(call, grad)
+        rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
+        for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
+            account = accounts[index]
+            edits = edits_of(account.momentum_buffer)
+            account.speculations.make(Speculation(direction, row, edits, account.ledger.momentum_factor))
+            account.ledger.counters.speculated += 1
+

@@ -1,4 +1,4 @@
-"""Refresh of the resident weights (stages 1 and 2): one bucketed all-gather of the shards per step."""
+"""Resident weights (stages 1 and 2): one bucketed all-gather of the shards per step, or after an edit of a shard."""
 
 from __future__ import annotations
 
@@ -9,41 +9,48 @@ import torch
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange.transfers import gather_finish, gather_start
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.runtime.ledger import ParamState, edits_of
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.shards import edits_of
 
-__all__ = ["refresh_replicas"]
+__all__ = ["keep_fresh", "refresh_replicas"]
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-def _buckets(states: Sequence[ParamState]) -> Iterator[list[ParamState]]:
-    by_dtype: dict[str, list[ParamState]] = {}
-    for state in states:
-        by_dtype.setdefault(state.spec.compute_dtype, []).append(state)
+def _buckets(accounts: Sequence[Account]) -> Iterator[list[Account]]:
+    by_dtype: dict[str, list[Account]] = {}
+    for account in accounts:
+        by_dtype.setdefault(account.spec.compute_dtype, []).append(account)
     for members in by_dtype.values():
-        bucket: list[ParamState] = []
+        bucket: list[Account] = []
         size = 0
-        for state in members:
-            nbytes = state.spec.numel * decode_dtype(state.spec.compute_dtype).itemsize
+        for account in members:
+            nbytes = account.spec.numel * decode_dtype(account.spec.compute_dtype).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(state)
+            bucket.append(account)
             size += nbytes
         yield bucket
 
 
 @torch.no_grad()
-def refresh_replicas(states: Sequence[ParamState]) -> Traffic:
-    """Gather every shard of ``states`` into its replica; collective over their group."""
+def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
+    """Gather every shard of ``accounts`` into its replica; collective over their group."""
     total = Traffic()
-    for bucket in _buckets([state for state in states if state.replica is not None]):
-        specs = [state.spec for state in bucket]
-        handle = gather_start([state.local.detach() for state in bucket], specs)
-        for state, full in zip(bucket, gather_finish(handle, specs), strict=True):
-            assert state.replica is not None
-            state.replica.copy_(full)
-            state.refreshed_at = edits_of(state.param)
+    for bucket in _buckets([account for account in accounts if account.replica is not None]):
+        specs = [account.spec for account in bucket]
+        handle = gather_start([account.local.detach() for account in bucket], specs)
+        for account, full in zip(bucket, gather_finish(handle, specs), strict=True):
+            assert account.replica is not None
+            account.replica.copy_(full)
+            account.refreshed_at = edits_of(account.param)
         sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
         total = total + Traffic(sent, ((specs[0].gather, 1),))
     return total
+
+
+def keep_fresh(account: Account) -> None:
+    """Gather resident weights anew if this shard was edited since they were gathered (a loaded checkpoint, say)."""
+    if account.replica is not None and edits_of(account.param) != account.refreshed_at:
+        account.ledger.count(refresh_replicas(account.ledger.accounts))

@@ -1,4 +1,4 @@
-"""The step graph: what is still raw at ``optimizer.step()``, orthogonalized all at once.
+"""The step graph: the matrices without a direction at ``optimizer.step()``, orthogonalized all at once.
 
 It is built from the same ``orthogonalize`` markers and lowered by the same passes as a backward graph, and compiled
 once per set of parameters.
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_muon.config.compile_options import FrameOptions
+from compile_muon.config import FrameOptions
 from compile_muon.passes import HALF_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.markers import ORTHOGONALIZE
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
-from compile_muon.runtime.ledger import ParamState
+from compile_muon.runtime.account import Account
 
 __all__ = ["StepGraphs"]
 
@@ -35,7 +35,7 @@ class _Compiled:
     traffic: Traffic
 
 
-def _build(states: Sequence[ParamState], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
+def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
     """Placeholders (gradients, momenta, the shared hyper tensor), one marker each, directions as outputs."""
     graph = Graph()
     inputs: list[Any] = []
@@ -46,13 +46,15 @@ def _build(states: Sequence[ParamState], fake: FakeTensorMode) -> tuple[GraphMod
         inputs.append(node.meta["val"])
         return node
 
-    grads = [placeholder(f"grad_{i}", s.local.detach()) for i, s in enumerate(states)]
-    momenta = [placeholder(f"momentum_{i}", s.momentum) for i, s in enumerate(states)]
-    hyper = placeholder("hyper", states[0].hyper)
+    grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(accounts)]
+    momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(accounts)]
+    hyper = placeholder("hyper", accounts[0].hyper)
     directions = []
-    for grad, momentum, state in zip(grads, momenta, states, strict=True):
-        node = graph.call_function(ORTHOGONALIZE, (grad, momentum, hyper, state.text))
-        node.meta["val"] = grad.meta["val"]
+    for grad, momentum, account in zip(grads, momenta, accounts, strict=True):
+        node = graph.call_function(ORTHOGONALIZE, (grad, momentum, hyper, account.text))
+        with fake:
+            values = [argument.meta["val"] for argument in (grad, momentum, hyper)]
+            node.meta["val"] = ORTHOGONALIZE(*values, account.text)
         directions.append(node)
     graph.output(tuple(directions))
     return GraphModule(torch.nn.Module(), graph), inputs
@@ -64,31 +66,34 @@ class StepGraphs:
 
     _compiled: dict[tuple[str, ...], _Compiled] = field(default_factory=dict)
 
+    def __len__(self) -> int:
+        return len(self._compiled)
+
     def orthogonalize(
-        self, states: Sequence[ParamState], grads: Sequence[Tensor], options: FrameOptions
-    ) -> tuple[list[Tensor], list[Tensor], Traffic]:
+        self, accounts: Sequence[Account], grads: Sequence[Tensor], options: FrameOptions
+    ) -> tuple[list[Tensor], Traffic]:
         """Muon directions of ``grads`` (local shards).
 
         Returns:
-            ``(directions, new momenta, traffic)``; nothing is modified.
+            ``(directions, traffic)``; nothing is modified.
         """
-        key = (options.codegen, *(state.name for state in states))
+        key = (options.codegen, *(account.name for account in accounts))
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
                 options = replace(options, codegen="eager")
-            self._compiled[key] = self._compile(states, options)
+            self._compiled[key] = self._compile(accounts, options)
         compiled = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        results = compiled.run([*grads, *(state.momentum for state in states), states[0].hyper])
-        return list(results[: len(states)]), list(results[len(states) :]), compiled.traffic
+        results = compiled.run([*grads, *(account.momentum for account in accounts), accounts[0].hyper])
+        return list(results), compiled.traffic
 
-    def _compile(self, states: Sequence[ParamState], options: FrameOptions) -> _Compiled:
+    def _compile(self, accounts: Sequence[Account], options: FrameOptions) -> _Compiled:
         fake = FakeTensorMode()
         with fresh_context(fake):
-            gm, inputs = _build(states, fake)
+            gm, inputs = _build(accounts, fake)
             gm = run_passes(gm, HALF_PASSES, PassContext(Half.STEP, f"step{len(self._compiled)}", options))
-            traffic = measure_traffic(gm, world=states[0].spec.world, rank=states[0].spec.rank)
+            traffic = measure_traffic(gm, world=accounts[0].spec.world, rank=accounts[0].spec.rank)
             if options.codegen == "eager":
                 return _Compiled(make_boxed_func(gm.forward), traffic)
             run = compile_fx_inner(gm, inputs, is_inference=True)

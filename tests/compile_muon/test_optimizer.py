@@ -98,8 +98,8 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
         buffer = optimizer.state[dict(model.named_parameters())[name]]["momentum_buffer"]
         theirs = others[0].state[dict(reference.named_parameters())[name]]["momentum_buffer"]
         torch.testing.assert_close(buffer, theirs, rtol=last_bit, atol=last_bit * 1e-3)
-    loss_of(run, 9).backward()
-    assert all((state.pending is not None) == (update == "backward") for state in optimizer._muon)
+    made = optimizer.metrics()
+    assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -344,6 +344,57 @@ def test_state_dict_round_trip_continues_bit_for_bit(update):
     # The momentum that graphs read is the one that state_dict saves.
     for state in loaded._muon:
         assert loaded.state[state.param]["momentum_buffer"].data_ptr() == state.momentum.data_ptr()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_dicts_are_saved_without_us(stage, tmp_path):
+    """What is saved loads as plain tensors, without unpickling anything of ours."""
+    model, optimizer, run = built(stage=stage)
+    loss_of(run, 0).backward()
+    optimizer.step()
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "state.pt")
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)
+    again, loaded, _ = built(stage=stage)
+    again.load_state_dict(weights)
+    loaded.load_state_dict(state)
+    assert_equal(again, model)
+    for mine, theirs in zip(loaded._muon, optimizer._muon, strict=True):
+        assert torch.equal(mine.momentum, theirs.momentum)
+
+
+def test_a_momentum_that_users_put_into_the_state_is_used():
+    model, optimizer, run = built()
+    twin, other, rerun = built()
+    for each, go in ((optimizer, run), (other, rerun)):
+        loss_of(go, 0).backward()
+        each.step()
+        each.zero_grad()
+    for name in MUON:
+        old = optimizer.state[dict(model.named_parameters())[name]]
+        old["momentum_buffer"] = old["momentum_buffer"] * 0.5
+        other.state[dict(twin.named_parameters())[name]]["momentum_buffer"].mul_(0.5)
+    for each, go in ((optimizer, run), (other, rerun)):
+        loss_of(go, 1).backward()
+        each.step()
+    assert_equal(model, twin)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_momentum_edited_around_backward_counts(when):
+    model, optimizer, run = built()
+    twin, other, rerun = built(update="step")
+    for each, net, go in ((optimizer, model, run), (other, twin, rerun)):
+        loss_of(go, 0).backward()
+        each.step()
+        each.zero_grad()
+        if when == "before":
+            each.state[net.l1._parameters["weight"]]["momentum_buffer"].mul_(-0.5)
+        loss_of(go, 1).backward()
+        if when == "after":
+            each.state[net.l1._parameters["weight"]]["momentum_buffer"].mul_(-0.5)
+        each.step()
+    assert_equal(model, twin)
+    assert optimizer.metrics()["directions_used"] == (4 if when == "before" else 3)
 
 
 def test_parameters_without_gradient_are_left_alone():

@@ -1,0 +1,153 @@
+"""One account per parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
+from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
+from compile_muon.runtime.speculation import Speculations
+from compile_muon.runtime.sums import UnreducedSums
+from compile_muon.runtime.visits import Visits
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.ledger import Ledger
+
+__all__ = ["Account", "account_of"]
+
+_ATTRIBUTE = "_muon_zero_account"
+
+
+@dataclass(eq=False)
+class Account:
+    """Everything the runtime knows of one parameter.
+
+    Args:
+        name: qualified name in the model.
+        param: the ``nn.Parameter`` users see (a DTensor where sharded).
+        spec: static facts; ``text`` is their encoding, as markers carry it.
+        momentum: of the shard (Muon), or an empty tensor. Every marker takes it: it identifies the parameter to the
+            graphs, which get the module's own tensors.
+        momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
+            itself: what users save must not carry the account with it.
+        hyper: ``[2]`` fp32 ``(1 - momentum factor, momentum factor)``, one tensor for all parameters of an optimizer.
+        replica: full weight in compute dtype (stages 1 and 2), else None.
+        ledger: the policy of the optimizer that owns the parameter.
+        handouts: gathered copies that eager code holds, of all parameters of the optimizer.
+        visits, sums, speculations: what happened to it since the last step.
+        refreshed_at: edits of the parameter when its replica was last gathered.
+    """
+
+    name: str
+    param: nn.Parameter
+    spec: ParamSpec
+    momentum: Tensor
+    hyper: Tensor
+    replica: Tensor | None
+    ledger: Ledger
+    handouts: Handouts = field(default_factory=Handouts)
+    text: str = ""
+    visits: Visits = field(default_factory=Visits)
+    sums: UnreducedSums = field(default_factory=UnreducedSums)
+    speculations: Speculations = field(default_factory=Speculations)
+    refreshed_at: int = -1
+    momentum_buffer: Tensor = field(init=False)
+    _watched: bool = False
+
+    def __post_init__(self) -> None:
+        self.text = self.spec.encode()
+        self.refreshed_at = edits_of(self.param)
+        self.momentum_buffer = like_parameter(self.param, self.momentum.detach())
+        setattr(self.momentum, _ATTRIBUTE, weakref.ref(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Account:
+        """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
+        ledger = copy.deepcopy(self.ledger, memo)
+        param, replica = copy.deepcopy(self.param, memo), copy.deepcopy(self.replica, memo)
+        momentum = self.momentum.detach().clone()
+        fresh: dict[str, Any] = {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
+        fresh["handouts"] = copy.deepcopy(self.handouts, memo)
+        copied = replace(
+            self, param=param, replica=replica, momentum=momentum, ledger=ledger, _watched=False, **fresh
+        )
+        ledger.accounts.append(copied)
+        memo[id(self)] = copied
+        return copied
+
+    @property
+    def distributed(self) -> bool:
+        """Whether ``param`` is a DTensor."""
+        return isinstance(self.param, DTensor)
+
+    @property
+    def local(self) -> Tensor:
+        """The master shard."""
+        return local_tensor(self.param)
+
+    @property
+    def local_grad(self) -> Tensor:
+        """The shard of ``param.grad``, of a parameter that has one."""
+        assert self.param.grad is not None
+        return local_tensor(self.param.grad)
+
+    def add_gradient(self, shard: Tensor) -> None:
+        """Add an averaged gradient of the shard to ``.grad``."""
+        if self.param.grad is not None:
+            self.local_grad.add_(shard)
+        else:
+            self.param.grad = like_parameter(self.param, shard)
+
+    def receives(self) -> bool:
+        """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
+        # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
+        return will_execute(accumulator_of(self.param))
+
+    def begin_backward(self, call: int) -> None:
+        """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
+        if self.param.grad is None and call != self.visits.current:
+            self.visits.drop()
+        self.sums.begin(call, self.param.grad, self.name)
+
+    def watch(self) -> None:
+        """Stage 1: have autograd say when it writes ``.grad``. The hooks hold the account weakly."""
+        if self._watched or not self.spec.accumulates or not self.param.requires_grad:
+            return
+        self._watched = True
+        reference = weakref.ref(self)
+
+        def arriving(_: Tensor) -> None:
+            if account := reference():
+                account.begin_backward(current_backward())
+
+        def delivered(_: Tensor) -> None:
+            if account := reference():
+                account.sums.deliver(current_backward(), account.param.grad)
+
+        self.param.register_hook(arriving)
+        self.param.register_post_accumulate_grad_hook(delivered)
+
+    def drop_gradient(self) -> None:
+        """``zero_grad()``: what was made from the gradient goes with it; what forward visits are owed stays."""
+        self.visits.drop()
+        self.sums.close()
+        self.speculations.drop()
+
+    def close(self) -> None:
+        """End of a step."""
+        self.drop_gradient()
+        self.visits.close()
+
+
+def account_of(tensor: object) -> Account | None:
+    """The account whose ``momentum`` this very tensor is, or None."""
+    reference = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, torch.Tensor) else None
+    return None if reference is None else reference()

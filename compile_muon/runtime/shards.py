@@ -1,0 +1,27 @@
+"""DTensors and their shards, one as the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["edits_of", "like_parameter", "local_tensor"]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The shard behind a DTensor; a plain tensor is its own shard."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def edits_of(tensor: Tensor) -> int:
+    """Grows with every edit in place that PyTorch counts; what a DTensor does to itself does not count on its shard."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
+def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
+    """``shard`` as the kind of tensor that ``param.grad`` is."""
+    if not isinstance(param, DTensor):
+        return shard
+    return DTensor.from_local(
+        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,95 @@
+"""Speculations: Muon directions that a backward made beside the gradients it returned.
+
+``.grad`` is always the gradient. A direction made from it in backward is right in ``step()`` exactly if gradient and
+momentum are still, bit for bit, what it was made from: the gradient's fingerprint tells, and of the momentum, which
+nobody but ``step()`` has reason to write, PyTorch's count of edits. Whatever a loop does in between
+(clipping, hooks, another backward, a penalty outside the model) can therefore waste a direction, never spoil a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compile_muon.passes.fingerprint import fingerprint
+
+__all__ = ["Speculation", "Speculations", "differ"]
+
+#: steps in a row that threw a matrix's direction away until ``update="auto"`` makes none for it any more
+PATIENCE = 3
+
+
+class Speculation(NamedTuple):
+    """One direction.
+
+    Args:
+        direction: of the shard, in the dtype of Newton-Schulz.
+        fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
+        edits: of the momentum until then.
+        factor: the momentum factor it was made with.
+    """
+
+    direction: Tensor
+    fingerprint: Tensor
+    edits: int
+    factor: float
+
+
+@dataclass
+class Speculations:
+    """What has become of one matrix's directions.
+
+    Args:
+        current: the direction that waits for ``step()``.
+        discarded_in_a_row: steps in a row that threw one away.
+        kept_in_a_row: steps in a row that would have used one, counted while there is none.
+        stopped: why ``update="auto"`` has stopped making them, if it has.
+    """
+
+    current: Speculation | None = None
+    discarded_in_a_row: int = 0
+    kept_in_a_row: int = 0
+    stopped: str | None = None
+
+    def make(self, speculation: Speculation) -> None:
+        """A backward made a direction; an earlier one is of no use any more."""
+        self.current = speculation
+
+    def drop(self) -> None:
+        """The gradient is gone, or not what it was."""
+        self.current = None
+
+    def used(self) -> None:
+        """A step used the direction."""
+        self.current = None
+        self.discarded_in_a_row = 0
+
+    def discarded(self, reason: str) -> bool:
+        """A step threw the direction away; returns whether that was once too often."""
+        self.current = None
+        self.discarded_in_a_row += 1
+        if self.discarded_in_a_row < PATIENCE or self.stopped:
+            return False
+        self.stopped, self.kept_in_a_row = reason, 0
+        return True
+
+    def note_norm(self, *, under_limit: bool) -> None:
+        """A step's gradient norm is known. Where clipping was why directions stopped, they resume once it is over."""
+        self.kept_in_a_row = self.kept_in_a_row + 1 if under_limit else 0
+        if self.stopped == "clipped" and self.kept_in_a_row >= PATIENCE:
+            self.stopped, self.discarded_in_a_row = None, 0
+
+
+def differ(speculations: Sequence[Speculation], grads: Sequence[Tensor]) -> Tensor:
+    """1.0 where a gradient is not what the direction was made from, else 0.0; fp32, not waited for.
+
+    Args:
+        speculations: one or more.
+        grads: shards as they are now, in the same order.
+    """
+    then = torch.stack([speculation.fingerprint for speculation in speculations])
+    return (fingerprint(grads) != then).any(dim=1).float()

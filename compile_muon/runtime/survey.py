@@ -1,0 +1,181 @@
+"""What a step must know of its tensors before it writes any: norms, finiteness, which speculations hold.
+
+Everything goes into one vector, which is summed over the ranks by one all-reduce and waited for once. So all ranks
+decide alike, and nothing is written before everything that will be is known to be finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.speculation import Speculation, differ
+
+__all__ = ["Survey", "not_finite", "squares"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """2-norm of each tensor, ``[len(tensors)]`` fp32."""
+    # A norm that is returned in half precision would overflow where no entry does.
+    dtype = torch.float32 if tensors[0].dtype in _HALF else None
+    return torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors), 2, dtype=dtype)])
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> Tensor:
+    kinds = {tensor.dtype for tensor in tensors}
+    if len(kinds) <= 1:
+        return _norms(tensors)
+    found: dict[int, Tensor] = {}
+    for kind in kinds:
+        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
+        found.update(zip(chosen, _norms([tensors[i] for i in chosen]).unbind(), strict=True))
+    return torch.stack([found[i] for i in range(len(tensors))])
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Squared norm of each tensor, ``[len(tensors)]`` fp32."""
+    return _by_dtype(tensors).square()
+
+
+def not_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
+    return (~torch.isfinite(_by_dtype(tensors))).float()
+
+
+@dataclass
+class Survey:
+    """Named numbers of this rank, then of all ranks.
+
+    Args:
+        group: what is summed over, None for a single process.
+        device: of all tensors.
+    """
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+    _names: list[tuple[str, str]] = field(default_factory=list)
+    _values: list[Tensor] = field(default_factory=list)
+    _facts: list[tuple[str, str, float]] = field(default_factory=list)
+    _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _read: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
+        """Put ``values`` (one fp32 number per name) under ``what``."""
+        self._names += [(what, name) for name in names]
+        self._values.append(values)
+
+    def add_facts(self, what: str, facts: Mapping[str, float]) -> None:
+        """Put numbers that the host knows under ``what``."""
+        self._facts += [(what, name, number) for name, number in facts.items()]
+
+    def add_gradients(self, accounts: Sequence[Account]) -> None:
+        """Squared norms of all gradients (0 without one), and which are missing."""
+        present = [account for account in accounts if account.param.grad is not None]
+        values = None
+        if present:
+            # What every rank holds whole would be counted once per rank.
+            shares = [1.0 if account.spec.sharded else 1.0 / account.spec.world for account in present]
+            values = squares([account.local_grad for account in present])
+            if len(set(shares)) == 1:
+                values = values * shares[0]
+            else:
+                values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
+        self._spread("gradient", accounts, present, values)
+        missing = {account.name: float(account.param.grad is None) for account in accounts}
+        self.add_facts("missing", missing)
+
+    def add_rate(self, name: str, rate: Any) -> None:
+        """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
+        if isinstance(rate, Tensor):
+            flag = (~torch.isfinite(rate.reshape(()))).float().to(self.device, non_blocking=True)
+            self.add("rate", [name], flag[None])
+            return
+        numbers = rate if isinstance(rate, Sequence) else (rate,)
+        self.add_facts("rate", {name: float(not all(math.isfinite(number) for number in numbers))})
+
+    def add_speculations(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
+        """Which of these matrices have a direction from backward, which gradients are not what it was made from, and
+        which directions are not finite.
+
+        Args:
+            accounts: the same on every rank.
+            ready: this rank's directions, by name.
+        """
+        self.add_facts("ready", {account.name: float(account.name in ready) for account in accounts})
+        present = [account for account in accounts if account.name in ready]
+        if present:
+            flags = differ([ready[account.name] for account in present], [account.local_grad for account in present])
+            self._spread("differs", accounts, present, flags)
+            flags = not_finite([ready[account.name].direction for account in present])
+            self._spread("direction", accounts, present, flags)
+        else:
+            self._spread("differs", accounts, (), None)
+            self._spread("direction", accounts, (), None)
+
+    def held(self, world: int) -> set[str]:
+        """Names whose direction every one of ``world`` ranks has, made from the gradient it has."""
+        differs = self.names("differs")
+        return {name for name, count in self.numbers("ready").items() if count == world and name not in differs}
+
+    def _spread(
+        self, what: str, accounts: Sequence[Account], present: Sequence[Account], values: Tensor | None
+    ) -> None:
+        """``values`` of some accounts, and 0 for the others: every rank adds as many numbers."""
+        if not accounts:
+            return
+        zero = torch.zeros((), device=self.device)
+        found = () if values is None else values.unbind()
+        by_name = dict(zip((account.name for account in present), found, strict=True))
+        self.add(what, [a.name for a in accounts], torch.stack([by_name.get(a.name, zero) for a in accounts]))
+
+    def reduce(self) -> None:
+        """Sum what was added since the last time over the ranks; nothing is waited for."""
+        if self._facts:
+            self._names += [(what, name) for what, name, _ in self._facts]
+            host = torch.tensor([number for _, _, number in self._facts], pin_memory=self.device.type == "cuda")
+            self._values.append(host.to(self.device, non_blocking=True))
+            self._facts = []
+        if not self._values:
+            return
+        vector = torch.cat(self._values)
+        if self.group is not None:
+            dist.all_reduce(vector, group=self.group)
+        self._reduced.append((self._names, vector))
+        self._names, self._values = [], []
+
+    def total(self, what: str) -> Tensor:
+        """Sum of the numbers under ``what``, reduced but not read yet; 0-dim, on the device."""
+        total = torch.zeros((), device=self.device)
+        for names, vector in self._reduced:
+            places = [i for i, (kind, _) in enumerate(names) if kind == what]
+            if places:  # added by one call, so they are neighbours
+                total = total + vector[places[0] : places[-1] + 1].sum()
+        return total
+
+    def wait(self) -> None:
+        """Read what was reduced since the last time: the step's wait for the device."""
+        self.reduce()
+        if not self._reduced:
+            return
+        numbers = torch.cat([vector for _, vector in self._reduced]).tolist()
+        labels = [label for names, _ in self._reduced for label in names]
+        for (what, name), number in zip(labels, numbers, strict=True):
+            self._read.setdefault(what, {})[name] = number
+        self._reduced = []
+
+    def numbers(self, what: str) -> Mapping[str, float]:
+        """What :meth:`wait` has read under ``what``, by name."""
+        return self._read.get(what, {})
+
+    def names(self, what: str) -> set[str]:
+        """Names under ``what`` whose number is not zero."""
+        return {name for name, number in self.numbers(what).items() if number != 0}

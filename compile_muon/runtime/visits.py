@@ -1,0 +1,59 @@
+"""Visits of one parameter: which backwards are owed to it, and how many have come since the last step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Visits"]
+
+
+@dataclass
+class Visits:
+    """Forward and backward visits of the frames that read one parameter.
+
+    A frame has a backward exactly if AOTAutograd partitioned its joint graph; each of its forward visits is owed one
+    backward visit. Only policy hangs on the counts (when a speculation pays), never a number.
+
+    Args:
+        owed: backward visits still owed.
+        backwards: backward calls that delivered a gradient since the last step, those of ``accumulate()`` left out.
+        current: number of the backward call of the latest visit.
+        in_call: visits of that call so far.
+        usual: visits of the call before it; 0 before there was one.
+    """
+
+    owed: int = 0
+    backwards: int = 0
+    current: int = -1
+    in_call: int = 0
+    usual: int = 0
+
+    def forward(self) -> None:
+        """A partitioned frame that trains the parameter ran forward."""
+        self.owed += 1
+
+    def backward(self, call: int, *, counts: bool) -> bool:
+        """A partitioned frame is about to run backward.
+
+        Args:
+            call: number of the backward call under way.
+            counts: whether this call delivers a gradient and is one of the step's micro-batches.
+        Returns:
+            Whether this visit is likely to be the only one of its backward call, going by the call before. Autograd
+            sums the contributions of several visits before it writes ``.grad``.
+        """
+        if call != self.current:
+            self.current, self.usual, self.in_call = call, self.in_call, 0
+            self.backwards += counts
+        self.in_call += 1
+        self.owed = max(0, self.owed - 1)
+        # Not by what is owed: a forward of one rank alone, to count operations, say, must not set it apart.
+        return self.in_call == 1 and self.usual <= 1
+
+    def drop(self) -> None:
+        """The gradients so far were dropped; what is owed stays owed (``zero_grad()`` may come between the two)."""
+        self.backwards = 0
+
+    def close(self) -> None:
+        """End of a step: forwards whose backward never came are forgotten."""
+        self.owed = self.backwards = 0

@@ -1,0 +1,521 @@
+"""The loops people write, as written for any PyTorch optimizer: each trains as torch's own optimizers would."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from compile_muon import MuonZero
+from compile_muon.kernels import newton_schulz
+
+EAGER = {"codegen": "eager"}
+LR, ADAMW_LR = 0.02, 1e-3
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 8)
+        self.b = nn.Linear(8, 6, bias=False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def batch(i):
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(i))
+
+
+def loss_of(run, i):
+    return run(batch(i)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Theirs:
+    """Unsharded and eager: the formulas of Muon, torch's AdamW."""
+
+    def __init__(self, model=None):
+        torch.manual_seed(0)
+        self.model = self.run = Net() if model is None else model
+        self.matrices = [self.model.a.weight, self.model.b.weight]
+        self.buffers = [torch.zeros_like(p) for p in self.matrices]
+        rest = [p for p in self.model.parameters() if all(p is not q for q in self.matrices)]
+        self.adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def zero_grad(self, set_to_none=True):
+        self.model.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for p, buffer in zip(self.matrices, self.buffers, strict=True):
+            if p.grad is None:
+                continue
+            buffer.lerp_(p.grad, 0.05)
+            update = newton_schulz(p.grad.lerp(buffer, 0.95), dtype="float32", method="standard")
+            p.mul_(1 - LR * 0.1).add_(update, alpha=-LR * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+        self.adamw.step()
+
+
+class Ours:
+    """The compiled model and its optimizer."""
+
+    def __init__(self, codegen="eager", **settings):
+        torch.manual_seed(0)
+        self.model = Net()
+        self.optimizer = MuonZero(
+            self.model, lr=LR, adamw_lr=ADAMW_LR, ns_dtype="float32", ns_method="standard", **settings
+        )
+        self.run = torch.compile(self.model, backend="muon_zero", options={"codegen": codegen})
+        self.zero_grad, self.step = self.optimizer.zero_grad, self.optimizer.step
+
+
+def grads(side):
+    return [p.grad for p in side.model.parameters() if p.grad is not None]
+
+
+# --- loops: each takes a side, trains it, and may return what is compared too -----------------------------------------
+
+
+def plain(side):
+    for i in range(STEPS):
+        side.zero_grad()
+        loss_of(side.run, i).backward()
+        side.step()
+
+
+def clip_grad_norm(side):
+    """The line of every loop; half of these norms are over the limit."""
+    norms = []
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1 if i % 2 else 10.0))
+        side.step()
+        side.zero_grad()
+    return norms
+
+
+def clip_grad_value(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        torch.nn.utils.clip_grad_value_(side.model.parameters(), 0.01)
+        side.step()
+        side.zero_grad()
+
+
+def total_norm(side):
+    """A logger between backward and step."""
+    found = []
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        found.append(torch.nn.utils.get_total_norm(grads(side)))
+        side.step()
+        side.zero_grad()
+    return found
+
+
+def zero_grad_between_forward_and_backward(side):
+    """Lightning's order."""
+    for i in range(STEPS):
+        loss = loss_of(side.run, i)
+        side.zero_grad()
+        loss.backward()
+        side.step()
+
+
+def never_zero_grad(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        side.step()
+
+
+def zero_in_place(side):
+    for i in range(STEPS):
+        side.zero_grad(set_to_none=False)
+        loss_of(side.run, i).backward()
+        side.step()
+
+
+def micro_batches_nobody_declared(side):
+    for i in range(STEPS):
+        for k in range(3):
+            (loss_of(side.run, 10 * i + k) / 3).backward()
+        side.step()
+        side.zero_grad()
+
+
+def penalty_outside_the_model(side):
+    for i in range(STEPS):
+        loss = loss_of(side.run, i) + 0.1 * sum(p.square().sum() for p in side.model.parameters())
+        loss.backward()
+        side.step()
+        side.zero_grad()
+
+
+def penalty_after_backward(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        (0.1 * sum(p.square().sum() for p in side.model.parameters())).backward()
+        side.step()
+        side.zero_grad()
+
+
+def gradient_noise(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        generator = torch.Generator().manual_seed(i)
+        for grad in grads(side):
+            grad.add_(torch.randn(grad.shape, generator=generator), alpha=0.01)
+        side.step()
+        side.zero_grad()
+
+
+def gradients_by_hand(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        for p in side.model.parameters():
+            p.grad = torch.full_like(p, 0.1 * (i + 1)) * torch.arange(p.numel()).view_as(p).cos()
+        side.step()
+        side.zero_grad()
+
+
+def reversed_through_data(side):
+    """An even number of signs, through `.data`: PyTorch counts no edit, and norms stay."""
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        for grad in grads(side):
+            grad.data.neg_()
+        side.step()
+        side.zero_grad()
+
+
+def hook_on_a_matrix(side):
+    dict(side.model.named_parameters())["b.weight"].register_hook(lambda grad: grad * torch.linspace(0, 1, 8))
+    plain(side)
+
+
+def two_losses(side):
+    for i in range(STEPS):
+        first, second = loss_of(side.run, i), loss_of(side.run, 100 + i)
+        first.backward()
+        second.backward()
+        side.step()
+        side.zero_grad()
+
+
+def two_forwards_one_backward(side):
+    for i in range(STEPS):
+        (loss_of(side.run, i) + loss_of(side.run, 100 + i)).backward()
+        side.step()
+        side.zero_grad()
+
+
+def the_same_loss_twice(side):
+    for i in range(STEPS):
+        loss = loss_of(side.run, i)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        side.step()
+        side.zero_grad()
+
+
+def two_steps_on_one_gradient(side):
+    for i in range(STEPS):
+        loss_of(side.run, i).backward()
+        side.step()
+        side.step()
+        side.zero_grad()
+
+
+def validation_with_gradients_on(side):
+    for i in range(STEPS):
+        loss_of(side.run, 50 + i)  # its backward never comes
+        loss_of(side.run, i).backward()
+        side.step()
+        side.zero_grad()
+
+
+def the_next_forward_before_step(side):
+    loss = loss_of(side.run, 0)
+    for i in range(STEPS):
+        side.zero_grad()
+        loss.backward()
+        upcoming = batch(i + 1)
+        side.step()
+        loss = side.run(upcoming).square().mean()
+
+
+def closure(side):
+    for i in range(STEPS):
+
+        def closure(i=i):
+            side.zero_grad()
+            loss = loss_of(side.run, i)
+            loss.backward()
+            return loss
+
+        side.step(closure)
+
+
+def to_the_same_device(side):
+    for i in range(STEPS):
+        side.model.to("cpu")
+        loss_of(side.run, i).backward()
+        side.model.to("cpu")
+        side.step()
+        side.zero_grad()
+
+
+def freeze_and_thaw(side):
+    matrix = dict(side.model.named_parameters())["a.weight"]
+    for i in range(STEPS):
+        matrix.requires_grad_(i % 3 != 1)
+        side.zero_grad()
+        loss_of(side.run, i).backward()
+        side.step()
+
+
+def anomaly_mode(side):
+    with torch.autograd.set_detect_anomaly(True):
+        plain(side)
+
+
+#: the directions of backward that a loop must use: all, none, or any number
+LOOPS = {
+    plain: "all",
+    clip_grad_norm: "some",
+    clip_grad_value: "none",
+    total_norm: "all",
+    zero_grad_between_forward_and_backward: "all",
+    never_zero_grad: "all",
+    zero_in_place: "all",
+    micro_batches_nobody_declared: "all",
+    penalty_outside_the_model: "none",
+    penalty_after_backward: "none",
+    gradient_noise: "none",
+    gradients_by_hand: "none",
+    reversed_through_data: "none",
+    hook_on_a_matrix: "some",
+    two_losses: "all",
+    two_forwards_one_backward: "none",
+    the_same_loss_twice: "all",
+    two_steps_on_one_gradient: "some",
+    validation_with_gradients_on: "all",
+    the_next_forward_before_step: "all",
+    closure: "all",
+    to_the_same_device: "all",
+    freeze_and_thaw: "some",
+    anomaly_mode: "all",
+}
+
+
+def check(loop, ours, atol=1e-5):
+    theirs = Theirs()
+    with warnings.catch_warnings(), torch._functorch.config.patch(donated_buffer=False):
+        warnings.simplefilter("ignore")
+        mine, wanted = loop(ours), loop(theirs)
+    for x, y in zip(mine or (), wanted or (), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
+    for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}")
+    assert ours.optimizer._ledger.balance() == 0 or loop is the_next_forward_before_step
+    return ours.optimizer.metrics()
+
+
+@pytest.mark.parametrize("update", ["auto", "backward", "step"])
+@pytest.mark.parametrize("loop", list(LOOPS), ids=lambda loop: loop.__name__)
+def test_every_loop_is_right(loop, update):
+    metrics = check(loop, Ours(update=update))
+    used, expected = metrics["directions_used"], 2 * STEPS
+    if update == "step":
+        assert metrics["directions_speculated"] == used == 0
+    elif LOOPS[loop] == "all":
+        assert used == expected, metrics
+        assert metrics["directions_in_step"] == 0
+    elif LOOPS[loop] == "none":
+        assert used == 0, metrics
+    else:
+        assert 0 < used < expected + 1, metrics
+
+
+@pytest.mark.parametrize("loop", [clip_grad_norm, micro_batches_nobody_declared, zero_in_place, penalty_after_backward])
+def test_generated_code(loop):
+    check(loop, Ours(codegen="inductor"))
+
+
+def unknown_accumulation(side):
+    for i in range(STEPS):
+        for k in range(2):
+            (loss_of(side.run, 10 * i + k) / 2).backward()
+        side.step()
+        side.zero_grad()
+
+
+def test_an_unknown_number_of_micro_batches_is_learned():
+    """The first step cannot tell; from the second on the last backward makes the directions."""
+    metrics = check(unknown_accumulation, Ours(gradient_accumulation_steps=None))
+    assert metrics["directions_used"] == metrics["directions_speculated"] == 2 * (STEPS - 1), metrics
+
+
+def test_undeclared_micro_batches_cost_little():
+    """Only in the first step does each of the three backwards make directions."""
+    metrics = check(micro_batches_nobody_declared, Ours())
+    assert metrics["directions_speculated"] == 2 * (STEPS + 2), metrics
+
+
+# --- clipping by configuration ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1e-2, 1e6])
+def test_clipping_by_configuration_keeps_directions_under_the_limit(limit):
+    def loop(side):
+        for i in range(STEPS):
+            loss_of(side.run, i).backward()
+            if isinstance(side, Theirs):
+                torch.nn.utils.clip_grad_norm_(side.model.parameters(), limit)
+            side.step()
+            side.zero_grad()
+
+    metrics = check(loop, Ours(gradient_clipping=limit))
+    assert metrics["directions_used"] == (0 if limit < 1 else 2 * STEPS), metrics
+    assert metrics["directions_speculated"] == (2 * 3 if limit < 1 else 2 * STEPS), metrics
+
+
+def test_directions_resume_once_the_norm_stays_under_the_limit():
+    def loop(side):
+        for i in range(12):
+            (loss_of(side.run, i) * (100.0 if i < 4 else 1e-3)).backward()
+            if isinstance(side, Theirs):
+                torch.nn.utils.clip_grad_norm_(side.model.parameters(), 1.0)
+            side.step()
+            side.zero_grad()
+
+    metrics = check(loop, Ours(gradient_clipping=1.0))
+    # 3 discarded, 1 + 3 made in step() until it resumes
+    assert metrics["directions_discarded"] == 2 * 3, metrics
+    assert metrics["directions_used"] == 2 * 5, metrics
+
+
+# --- two optimizers, one frame ----------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Net(), Net()
+
+    def forward(self, x):
+        return self.left(x) - self.right(2 * x)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gradient_clipping": 0.05},
+        {"update": "step"},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": None},
+        {"update": "backward", "momentum": 0.95},
+    ],
+)
+def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
+    """The left one steps after every micro-batch, the right one after two: whatever its settings say."""
+    torch.manual_seed(0)
+    model = Two()
+    plain = Two()
+    plain.load_state_dict(model.state_dict())
+    theirs = [Theirs(plain.left), Theirs(plain.right)]
+    common = {"lr": LR, "adamw_lr": ADAMW_LR, "ns_dtype": "float32", "ns_method": "standard"}
+    ours = [MuonZero(model.left, **common), MuonZero(model.right, **{**common, **other})]
+    run = torch.compile(model, backend="muon_zero", options=EAGER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(8):
+            for forward, (left, right) in ((run, ours), (plain, theirs)):
+                loss_of(forward, i).backward()
+                left.step()
+                left.zero_grad()
+                if i % 2:
+                    if forward is plain and "gradient_clipping" in other:
+                        torch.nn.utils.clip_grad_norm_(plain.right.parameters(), other["gradient_clipping"])
+                    right.step()
+                    right.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    left, right = (optimizer.metrics() for optimizer in ours)
+    assert left["directions_used"] == left["directions_speculated"] == 2 * 8, left
+    if other.get("update") == "step":
+        assert right["directions_speculated"] == 0
+    elif "gradient_clipping" not in other:
+        assert right["directions_used"] >= 2 * 3, right
+
+
+# --- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+def test_auto_stops_and_says_once_why():
+    ours = Ours()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        clip_grad_value(ours)
+    told = [str(w.message) for w in caught if "thrown away" in str(w.message)]
+    assert len(told) == 1, told
+    assert "a.weight" in told[0] and "gradient_clipping=" in told[0] and "update='step'" in told[0]
+    metrics = ours.optimizer.metrics()
+    assert metrics["directions_discarded"] == metrics["directions_speculated"] == 2 * 3
+    assert metrics["directions_in_step"] == 2 * STEPS
+
+
+def test_backward_never_stops():
+    ours = Ours(update="backward")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip_grad_value(ours)
+    assert ours.optimizer.metrics()["directions_speculated"] == 2 * STEPS
+
+
+def test_one_edited_matrix_does_not_stop_the_others():
+    ours = Ours()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hook_on_a_matrix(ours)
+    metrics = ours.optimizer.metrics()
+    assert metrics["directions_used"] == STEPS, metrics
+    assert metrics["directions_discarded"] == 3, metrics
+
+
+def test_another_backend_is_right_and_told_once():
+    ours = Ours()
+    ours.run = torch.compile(ours.model, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain(ours)
+    told = [str(w.message) for w in caught if "no graph of backend='muon_zero'" in str(w.message)]
+    assert len(told) == 1, told
+    ours = Ours()
+    ours.run = torch.compile(ours.model, backend="aot_eager")
+    check(plain, ours)
+
+
+def test_metrics_are_plain_numbers():
+    ours = Ours()
+    plain(ours)
+    metrics = ours.optimizer.metrics()
+    assert all(type(value) in (int, float) for value in metrics.values()), metrics
+    assert metrics["grad_norm"] == pytest.approx(float(ours.optimizer.grad_norm))
+    assert metrics["muon_lr"] == LR and metrics["adamw_lr"] == ADAMW_LR
+    assert metrics["compiled_graphs"] == 2
+    assert metrics["skipped_steps"] == 0 and metrics["bytes_sent"] == 0
