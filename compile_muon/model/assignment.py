@@ -26,53 +26,31 @@ that are not convolutions as one matrix per index of dim 0, other parameters of 
 from __future__ import annotations
 
 import difflib
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from compile_muon.errors import UnsupportedModelError, config_error
+from compile_muon.errors import config_error
+from compile_muon.model.heads import output_heads, word_set, words
+from compile_muon.model.support import check_supported
 
 __all__ = ["Algorithm", "Assignment", "MuonParams", "assign", "lr_scale"]
 
 Algorithm = Literal["muon", "adamw", "frozen"]
 MuonParams = Callable[[str, nn.Parameter], Any] | Sequence[str] | None
 
-_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-#: Names that mean the output head wherever they stand.
-_HEAD_ANYWHERE = _names("lm_head embed_out unembed unembedding unembedder to_logits output_embeddings vocab_head")
-#: Names that mean the output head at the top of a model.
-_HEAD_AT_TOP = _names(
-    """head heads output outputs out out_layer output_layer output_proj output_projection classifier cls score logits
-    fc fc_out out_fc final final_layer final_proj linear_out readout predictor prediction predictions generator
-    decoder proj_out qa_outputs seq_relationship"""
-)
-#: ... and as the last word of a longer name at the top: `action_head`, `class_labels_classifier`.
-_HEAD_LAST_WORD = _names("head heads classifier logits unembed unembedding")
-#: Heads only if they are one layer: as containers these are hidden stacks.
-_HEAD_IF_LAYER = _names("decoder generator output outputs out final fc predictor")
-
 #: Words in the name of a bare parameter that say it is a table of vectors.
-_TABLE_WORDS = _names(
+_TABLE_WORDS = word_set(
     """pos position positions positional embed embeds embedding embeddings emb wpe wte token tokens cls register
     registers latent latents codebook table prompt prompts probe"""
 )
 #: Last words that say it is a weight after all, e.g. `pos_proj`.
-_WEIGHT_WORDS = _names("weight weights proj projection kernel matrix down up gate")
+_WEIGHT_WORDS = word_set("weight weights proj projection kernel matrix down up gate")
 #: Elementwise parameters that only look like matrices (the state decay of state space models).
 _ELEMENTWISE_NAMES = frozenset({"A_log"})
 
@@ -122,17 +100,13 @@ def assign(model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool =
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    _check_modules(model)
+    check_supported(model)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
-    for name, param in parameters.items():
-        _check_parameter(name, param)
-    _check_overlaps(parameters)
-
     if not use_muon:
         return {name: _plain_adamw(name, param) for name, param in parameters.items()}
     chosen = _choose(parameters, uses, muon_params)
-    heads = _heads(model)
+    heads = output_heads(model)
     result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
     if not any(a.algorithm == "muon" for a in result.values()):
         _raise_no_muon(result, muon_params)
@@ -225,7 +199,7 @@ def _elementwise(uses: Sequence[_Use]) -> str | None:
     for use in uses:
         if _is_norm(use.module):
             return f"elementwise {use.leaf} of a {type(use.module).__name__}"
-        if _words(use.leaf)[-1:] in (["bias"], ["biases"]):
+        if words(use.leaf)[-1:] in (["bias"], ["biases"]):
             return f"bias vectors {use.leaf}"
         if use.leaf in _ELEMENTWISE_NAMES:
             return f"elementwise parameter {use.leaf}, not a linear map"
@@ -251,14 +225,14 @@ def _table(param: nn.Parameter, uses: Sequence[_Use]) -> str | None:
     for use in uses:
         if _is_layer(use.module):
             continue
-        words = _words(use.leaf)
+        parts = words(use.leaf)
         if isinstance(use.module, (nn.ParameterList, nn.ParameterDict)):  # pos_embeds.0 is named by its list
-            words = _words(use.module_name.rpartition(".")[2])
+            parts = words(use.module_name.rpartition(".")[2])
         if use.leaf == "weight":  # class ScaledEmbedding(nn.Module): self.weight = nn.Parameter(...)
-            kind = set(_words(type(use.module).__name__))
+            kind = set(words(type(use.module).__name__))
             if kind & {"embed", "embedding", "embeddings"} and "patch" not in kind:
                 return f"bare table of a {type(use.module).__name__}"
-        elif set(words) & _TABLE_WORDS and words[-1] not in _WEIGHT_WORDS:
+        elif set(parts) & _TABLE_WORDS and parts[-1] not in _WEIGHT_WORDS:
             return f"bare token or position table {use.leaf}"
         if param.ndim >= 3 and param.shape[0] == 1 and "expert" not in use.name.lower():
             return f"bare table: leading dimension of 1 in shape {list(param.shape)}"
@@ -330,111 +304,6 @@ def _unmatched(pattern: str, parameters: Mapping[str, nn.Parameter], matrices: I
     return config_error("muon_params", pattern, "matches no parameter", f"the nearest names are {', '.join(near)}")
 
 
-# ------------------------------------------------------------------------------------------- the head
-
-
-def _heads(model: nn.Module) -> dict[int, str]:
-    """id of each parameter of an output head -> reason."""
-    found: dict[int, str] = {}
-
-    def add(module: nn.Module, reason: str) -> None:
-        for param in module.parameters():
-            found.setdefault(id(param), reason)
-
-    tops = dict(_tops(model))
-    for name, module in model.named_modules():
-        for head in _declared_heads(module):
-            add(_last_layer(head, "head") or head, f"output head (get_output_embeddings of {type(module).__name__})")
-        top = id(module) in tops
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            if child_name in _HEAD_ANYWHERE or (top and _is_head_name(child_name)):
-                layer = _last_layer(child, named=child_name)
-                if layer is not None:
-                    add(layer, f"output head (named {path})")
-        for leaf, param in module.named_parameters(recurse=False):
-            if leaf in _HEAD_ANYWHERE or (top and _is_head_name(leaf)):
-                found.setdefault(id(param), f"output head (named {leaf})")
-    layer = _sequential_head(_unwrap(model))
-    if layer is not None:
-        add(layer, "output head (last layer of the nn.Sequential)")
-    return found
-
-
-def _is_head_name(name: str) -> bool:
-    if name in _HEAD_AT_TOP or name in _HEAD_ANYWHERE:
-        return True
-    words = _words(name)
-    return bool(words) and words[-1] in _HEAD_LAST_WORD and words[0] != "pre"  # DistilBert's hidden `pre_classifier`
-
-
-def _tops(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The modules whose children may be heads by a weak name: the model, what it wraps, and Hugging Face models."""
-    module: nn.Module | None = model
-    while module is not None:
-        yield id(module), module
-        module = _only_child(module)
-    for inner in model.modules():
-        if callable(getattr(inner, "get_output_embeddings", None)):
-            yield id(inner), inner
-
-
-def _only_child(module: nn.Module) -> nn.Module | None:
-    """What ``module`` merely wraps: its one child with parameters, if it has none itself and is no container."""
-    own = next(module.parameters(recurse=False), None)
-    if own is not None or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-        return None
-    children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    return children[0] if len(children) == 1 else None
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    while (inner := _only_child(model)) is not None:
-        model = inner
-    return model
-
-
-def _declared_heads(module: nn.Module) -> list[nn.Module]:
-    """What a Hugging Face model itself calls its output embeddings."""
-    getter = getattr(module, "get_output_embeddings", None)
-    if not callable(getter):
-        return []
-    try:
-        declared = getter()
-    except (NotImplementedError, AttributeError):
-        return []
-    several = declared if isinstance(declared, (list, tuple, nn.ModuleList)) else [declared]
-    return [head for head in several if isinstance(head, nn.Module)]
-
-
-def _last_layer(module: nn.Module, named: str) -> nn.Module | None:
-    """The layer of a head that makes the output: itself, or the last one of a container that is clearly a head."""
-    children = [child for child in module.children() if _has_matrix(child)]
-    if not children:
-        return module if _has_matrix(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
-    if named in _HEAD_IF_LAYER and not isinstance(module, nn.Sequential):
-        return None
-    names = [name for name, child in module.named_children() if child is children[-1]]
-    last, last_name = children[-1], names[0]
-    is_layer = next(last.children(), None) is None
-    if is_layer or isinstance(last, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or _is_head_name(last_name):
-        return _last_layer(last, named="head")
-    return None
-
-
-def _sequential_head(module: nn.Module) -> nn.Module | None:
-    """The last layer of a plain Sequential, if it is a Linear and matrices come before it."""
-    if type(module) is not nn.Sequential:
-        return None
-    children = [child for child in module if next(child.parameters(), None) is not None]
-    if not children:
-        return None
-    last, before = children[-1], any(_has_matrix(child) for child in children[:-1])
-    if type(last) is nn.Sequential:
-        return _sequential_head(nn.Sequential(*children[:-1], *last))
-    return last if isinstance(last, nn.Linear) and before else None
-
-
 # ------------------------------------------------------------------------------------- reading a model
 
 
@@ -466,96 +335,3 @@ def _is_layer(module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """A norm, by its class: torch's, or anything called SomethingNorm, SomethingNorm2d."""
     return type(module).__name__.rstrip("123d").lower().endswith("norm")
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return any(param.ndim >= 2 for param in module.parameters())
-
-
-def _words(name: str) -> list[str]:
-    """Lower-case words of a snake_case or CamelCase name."""
-    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
-
-
-# ------------------------------------------------------------------------------------ what cannot work
-
-
-def _check_modules(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"model: is a {type(model).__name__}, not an nn.Module; pass the module itself")
-    wrappers = _wrapper_types()
-    for name, module in model.named_modules():
-        where = name or "model"
-        if isinstance(module, wrappers):
-            kind = type(module).__name__
-            raise UnsupportedModelError(
-                f"{where}: is already data-parallel ({kind}); pass the module before wrapping, compile_muon shards it"
-            )
-        if isinstance(module, nn.RNNBase):
-            raise UnsupportedModelError(
-                f"{where}: {type(module).__name__} keeps its own references to its weights (_flat_weights), so they "
-                f"cannot be sharded; build the recurrence from {_cell_name(module)}, or train it outside compile_muon"
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedModelError(
-                f"{name + '.' if name else ''}weight: has sparse gradients; build the embedding with sparse=False"
-            )
-
-
-def _cell_name(module: nn.RNNBase) -> str:
-    return {"LSTM": "nn.LSTMCell", "GRU": "nn.GRUCell"}.get(module.mode, "nn.RNNCell")
-
-
-def _wrapper_types() -> tuple[type, ...]:
-    kinds: list[type] = [nn.DataParallel]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-        kinds += [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule]
-    return tuple(kinds)
-
-
-def _check_parameter(name: str, param: nn.Parameter) -> None:
-    def no(problem: str, remedy: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{name}: {problem}; {remedy}")
-
-    if nn.parameter.is_lazy(param):
-        raise no("is not initialized yet", "run one forward pass through the lazy module first")
-    if param.is_meta:
-        raise no("is on the meta device", 'give it memory first, model.to_empty(device="cpu"), and initialize it')
-    if _is_dtensor(param):
-        raise no(
-            "is a DTensor already (FSDP2, tensor parallel, or an earlier call of compile_muon)",
-            "pass the model before it is sharded",
-        )
-    if is_traceable_wrapper_subclass(param):
-        raise no(f"is a {type(param).__name__}, a tensor subclass that cannot be sliced", "unwrap it to a plain tensor")
-    if param.layout is not torch.strided:
-        raise no(f"is sparse ({param.layout})", "use to_dense()")
-    if param.is_complex():
-        raise no(f"is complex ({param.dtype})", "keep it as two real parameters (torch.view_as_real)")
-    if param.requires_grad and param.dtype not in _TRAINABLE_DTYPES:
-        raise no(f"is trained in {param.dtype}", "train it in float32 or bfloat16, or set requires_grad=False")
-
-
-def _is_dtensor(param: nn.Parameter) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(param, DTensor) or isinstance(param.data, DTensor)
-
-
-def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters over the same memory would be untied by sharding, without a sound."""
-    spans = sorted(
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in parameters.items()
-        if p.numel() and p.is_contiguous()  # strided ones may interleave without sharing an element
-    )
-    for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):
-        if device == next_device and start < end:
-            raise UnsupportedModelError(
-                f"{other}: shares memory with {name} but is another Parameter; tie them as one object, "
-                f"module_b.weight = module_a.weight, or clone one"
-            )

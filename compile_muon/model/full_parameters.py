@@ -1,0 +1,266 @@
+"""Whole parameters for a while, at any ZeRO stage: initialize, operate on, read or save what is sharded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.model.readers import account_key, accounts_of, original_class
+from compile_muon.passes.exchange.transfers import gather_finish, gather_start
+from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.spec import ParamSpec
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import refresh_replicas
+
+__all__ = ["full_parameters"]
+
+_BUCKET_BYTES = 25 * 2**20
+_c10d = torch.ops._c10d_functional
+#: What a DTensor keeps among the attributes of its own.
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
+
+
+@contextlib.contextmanager
+def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
+    """``with full_parameters(module):`` every parameter inside ``module`` is whole, plain and in master dtype.
+
+    Inside, the modules have their original classes and hold ordinary ``nn.Parameter`` under the usual names, tied ones
+    still tied: init functions, ``module.apply``, edits in place, ``module.weight = nn.Parameter(new)``, eager forward,
+    ``copy.deepcopy(module)`` and ``module.state_dict()`` (whole and plain) work as if nothing had been sharded. Only
+    the parameters of ``module`` are gathered, so a large model can be treated module by module.
+
+    On leaving with ``write=True`` the values of the first rank count: they are broadcast, every rank keeps its rows,
+    and the resident weights are refreshed. Without it nothing is written, and an edit is an error. An exception inside
+    leaves everything as it was. Gradients of the sharded parameters and the optimizer's state are not touched;
+    gradients that a backward inside leaves on the whole parameters are dropped with them.
+
+    FSDP's ``summon_full_params`` writes by default, and each rank its own shard, so ranks that made different edits are
+    left with a mixture. DeepSpeed's ``GatheredParameters(params, modifier_rank=0)`` broadcasts as we do, takes
+    parameters instead of a module, and drops edits where no rank is named. Both can leave values on the CPU or on one
+    rank; we cannot.
+
+    A block inside another over the same module changes nothing: the parameters are whole already, and the outer block
+    decides whether edits are kept.
+
+    Args:
+        module: the model or any module in it; one without sharded parameters is left alone.
+        write: whether edits are kept. The same on every rank: entering is collective, and so is leaving then.
+    Raises:
+        UnsupportedModelError: a parameter was edited without ``write``; its shape, dtype, device or requires_grad
+            changed; a parameter or module was added, removed or untied. The sharded model is as before then.
+    """
+    held = [_Held.of(path, inner) for path, inner in module.named_modules()]
+    accounts = list({id(account): account for each in held for account in each.accounts.values()}.values())
+    for account in accounts:
+        if account.name in account.handouts.whole:
+            raise UnsupportedModelError(
+                f"{account.name}: is whole already in an outer full_parameters block, over another module it is tied "
+                "to; enter one block over a module that holds both"
+            )
+    gathered = zip(accounts, _gather(accounts), strict=True)
+    whole: dict[int, Any] = {id(account): _parameter(account, full) for account, full in gathered}
+    before = None if write else _fingerprints(accounts, whole)
+    for each in held:
+        each.open(whole)
+    for account in accounts:
+        account.handouts.whole.add(account.name)
+    try:
+        yield
+        problems = [problem for each in held for problem in each.problems()]
+        for each in held:
+            # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
+            whole |= {id(account): each.module._parameters.get(name) for name, account in each.accounts.items()}
+        problems = problems or _untied(held, whole)
+    finally:
+        for each in held:
+            each.close()
+        for account in accounts:
+            account.handouts.whole.discard(account.name)
+    if write:
+        problems = _of_all_ranks(accounts, problems)
+    elif not problems:
+        problems = _edited(accounts, before, _fingerprints(accounts, whole))
+    if problems:
+        raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
+    if write:
+        _write(accounts, [whole[id(account)].detach() for account in accounts])
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A module as it was before: its class, and what it held."""
+
+    path: str
+    module: nn.Module
+    cls: type
+    parameters: dict[str, nn.Parameter | None]
+    children: dict[str, nn.Module | None]
+    accounts: dict[str, Account]
+    trained: dict[str, bool]
+
+    @staticmethod
+    def of(path: str, module: nn.Module) -> _Held:
+        accounts = accounts_of(module)
+        parameters, children = dict(module._parameters), dict(module._modules)
+        trained = {name: account.param.requires_grad for name, account in accounts.items()}
+        return _Held(path, module, type(module), parameters, children, accounts, trained)
+
+    def open(self, whole: dict[int, Any]) -> None:
+        """Let the module hold whole parameters."""
+        if not self.accounts:
+            return
+        self.module.__class__ = original_class(self.cls)
+        for name, account in self.accounts.items():
+            del self.module.__dict__[account_key(name)]
+            self.module._parameters[name] = whole[id(account)]
+
+    def close(self) -> None:
+        """Everything as before."""
+        self.module._modules.clear()
+        self.module._modules.update(self.children)
+        if not self.accounts:
+            return
+        self.module.__class__ = self.cls
+        self.module._parameters.clear()
+        self.module._parameters.update(self.parameters)
+        for name, account in self.accounts.items():
+            self.module.__dict__[account_key(name)] = account
+
+    def problems(self) -> list[str]:
+        """What happened inside that cannot be written back."""
+        now, children = self.module._parameters, self.module._modules
+        where = self.path + "." if self.path else ""
+        found = [
+            f"{where}{name}: a module was added, removed or replaced"
+            for name in {**self.children, **children}
+            if self.children.get(name) is not children.get(name)
+        ]
+        found += [f"{where}{name}: was added" for name in now if name not in self.parameters and now[name] is not None]
+        for name, account in self.accounts.items():
+            problem = self._problem(name, account, now.get(name))
+            if problem:
+                found.append(f"{where}{name}: {problem}")
+        return found
+
+    def _problem(self, name: str, account: Account, param: Tensor | None) -> str | None:
+        spec = account.spec
+        if not isinstance(param, nn.Parameter):
+            return "was removed"
+        if tuple(param.shape) != spec.shape:
+            return f"its shape changed from {list(spec.shape)} to {list(param.shape)}"
+        if str(param.dtype) != f"torch.{spec.dtype}":
+            return f"its dtype changed from {spec.dtype} to {param.dtype}"
+        if param.device != account.hyper.device:
+            return f"its device changed from {account.hyper.device} to {param.device}"
+        # A new Parameter requires a gradient unless told otherwise, which says nothing about what its maker wants.
+        if param.requires_grad != self.trained[name] and self.trained[name]:
+            return "requires_grad changed; set it before MuonZero"
+        return None
+
+
+def _untied(held: Sequence[_Held], whole: dict[int, Any]) -> list[str]:
+    return [
+        f"{each.path + '.' if each.path else ''}{name}: is tied to {account.name}, but one of them was replaced alone"
+        for each in held
+        for name, account in each.accounts.items()
+        if each.module._parameters[name] is not whole[id(account)]
+    ]
+
+
+def _parameter(account: Account, full: Tensor) -> nn.Parameter:
+    param = nn.Parameter(full, requires_grad=account.param.requires_grad)
+    for key, value in vars(account.param).items():  # attributes users put on it
+        if key not in _OF_DTENSORS:
+            setattr(param, key, value)
+    return param
+
+
+def _edited(accounts: Sequence[Account], before: Tensor | None, after: Tensor | None) -> list[str]:
+    if before is None or after is None:
+        return []
+    return [
+        f"{account.name}: was edited in a full_parameters block without write=True"
+        for account, edited in zip(accounts, (before != after).any(dim=1).tolist(), strict=True)
+        if edited
+    ]
+
+
+def _fingerprints(accounts: Sequence[Account], whole: dict[int, Any]) -> Tensor | None:
+    return fingerprint([whole[id(account)] for account in accounts]) if accounts else None
+
+
+# -------------------------------------------------------------------------------------- collectives
+
+
+def _buckets(accounts: Sequence[Account]) -> Iterator[list[Account]]:
+    """Parameters that may share a buffer: one group, dtype and way to be sharded, up to 25 MiB."""
+    kinds: dict[tuple[object, ...], list[Account]] = {}
+    for account in accounts:
+        spec = account.spec
+        kinds.setdefault((spec.group, spec.dtype, spec.sharded), []).append(account)
+    for members in kinds.values():
+        bucket: list[Account] = []
+        size = 0
+        for account in members:
+            nbytes = account.spec.numel * account.local.element_size()
+            if bucket and size + nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(account)
+            size += nbytes
+        yield bucket
+
+
+@torch.no_grad()
+def _gather(accounts: Sequence[Account]) -> list[Tensor]:
+    """The whole values in master dtype, in memory of their own."""
+    found: dict[int, Tensor] = {}
+    for bucket in _buckets(accounts):
+        shards = [account.local.detach() for account in bucket]
+        if not bucket[0].spec.sharded:
+            found |= {id(account): shard.clone() for account, shard in zip(bucket, shards, strict=True)}
+            continue
+        # Master values, not what the model computes with.
+        specs: list[ParamSpec] = [replace(a.spec, compute_dtype=a.spec.dtype) for a in bucket]
+        pieces = gather_finish(gather_start(shards, specs), specs)
+        found |= {id(account): piece for account, piece in zip(bucket, pieces, strict=True)}
+    return [found[id(account)] for account in accounts]
+
+
+def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]:
+    """No rank writes where another does not: the others would wait for it."""
+    groups = {a.spec.group: a.hyper.device for a in accounts if a.spec.world > 1}
+    bad = False
+    for group, device in groups.items():
+        flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
+        bad = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or bad
+    if bad and not problems:
+        return ["full_parameters: another rank changed what cannot be written back (its own error says what)"]
+    return problems
+
+
+@torch.no_grad()
+def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
+    """The first rank's values into the shards of all."""
+    value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
+    for bucket in _buckets(accounts):
+        parts = [value_of[id(account)] for account in bucket]
+        if bucket[0].spec.world > 1:
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, bucket[0].spec.group))
+            parts = list(flat.split([part.numel() for part in parts]))
+        for account, part in zip(bucket, parts, strict=True):
+            spec = account.spec
+            full = part.view(spec.shape)
+            if spec.sharded:
+                start, stop = spec.shard_rows(spec.rank)
+                full = full[start:stop]
+            account.local.detach().copy_(full)
+    for ledger in {id(account.ledger): account.ledger for account in accounts}.values():
+        ledger.count(refresh_replicas([account for account in accounts if account.ledger is ledger]))

@@ -1,0 +1,144 @@
+"""Which parameters are output heads, which Muon leaves to AdamW: rule 6 of :mod:`compile_muon.model.assignment`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["output_heads", "word_set", "words"]
+
+
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+#: Names that mean the output head wherever they stand.
+_HEAD_ANYWHERE = word_set("lm_head embed_out unembed unembedding unembedder to_logits output_embeddings vocab_head")
+#: Names that mean the output head at the top of a model.
+_HEAD_AT_TOP = word_set(
+    """head heads output outputs out out_layer output_layer output_proj output_projection classifier cls score logits
+    fc fc_out out_fc final final_layer final_proj linear_out readout predictor prediction predictions generator
+    decoder proj_out qa_outputs seq_relationship"""
+)
+#: ... and as the last word of a longer name at the top: `action_head`, `class_labels_classifier`.
+_HEAD_LAST_WORD = word_set("head heads classifier logits unembed unembedding")
+#: Heads only if they are one layer: as containers these are hidden stacks.
+_HEAD_IF_LAYER = word_set("decoder generator output outputs out final fc predictor")
+
+
+def output_heads(model: nn.Module) -> dict[int, str]:
+    """The parameters of the output heads of ``model``.
+
+    Returns:
+        id of each parameter -> the reason why it belongs to a head.
+    """
+    found: dict[int, str] = {}
+
+    def add(module: nn.Module, reason: str) -> None:
+        for param in module.parameters():
+            found.setdefault(id(param), reason)
+
+    tops = dict(_tops(model))
+    for name, module in model.named_modules():
+        for head in _declared_heads(module):
+            add(_last_layer(head, "head") or head, f"output head (get_output_embeddings of {type(module).__name__})")
+        top = id(module) in tops
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if child_name in _HEAD_ANYWHERE or (top and _is_head_name(child_name)):
+                layer = _last_layer(child, named=child_name)
+                if layer is not None:
+                    add(layer, f"output head (named {path})")
+        for leaf, param in module.named_parameters(recurse=False):
+            if leaf in _HEAD_ANYWHERE or (top and _is_head_name(leaf)):
+                found.setdefault(id(param), f"output head (named {leaf})")
+    layer = _sequential_head(_unwrap(model))
+    if layer is not None:
+        add(layer, "output head (last layer of the nn.Sequential)")
+    return found
+
+
+def _is_head_name(name: str) -> bool:
+    if name in _HEAD_AT_TOP or name in _HEAD_ANYWHERE:
+        return True
+    parts = words(name)
+    return bool(parts) and parts[-1] in _HEAD_LAST_WORD and parts[0] != "pre"  # DistilBert's hidden `pre_classifier`
+
+
+def _tops(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """The modules whose children may be heads by a weak name: the model, what it wraps, and Hugging Face models."""
+    module: nn.Module | None = model
+    while module is not None:
+        yield id(module), module
+        module = _only_child(module)
+    for inner in model.modules():
+        if callable(getattr(inner, "get_output_embeddings", None)):
+            yield id(inner), inner
+
+
+def _only_child(module: nn.Module) -> nn.Module | None:
+    """What ``module`` merely wraps: its one child with parameters, if it has none itself and is no container."""
+    own = next(module.parameters(recurse=False), None)
+    if own is not None or isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return None
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    return children[0] if len(children) == 1 else None
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    while (inner := _only_child(model)) is not None:
+        model = inner
+    return model
+
+
+def _declared_heads(module: nn.Module) -> list[nn.Module]:
+    """What a Hugging Face model itself calls its output embeddings."""
+    getter = getattr(module, "get_output_embeddings", None)
+    if not callable(getter):
+        return []
+    try:
+        declared = getter()
+    except (NotImplementedError, AttributeError):
+        return []
+    several = declared if isinstance(declared, (list, tuple, nn.ModuleList)) else [declared]
+    return [head for head in several if isinstance(head, nn.Module)]
+
+
+def _last_layer(module: nn.Module, named: str) -> nn.Module | None:
+    """The layer of a head that makes the output: itself, or the last one of a container that is clearly a head."""
+    children = [child for child in module.children() if _has_matrix(child)]
+    if not children:
+        return module if _has_matrix(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+    if named in _HEAD_IF_LAYER and not isinstance(module, nn.Sequential):
+        return None
+    names = [name for name, child in module.named_children() if child is children[-1]]
+    last, last_name = children[-1], names[0]
+    is_layer = next(last.children(), None) is None
+    if is_layer or isinstance(last, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or _is_head_name(last_name):
+        return _last_layer(last, named="head")
+    return None
+
+
+def _sequential_head(module: nn.Module) -> nn.Module | None:
+    """The last layer of a plain Sequential, if it is a Linear and matrices come before it."""
+    if type(module) is not nn.Sequential:
+        return None
+    children = [child for child in module if next(child.parameters(), None) is not None]
+    if not children:
+        return None
+    last, before = children[-1], any(_has_matrix(child) for child in children[:-1])
+    if type(last) is nn.Sequential:
+        return _sequential_head(nn.Sequential(*children[:-1], *last))
+    return last if isinstance(last, nn.Linear) and before else None
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(param.ndim >= 2 for param in module.parameters())
+
+
+def words(name: str) -> list[str]:
+    """Lower-case words of a snake_case or CamelCase name."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]

@@ -1,0 +1,116 @@
+"""Before each step: the model still holds the parameters that were sharded, and no others that train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.model.readers import account_key, accounts_of, check_kind
+from compile_muon.model.support import wrapper_types
+from compile_muon.runtime.account import Account
+
+__all__ = ["Ownership"]
+
+_REMEDY = "change the model before MuonZero shards it, or build a new MuonZero over a new model"
+
+
+class Ownership:
+    """Who holds which parameter, as it was when ``model`` was sharded.
+
+    Args:
+        model: the sharded model.
+        accounts: of all its parameters.
+    """
+
+    def __init__(self, model: nn.Module, accounts: Sequence[Account]) -> None:
+        self._model = model
+        self._accounts = list(accounts)
+        self._params: list[nn.Parameter] = [account.param for account in accounts]
+        self._frozen = [account for account in accounts if not account.param.requires_grad]
+        self._kinds = self._kinds_now()
+        self._places = [
+            (module, type(module), name, account)
+            for module in model.modules()
+            for name, account in accounts_of(module).items()
+        ]
+        self._remember()
+
+    def _remember(self) -> None:
+        self._modules = list(self._model.modules())
+        self._classes = [type(module) for module in self._modules]
+        self._tables: list[dict[str, Any]] = [
+            table for module in self._modules for table in (module._parameters, module._modules)
+        ]
+        self._entries: list[Any] = list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _unchanged(self) -> bool:
+        """One identity after the other, all in C: 1 ms for 2,000 modules."""
+        return (
+            sum(map(len, self._tables)) == len(self._entries)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._entries))
+            and all(map(is_, map(type, self._modules), self._classes))
+        )
+
+    def _kinds_now(self) -> list[torch.dtype]:
+        return [param.dtype for param in self._params]
+
+    def check(self) -> None:
+        """Compare the model with what it was; cheap as long as nothing changed.
+
+        Raises:
+            UnsupportedModelError: a sharded parameter was replaced, taken away, cast or moved, or one that was frozen
+                requires a gradient now; a parameter was added that requires one; a module was wrapped by FSDP or DDP.
+        """
+        if self._kinds_now() != self._kinds:
+            for account in self._accounts:
+                check_kind(account, account.param)
+        for account in self._frozen:
+            if account.param.requires_grad:
+                raise UnsupportedModelError(
+                    f"{account.name}: was frozen when MuonZero sharded it and requires a gradient now, but has no "
+                    "optimizer state; set requires_grad before MuonZero shards the model"
+                )
+        if not self._unchanged():
+            self._examine()
+            self._remember()  # nothing that trains has changed: a frozen part was added, a block taken out
+
+    def _examine(self) -> None:
+        """Something changed; raise if it matters."""
+        for module, cls, name, account in self._places:
+            if account.name in account.handouts.whole:
+                raise UnsupportedModelError(
+                    f"{account.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
+                )
+            holds = module._parameters.get(name) is account.param
+            ours = module.__dict__.get(account_key(name)) is account and issubclass(type(module), cls)
+            if not holds:
+                raise UnsupportedModelError(
+                    f"{account.name}: is sharded, and its module holds another parameter in its place; {_REMEDY}, or "
+                    "write values inside `with compile_muon.full_parameters(module, write=True):`"
+                )
+            if not ours:
+                raise UnsupportedModelError(
+                    f"{account.name}: another optimizer or library has taken over its module "
+                    f"({type(module).__name__}); {_REMEDY}"
+                )
+        wrappers = wrapper_types()
+        for path, module in self._model.named_modules():
+            if isinstance(module, wrappers):
+                raise UnsupportedModelError(
+                    f"{path or 'model'}: was made data-parallel ({type(module).__name__}) after MuonZero sharded it, "
+                    "which already averages gradients over the ranks; leave the wrapper out"
+                )
+        known = {id(param) for param in self._params}
+        added = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
+        if added:
+            shown = ", ".join(added[:5]) + (f" and {len(added) - 5} more" if len(added) > 5 else "")
+            raise UnsupportedModelError(
+                f"{shown}: came into the model after MuonZero sharded it, and no optimizer trains it; {_REMEDY}; or "
+                "set requires_grad=False"
+            )

@@ -1,0 +1,264 @@
+"""How a module reads its full weights, and what it does not let happen to its shards.
+
+The class of a module with sharded parameters is swapped for a subclass of it, with one property per parameter and what
+``nn.Module`` would otherwise do to the shards behind our back: replace them, cast them, load into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.passes.markers import UNSHARD
+from compile_muon.passes.spec import decode_dtype, encode_dtype
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import keep_fresh
+from compile_muon.runtime.shards import like_parameter
+
+__all__ = ["accounts_of", "check_kind", "install_readers", "original_class"]
+
+_PREFIX = "_muon_zero_"
+_LOADING = "_loading_whole_tensors"
+_ORIGINAL = "_unsharded_class"
+_REMEDY = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or change the model before"
+
+
+def account_key(name: str) -> str:
+    """Where a module keeps the account of its parameter ``name``."""
+    return _PREFIX + name
+
+
+def accounts_of(module: nn.Module) -> dict[str, Account]:
+    """The accounts of the parameters that ``module`` itself holds, by local name."""
+    return {key.removeprefix(_PREFIX): value for key, value in vars(module).items() if key.startswith(_PREFIX)}
+
+
+def original_class(cls: type) -> type:
+    """The class a module had before its parameters were sharded."""
+    return cls.__dict__.get(_ORIGINAL, cls)
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def _replaced(name: str, how: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: is sharded and cannot be {how}; {_REMEDY} MuonZero shards it")
+
+
+def _moved(name: str, what: str, before: object, after: object) -> UnsupportedModelError:
+    if what == "dtype":
+        remedy = f"cast the model before MuonZero shards it, or keep {before} shards and set param_dtype='{after}'"
+    else:
+        remedy = "move the model before MuonZero shards it"
+    return UnsupportedModelError(
+        f"{name}: {what} changes from {before} to {after} after it was sharded, without its momentum, its resident "
+        f"copy and the graphs compiled for it; {remedy}"
+    )
+
+
+def check_kind(account: Account, tensor: Tensor) -> None:
+    """Raise if ``tensor``, which is to stand for the parameter, has another dtype or device than it was sharded with.
+
+    Raises:
+        UnsupportedModelError: naming the parameter and what changed.
+    """
+    dtype = decode_dtype(account.spec.dtype)
+    if tensor.dtype is not dtype:
+        raise _moved(account.name, "dtype", account.spec.dtype, encode_dtype(tensor.dtype))
+    if tensor.device != account.hyper.device:
+        raise _moved(account.name, "device", account.hyper.device, tensor.device)
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def _reader(name: str) -> property:
+    """The property through which a module reads its full weight."""
+    key = account_key(name)
+
+    def read(module: nn.Module) -> Tensor:
+        account: Account = module.__dict__[key]
+        param: Any = module._parameters[name]
+        shard = param.to_local() if account.distributed else param
+        if torch.compiler.is_compiling():
+            return UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+        check_kind(account, shard)
+        keep_fresh(account)
+        account.watch()
+        whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+        account.handouts.read(account.name, whole)
+        return whole
+
+    return property(read)
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def _as_parameter(account: Account, value: Tensor) -> Tensor:
+    """``value`` of a state dict as the kind of tensor the parameter is; a whole one is cut, which sends nothing.
+
+    Args:
+        value: whole and plain, or a DTensor; a shape that does not fit is left for torch to report.
+    """
+    param: Any = account.param
+    if not isinstance(param, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        if value.device_mesh == param.device_mesh:
+            return value  # copy_ brings it into our placement
+        value = value.full_tensor()
+    if param.ndim == 0 and value.shape == (1,):  # as torch does for scalars of old
+        value = value[0]
+    if value.shape != param.shape:
+        return value
+    if isinstance(param.placements[0], Shard):
+        start, stop = account.spec.shard_rows(account.spec.rank)
+        value = value[start:stop]
+    rows = value.detach().to(account.local.device)
+    return like_parameter(param, rows)
+
+
+def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """``_load_from_state_dict`` of ``cls``, with whole tensors cut and ours kept where torch would replace them."""
+    accounts = accounts_of(module)
+
+    def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for name, account in accounts.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor):
+                state_dict[prefix + name] = _as_parameter(account, value)
+
+    # The last of the module's hooks, so that it sees the keys as others have renamed them.
+    hook = module.register_load_state_dict_pre_hook(cut)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    module.__dict__[_LOADING] = True
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        super(cls, module)._load_from_state_dict(*args)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+        del module.__dict__[_LOADING]
+        hook.remove()
+
+
+# ---------------------------------------------------------------------------------------- conversion
+
+
+def _convert(account: Account, fn: Callable[[Tensor], Tensor]) -> None:
+    """What ``nn.Module._apply(fn)`` does to a parameter: new values may come of it, another dtype or device may not."""
+    shard = account.local.detach()
+    with torch.no_grad():
+        result = fn(shard)
+        check_kind(account, result)
+        if result is not shard and result.shape == shard.shape and result.data_ptr() != shard.data_ptr():
+            account.param.copy_(like_parameter(account.param, result))
+
+
+def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    """``_apply`` of ``cls`` for everything but the sharded parameters.
+
+    torch would exchange what is inside a DTensor, so that hooks and compiled graphs lose it, even where ``fn`` changes
+    nothing: ``model.to(device)`` of a trainer.
+    """
+    accounts = accounts_of(module)
+    for account in accounts.values():
+        _convert(account, fn)
+    held = module._parameters
+    module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in accounts}
+    try:
+        super(cls, module)._apply(fn, recurse)
+    finally:
+        held.update(module._parameters)
+        module.__dict__["_parameters"] = held
+
+
+# ------------------------------------------------------------------------------------- the swapped class
+
+
+def _guard(module: nn.Module, name: str, value: Any) -> None:
+    """Something is assigned to the name of a sharded parameter."""
+    account = accounts_of(module)[name]
+    if value is account.param:
+        return
+    if module.__dict__.get(_LOADING) and isinstance(value, Tensor):  # load_state_dict(assign=True)
+        with torch.no_grad():
+            account.param.copy_(value)
+        return
+    raise _replaced(account.name, "replaced")
+
+
+def _put_back(module: nn.Module) -> None:
+    """Parametrizations of old (weight_norm, prune) take a parameter out of the dictionary itself."""
+    accounts = accounts_of(module)
+    missing = [name for name in accounts if name not in module._parameters]
+    if missing:
+        others = {name: param for name, param in module._parameters.items() if name not in accounts}
+        module._parameters.clear()
+        module._parameters.update({name: account.param for name, account in accounts.items()} | others)
+        raise _replaced(accounts[missing[0]].name, "taken out of its module")
+
+
+def _swapped(cls: type, names: tuple[str, ...]) -> type:
+    """``cls`` with a reader for each of ``names``, and guards."""
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if name in names:
+            _guard(self, name, value)
+        else:
+            super(swapped, self).__setattr__(name, value)
+
+    def __delattr__(self: nn.Module, name: str) -> None:
+        if name in names:
+            raise _replaced(accounts_of(self)[name].name, "deleted")
+        super(swapped, self).__delattr__(name)
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        _put_back(self)
+        if name in names:
+            _guard(self, name, param)
+        elif param is not None and (param.requires_grad or not isinstance(param, nn.Parameter)):
+            owner = next(iter(accounts_of(self).values())).name
+            raise UnsupportedModelError(
+                f"{name}: is added beside {owner}, which is sharded, and no optimizer would train it; add parameters "
+                "before MuonZero shards the model, or build a new MuonZero over a new model"
+            )
+        else:
+            super(swapped, self).register_parameter(name, param)
+
+    def _load_from_state_dict(self: nn.Module, *args: Any) -> None:
+        _load(swapped, self, args)
+
+    def apply_(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        _apply(swapped, self, fn, recurse)
+        return self
+
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"__setattr__": __setattr__, "__delattr__": __delattr__, "register_parameter": register_parameter}
+    body |= {"_load_from_state_dict": _load_from_state_dict, "_apply": apply_}
+    body |= {_ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    swapped: Any = type(cls.__name__, (cls,), body)
+    return swapped
+
+
+def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) -> None:
+    """Put the sharded parameters into ``model``, and readers of the full weights in front of them.
+
+    Args:
+        accounts: by the parameter that the model still holds.
+    """
+    cache: dict[tuple[type, tuple[str, ...]], type] = {}  # equal modules share a class, and so their compiled code
+    for module in model.modules():
+        own = {name: param for name, param in module._parameters.items() if param is not None}
+        for name, param in own.items():
+            module._parameters[name] = accounts[param].param
+            module.__dict__[account_key(name)] = accounts[param]
+        if own:
+            key = (original_class(type(module)), tuple(own))
+            cache.setdefault(key, _swapped(*key))
+            module.__class__ = cache[key]

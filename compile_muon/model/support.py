@@ -1,0 +1,111 @@
+"""What compile_muon can shard and orthogonalize; everything else is refused by name before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from compile_muon.errors import UnsupportedModelError
+
+__all__ = ["check_supported", "wrapper_types"]
+
+_TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_supported(model: nn.Module) -> None:
+    """Refuse a model that cannot be trained; nothing is changed.
+
+    Raises:
+        UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
+    """
+    _check_modules(model)
+    parameters = dict(model.named_parameters())
+    for name, param in parameters.items():
+        _check_parameter(name, param)
+    _check_overlaps(parameters)
+
+
+def _check_modules(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"model: is a {type(model).__name__}, not an nn.Module; pass the module itself")
+    wrappers = wrapper_types()
+    for name, module in model.named_modules():
+        where = name or "model"
+        if isinstance(module, wrappers):
+            kind = type(module).__name__
+            raise UnsupportedModelError(
+                f"{where}: is already data-parallel ({kind}); pass the module before wrapping, compile_muon shards it"
+            )
+        if isinstance(module, nn.RNNBase):
+            raise UnsupportedModelError(
+                f"{where}: {type(module).__name__} keeps its own references to its weights (_flat_weights), so they "
+                f"cannot be sharded; build the recurrence from {_cell_name(module)}, or train it outside compile_muon"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedModelError(
+                f"{name + '.' if name else ''}weight: has sparse gradients; build the embedding with sparse=False"
+            )
+
+
+def _cell_name(module: nn.RNNBase) -> str:
+    return {"LSTM": "nn.LSTMCell", "GRU": "nn.GRUCell"}.get(module.mode, "nn.RNNCell")
+
+
+def wrapper_types() -> tuple[type, ...]:
+    """Modules that are data-parallel by themselves: DataParallel, DDP, FSDP and FSDP2."""
+    kinds: list[type] = [nn.DataParallel]
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+        kinds += [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule]
+    return tuple(kinds)
+
+
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    def no(problem: str, remedy: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{name}: {problem}; {remedy}")
+
+    if nn.parameter.is_lazy(param):
+        raise no("is not initialized yet", "run one forward pass through the lazy module first")
+    if param.is_meta:
+        raise no("is on the meta device", 'give it memory first, model.to_empty(device="cpu"), and initialize it')
+    if _is_dtensor(param):
+        raise no(
+            "is a DTensor already (FSDP2, tensor parallel, or an earlier call of compile_muon)",
+            "pass the model before it is sharded",
+        )
+    if is_traceable_wrapper_subclass(param):
+        raise no(f"is a {type(param).__name__}, a tensor subclass that cannot be sliced", "unwrap it to a plain tensor")
+    if param.layout is not torch.strided:
+        raise no(f"is sparse ({param.layout})", "use to_dense()")
+    if param.is_complex():
+        raise no(f"is complex ({param.dtype})", "keep it as two real parameters (torch.view_as_real)")
+    if param.requires_grad and param.dtype not in _TRAINABLE_DTYPES:
+        raise no(f"is trained in {param.dtype}", "train it in float32 or bfloat16, or set requires_grad=False")
+
+
+def _is_dtensor(param: nn.Parameter) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(param, DTensor) or isinstance(param.data, DTensor)
+
+
+def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters over the same memory would be untied by sharding, without a sound."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in parameters.items()
+        if p.numel() and p.is_contiguous()  # strided ones may interleave without sharing an element
+    )
+    for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):
+        if device == next_device and start < end:
+            raise UnsupportedModelError(
+                f"{other}: shares memory with {name} but is another Parameter; tie them as one object, "
+                f"module_b.weight = module_a.weight, or clone one"
+            )

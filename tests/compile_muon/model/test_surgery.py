@@ -1,0 +1,536 @@
+"""One process: what may not happen to a sharded parameter, by name, and what goes on working."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
+
+from compile_muon import MuonZero, UnsupportedModelError, full_parameters
+from compile_muon.model.ownership import Ownership
+from compile_muon.model.readers import accounts_of
+from compile_muon.runtime.handouts import Handouts, fingerprint
+
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 6)
+        self.tied = nn.Linear(6, 8, bias=False)
+        self.tied.weight = nn.Parameter(self.up.weight.detach().clone())
+        self.up.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(self.head(self.down(self.norm(self.up(x)))))
+
+
+@pytest.fixture
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture
+def optimizer(model: Net) -> MuonZero:
+    return MuonZero(model)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# ------------------------------------------------------------------------------------------------ guards
+
+
+def replace(model: Net) -> None:
+    model.down.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def with_tensor(model: Net) -> None:
+    model.down.weight = torch.zeros(8, 8)  # type: ignore[assignment]
+
+
+def with_nothing(model: Net) -> None:
+    model.down.weight = None  # type: ignore[assignment]
+
+
+def delete(model: Net) -> None:
+    del model.down.weight
+
+
+def register(model: Net) -> None:
+    model.down.register_parameter("weight", nn.Parameter(torch.zeros(8, 8)))
+
+
+def parametrized(model: Net) -> None:
+    parametrize.register_parametrization(model.down, "weight", nn.Identity())
+
+
+def normed(model: Net) -> None:
+    weight_norm(model.down)
+
+
+def normed_anew(model: Net) -> None:
+    parametrizations.weight_norm(model.down)
+
+
+def pruned(model: Net) -> None:
+    prune.random_unstructured(model.down, "weight", 0.5)
+
+
+def beside(model: Net) -> None:
+    model.down.adapter = nn.Parameter(torch.zeros(3))
+
+
+def half(model: Net) -> None:
+    model.down.half()
+
+
+def elsewhere(model: Net) -> None:
+    model.down.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        *((f, r"full_parameters\(module, write=True\).*before MuonZero") for f in (replace, with_tensor, with_nothing)),
+        *((f, "cannot be deleted.*before MuonZero") for f in (delete, parametrized, normed_anew)),
+        (register, "cannot be replaced"),
+        (normed, "cannot be taken out of its module"),
+        (pruned, "weight_orig: is added beside down.weight.*before MuonZero"),
+        (beside, "adapter: is added beside down.weight.*before MuonZero"),
+        (half, "dtype changes from float32 to float16.*param_dtype='float16'"),
+        (elsewhere, "device changes from cpu to meta.*move the model before MuonZero"),
+    ],
+)
+def test_a_sharded_parameter_stays_where_it_is(
+    model: Net, optimizer: MuonZero, change: Callable[[Net], None], remedy: str
+) -> None:
+    params, buffers = dict(model.named_parameters()), [id(b) for b in model.buffers()]
+    with pytest.raises(UnsupportedModelError, match=rf"(?s)down\.weight.*{remedy}|{remedy}"):
+        change(model)
+    now = dict(model.named_parameters())
+    assert list(now) == list(params) and all(now[name] is params[name] for name in params)
+    assert [id(b) for b in model.buffers()] == buffers
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def test_what_changes_nothing_is_allowed(model: Net, optimizer: MuonZero) -> None:
+    params = [id(p) for p in model.parameters()]
+    kept, hooked = whole(model), []
+    model.down._parameters["weight"].register_hook(hooked.append)  # type: ignore[union-attr]
+    model.down.weight = model.down._parameters["weight"]  # type: ignore[assignment]
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    model.down.constant = frozen
+    assert model.to("cpu") is model and model.float() is model and model.requires_grad_() is model
+    frozen.requires_grad_(False)
+    assert [id(p) for p in model.parameters() if p is not frozen] == params
+    model(X).sum().backward()
+    assert len(hooked) == 1
+    assert all(torch.equal(value, whole(model)[name]) for name, value in kept.items() if "norm" not in name)
+    optimizer.step()
+
+
+def test_a_conversion_that_keeps_the_dtype_reaches_parameters_and_buffers(model: Net, optimizer: MuonZero) -> None:
+    before = whole(model)
+    model.down._apply(lambda t: t * 2)
+    model.norm._apply(lambda t: t * 2)
+    for name, value in whole(model).items():
+        doubled = name.startswith(("down", "norm"))
+        assert torch.equal(value, before[name] * 2 if doubled else before[name]), name
+
+
+def test_data_of_another_dtype_is_refused_when_read_and_by_step(model: Net, optimizer: MuonZero) -> None:
+    model(X).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+    model.down._parameters["weight"].data = torch.zeros(8, 8, dtype=torch.bfloat16)  # type: ignore[union-attr]
+    for use in (lambda: model(X), optimizer.step):
+        with pytest.raises(UnsupportedModelError, match=r"down\.weight: dtype changes from float32 to bfloat16"):
+            use()
+
+
+def test_swapping_as_torch_will_do_one_day(model: Net, optimizer: MuonZero) -> None:
+    params = [p._cdata for p in model.parameters()]
+    state = {name: value + 1 for name, value in whole(model).items()}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+        model.to("cpu")
+        assert torch.__future__.get_swap_module_params_on_conversion()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert [p._cdata for p in model.parameters()] == params
+    assert all(torch.equal(value, state[name]) for name, value in whole(model).items())
+
+
+def test_a_modules_own_hooks_may_rename_keys(model: Net, optimizer: MuonZero) -> None:
+    def rename(module, state, prefix, *rest):  # type: ignore[no-untyped-def]
+        state[prefix + "weight"] = state.pop(prefix + "kernel")
+
+    model.down.register_load_state_dict_pre_hook(rename)
+    state = whole(model)
+    state["down.kernel"] = state.pop("down.weight") + 1
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+        assert torch.equal(model.down._parameters["weight"], state["down.kernel"])  # type: ignore[arg-type]
+
+
+def test_attributes_set_in_a_compiled_forward() -> None:
+    class Notes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight, self.seen = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6)), 0
+            self.register_buffer("total", torch.zeros(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen, self.total = x.shape[0], self.total + x.sum(0)
+            return self.linear(x) @ self.weight
+
+    model = Notes()
+    MuonZero(model)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
+    for _ in range(2):
+        run(X)
+    torch.testing.assert_close(model.total, 2 * X.sum(0))
+    assert model.seen == 5
+
+
+def test_a_copied_module_pickles_once_it_is_whole(model: Net, optimizer: MuonZero) -> None:
+    with full_parameters(model):
+        plain = copy.deepcopy(model)
+        assert not any(accounts_of(module) for module in plain.modules())
+    loaded = pickle.loads(pickle.dumps(plain.down))
+    assert type(loaded) is nn.Linear and torch.equal(loaded.weight, model.down._parameters["weight"])
+
+
+# ---------------------------------------------------------------------------------------------- handouts
+
+
+def initialize(model: Net) -> None:
+    nn.init.zeros_(model.down.weight)
+
+
+def initialize_all(model: Net) -> None:
+    model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+
+
+def through_data(model: Net) -> None:
+    model.down.weight.data.zero_()
+
+
+def other_data(model: Net) -> None:
+    model.down.weight.data = torch.zeros(8, 8)
+
+
+def without_grad(model: Net) -> None:
+    with torch.no_grad():
+        model.down.weight.mul_(2)
+
+
+def one_entry_of_a_view(model: Net) -> None:
+    with torch.no_grad():
+        model.down.weight.view(-1)[3:5] = 0
+
+
+def through_detach_kept(model: Net) -> None:
+    detached = model.down.weight.detach()
+    model(X)
+    detached.zero_()
+
+
+def swapped_rows(model: Net) -> None:
+    weight = model.down.weight.data
+    weight.copy_(weight.flip(0))
+
+
+EDITS = [initialize, initialize_all, through_data, other_data, without_grad, one_entry_of_a_view]
+EDITS += [through_detach_kept, swapped_rows]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("then", ["forward", "step"])
+def test_an_edit_of_a_gathered_copy_is_refused(
+    model: Net, optimizer: MuonZero, edit: Callable[[Net], None], then: str
+) -> None:
+    before = whole(model)
+    edit(model)
+    use = (lambda: model(X)) if then == "forward" else optimizer.step
+    with pytest.raises(UnsupportedModelError, match=r"down\.weight.*gathered copy.*full_parameters\(model, write=True"):
+        use()
+    use()  # said once
+    assert all(torch.equal(v, before[n]) for n, v in whole(model).items() if "norm" not in n)
+
+
+def test_an_edit_of_a_copy_is_refused_by_a_compiled_forward(model: Net, optimizer: MuonZero) -> None:
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    run(X)
+    initialize(model)
+    with pytest.raises(UnsupportedModelError, match=r"down\.weight.*gathered copy"):
+        run(X)
+    run(X)
+
+
+@pytest.mark.parametrize("edit", ["counted", "data", "redirected"])
+def test_an_edit_of_a_copy_that_lives_on(model: Net, optimizer: MuonZero, edit: str) -> None:
+    copy_ = model.down.weight
+    model(X)  # the first forward compares; later edits that PyTorch does not count wait for step()
+    if edit == "counted":
+        copy_.detach().zero_()
+    elif edit == "data":
+        copy_.data.zero_()
+    else:
+        copy_.data = torch.zeros(8, 8)
+    with pytest.raises(UnsupportedModelError, match=r"down\.weight"):
+        optimizer.step() if edit != "counted" else model(X)
+    optimizer.step()
+    model(X)
+
+
+def test_reading_copies_is_free_of_errors_and_of_memory(model: Net, optimizer: MuonZero) -> None:
+    storages = []
+    for _ in range(3):
+        total = sum(m.weight.square().sum() + m.weight.data.sum() for m in (model.up, model.down))
+        weight = model.down.weight
+        storages.append(weakref.ref(weight))
+        scratch = weight.detach().clone().zero_()
+        (model(X).sum() + total + scratch.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del weight, total
+        gc.collect()
+    handouts = optimizer._ledger.accounts[0].handouts
+    model.up.weight  # noqa: B018
+    assert all(storage() is None for storage in storages)
+    assert not handouts._watches
+
+
+def test_what_a_data_alias_holds_is_let_go_at_the_next_read(model: Net, optimizer: MuonZero) -> None:
+    handouts = optimizer._ledger.accounts[0].handouts
+    alias = model.down.weight.data
+    assert len(handouts._watches) == 1
+    del alias
+    model.up.weight  # noqa: B018
+    assert not handouts._watches
+    model(X)
+
+
+def test_reads_in_a_forward_are_not_watched(model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(tensors: object) -> None:
+        raise AssertionError("fingerprinted")
+
+    monkeypatch.setattr("compile_muon.runtime.handouts.fingerprint", never)
+    model(X).sum().backward()
+    with pytest.raises(AssertionError, match="fingerprinted"):
+        model.down.weight  # noqa: B018
+
+
+def test_fingerprints_see_every_bit_and_its_place() -> None:
+    x = torch.randn(4, 6)
+    first = fingerprint([x])
+    assert torch.equal(first, fingerprint([x.clone()])) and first.dtype is torch.int64
+    assert not torch.equal(first, fingerprint([x.flip(0)]))
+    y = x.clone()
+    y.view(torch.int32)[2, 3] ^= 1
+    assert not torch.equal(first, fingerprint([y]))
+    for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float64):
+        z = (x > 0).to(dtype)
+        changed = z.clone()
+        changed[1, 1] = 1 - changed[1, 1].int()
+        assert not torch.equal(fingerprint([z]), fingerprint([changed]))
+    assert len(fingerprint([x, x.bfloat16(), x[:0]])) == 3
+
+
+def test_a_finalizer_never_raises(model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = model.down.weight
+
+    def broken(self: Handouts, number: int) -> None:
+        raise RuntimeError("in a finalizer")
+
+    monkeypatch.setattr(Handouts, "_close", broken)
+    del weight
+    assert not optimizer._ledger.accounts[0].handouts._watches
+
+
+# ---------------------------------------------------------------------------------------- full_parameters
+
+
+def test_whole_parameters_can_be_written(model: Net, optimizer: MuonZero) -> None:
+    with full_parameters(model, write=True):
+        model.apply(lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None)
+        model.head.bias = nn.Parameter(torch.full((6,), 3.0))
+        inside = model(X)
+    assert torch.equal(model._modules["up"]._parameters["weight"], torch.ones(8, 6))  # type: ignore[union-attr]
+    torch.testing.assert_close(model(X), inside)
+    assert model.head.bias.eq(3).all()
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def reshape(model: Net) -> None:
+    model.down.weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def cast(model: Net) -> None:
+    model.down.bfloat16()
+
+
+def take_away(model: Net) -> None:
+    del model.down.weight
+
+
+def add(model: Net) -> None:
+    model.down.extra = nn.Parameter(torch.zeros(3))
+
+
+def untie(model: Net) -> None:
+    model.up.weight = nn.Parameter(torch.zeros(8, 6))
+
+
+def other_module(model: Net) -> None:
+    model.down = nn.Linear(8, 8)
+
+
+def freeze(model: Net) -> None:
+    model.down.weight.requires_grad_(False)
+
+
+def parametrize_inside(model: Net) -> None:
+    parametrizations.weight_norm(model.down)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (reshape, r"down\.weight: its shape changed from \[8, 8\] to \[3, 3\]"),
+        (cast, r"down\.weight: its dtype changed from float32 to torch\.bfloat16"),
+        (take_away, r"down\.weight: was removed"),
+        (add, r"down\.extra: was added"),
+        (untie, r"tied to up\.weight, but one of them was replaced alone"),
+        (other_module, r"down: a module was added, removed or replaced"),
+        (freeze, r"down\.weight: requires_grad changed"),
+        (parametrize_inside, r"down\.parametrizations: a module was added"),
+    ],
+)
+def test_what_cannot_be_written_back_is_refused(
+    model: Net, optimizer: MuonZero, change: Callable[[Net], None], message: str
+) -> None:
+    before, modules, classes = whole(model), list(model.modules()), [type(m) for m in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=message + ".*nothing was written"):
+        with full_parameters(model, write=True):
+            nn.init.zeros_(model.head.weight)
+            change(model)
+    assert list(model.modules()) == modules and [type(m) for m in modules] == classes
+    now = whole(model)
+    assert list(now) == list(before) and all(torch.equal(now[n], before[n]) for n in before if "norm" not in n)
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def test_nested_blocks(model: Net, optimizer: MuonZero) -> None:
+    with full_parameters(model, write=True):
+        with full_parameters(model.down):
+            nn.init.ones_(model.down.weight)
+    assert model.down.weight.eq(1).all()
+    with full_parameters(model.up):
+        with pytest.raises(UnsupportedModelError, match=r"up\.weight: is whole already in an outer"):
+            with full_parameters(model.tied):
+                pass
+        with full_parameters(model.head, write=True):
+            nn.init.zeros_(model.head.weight)
+    assert not model.head.weight.any()
+    with full_parameters(nn.Linear(2, 2), write=True):
+        pass
+
+
+def test_step_inside_a_block(model: Net, optimizer: MuonZero) -> None:
+    with full_parameters(model.down):
+        with pytest.raises(UnsupportedModelError, match=r"down\.weight: is whole inside.*leave the block before"):
+            optimizer.step()
+    optimizer.step()
+
+
+# --------------------------------------------------------------------------------------------- ownership
+
+
+def new_head(model: Net) -> None:
+    model.head = nn.Linear(8, 6)
+
+
+def lora(model: Net) -> None:
+    model.adapter = nn.Linear(8, 2)
+
+
+def bare(model: Net) -> None:
+    model.prompt = nn.Parameter(torch.zeros(3))
+
+
+def behind_the_back(model: Net) -> None:
+    model.down._parameters["weight"] = nn.Parameter(torch.zeros(8, 8))
+
+
+def second_optimizer(model: Net) -> None:
+    MuonZero(model)
+
+
+def wrapped(model: Net) -> None:
+    model.down = nn.DataParallel(model.down)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (new_head, r"head\.weight, head\.bias: came into the model after MuonZero"),
+        (lora, r"adapter\.weight, adapter\.bias: came into the model"),
+        (bare, "prompt: came into the model"),
+        (behind_the_back, r"down\.weight: is sharded, and its module holds another"),
+        (second_optimizer, r"up\.weight: another optimizer or library has taken over"),
+        (wrapped, r"down: was made data-parallel \(DataParallel\)"),
+    ],
+)
+def test_step_refuses_a_model_that_is_no_longer_ours(
+    model: Net, optimizer: MuonZero, change: Callable[[Net], None], message: str
+) -> None:
+    model(X).sum().backward()
+    before = whole(model)
+    change(model)
+    for _ in range(2):  # and again, as long as it is so
+        with pytest.raises(UnsupportedModelError, match=message):
+            optimizer.step()
+    now = whole(model)
+    assert all(torch.equal(now[n], before[n]) for n in before if n.startswith(("up", "tied")))
+
+
+def test_a_frozen_parameter_that_is_to_train_now() -> None:
+    model = Net()
+    model.down.requires_grad_(False)
+    optimizer = MuonZero(model)
+    optimizer.step()
+    model.down.bias.requires_grad_(True)  # of a copy: nothing to train
+    model.down._parameters["bias"].requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedModelError, match=r"down\.bias: was frozen"):
+        optimizer.step()
+
+
+def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:
+    ownership = optimizer._ownership
+    assert isinstance(ownership, Ownership)
+    model.probe = nn.Identity()
+    model.teacher = nn.Linear(3, 3).requires_grad_(False)
+    assert not ownership._unchanged()
+    optimizer.step()
+    assert ownership._unchanged()  # looked at once
+    model.teacher.requires_grad_(True)  # trains now, though its identity has not changed
