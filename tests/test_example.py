@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compile_muon.config.settings import Config
+from compile_muon import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -45,7 +45,7 @@ def test_the_script_is_a_page_or_two() -> None:
 
 
 def test_the_config_is_valid_and_compiles() -> None:
-    Config.load(CONFIG)
+    load_config(CONFIG)
     written = json.loads(CONFIG.read_text())
     assert written["compile"] is True
     assert written["optimizer"]["type"] == "Muon"

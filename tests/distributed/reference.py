@@ -20,7 +20,9 @@ import compile_muon
 
 __all__ = [
     "ADAMW_EPS",
+    "ADAMW_LR",
     "DIRECTION_TOLERANCE",
+    "GRADIENT_TOLERANCE",
     "PARAMETER_TOLERANCE",
     "Matrices",
     "Reference",
@@ -33,9 +35,10 @@ __all__ = [
     "world_and_rank",
 ]
 
-#: the issue's bounds, relative Frobenius
+#: relative Frobenius
 PARAMETER_TOLERANCE = 1e-5
 DIRECTION_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-5
 
 # AdamW divides by |g| + eps: with the usual 1e-8, rounding noise in a gradient that is zero in exact arithmetic (a key
 # bias, say) becomes a step of full length in a random direction, on any two machines, with or without us.
@@ -98,6 +101,7 @@ class Reference:
         rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
         self.adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY)
         self.lr = LR
+        self.gradients: dict[str, Tensor] = {}
 
     def _direction(self, update: Tensor, view: tuple[int, int, int]) -> Tensor:
         if self.slices > 1 and update.shape[0] > 1:
@@ -109,6 +113,7 @@ class Reference:
     def step(self) -> None:
         """One step on the gradients in ``.grad``, which are dropped."""
         params = [p for p in self.named.values() if p.grad is not None]
+        self.gradients = {name: p.grad.clone() for name, p in self.named.items() if p.grad is not None}
         grads = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
         self.norm = float(grads)
         if self.clip is not None:
@@ -160,14 +165,18 @@ class Report:
         parameters: relative error of each parameter after the last step.
         directions: largest relative error of each Muon direction over the steps.
         norms: largest relative error of ``optimizer.grad_norm``.
+        gradients: largest error of what ``.grad`` holds before a step, relative to its norm or a thousandth of all.
         balance: visits the ledger still counts after the last step.
+        misplaced: directions that were not made where ``update`` says.
         noise: relative error of the fp32 reference itself against one in fp64, where asked for.
     """
 
     parameters: dict[str, float]
     directions: dict[str, float]
     norms: float
+    gradients: float
     balance: int
+    misplaced: int
     noise: dict[str, float]
 
     def problems(self) -> dict[str, float]:
@@ -175,6 +184,8 @@ class Report:
         far = {n: e for n, e in self.parameters.items() if not e <= self._tolerance(n)}
         far |= {f"direction {n}": e for n, e in self.directions.items() if not e <= DIRECTION_TOLERANCE}
         far |= {"grad_norm": self.norms} if not self.norms <= PARAMETER_TOLERANCE else {}
+        far |= {"gradients": self.gradients} if not self.gradients <= GRADIENT_TOLERANCE else {}
+        far |= {"directions misplaced": self.misplaced} if self.misplaced else {}
         return far | ({"visits owed": self.balance} if self.balance else {})
 
     def _tolerance(self, name: str) -> float:
@@ -236,23 +247,24 @@ def train(
     else:
         options = {"codegen": codegen, "reshard_after_forward": reshard_after_forward}
         run = torch.compile(model, backend="muon_zero", options=options, dynamic=dynamic)
-    in_backward = settings.get("update") == "backward"
     named = dict(model.named_parameters())
     errors = dict.fromkeys(matrices, 0.0)
-    norms = 0.0
+    norms = wrong = 0.0
     for step in range(steps):
-        before = {} if in_backward else {name: full(named[name]).detach().clone() for name in matrices}
+        before = {name: full(named[name]).detach().clone() for name in matrices}
         for k in range(micro):
             last = k == micro - 1
             with optimizer.accumulate() if by_context and not last else contextlib.nullcontext():
                 (loss(run, data(step, k, rank)) / micro).backward()
-        # after an update in backward the gradient is the direction
-        directions = {n: full(named[n].grad).clone() for n in matrices if in_backward and named[n].grad is not None}
+        # what clip_grad_norm_ and loggers see
+        gradients = {name: full(param.grad).clone() for name, param in named.items() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        if not in_backward:
-            directions = _directions_of_step(before, named, reference)
+        directions = _directions_of_step(before, named, reference)
         reference.train_step(step, data, loss, world=world, micro=micro, used=used)
+        for name, grad in gradients.items():
+            distance = float((grad - reference.gradients[name]).norm())
+            wrong = max(wrong, distance / max(float(reference.gradients[name].norm()), 1e-3 * reference.norm))
         if exact is not None:
             exact.train_step(step, data, loss, world=world, micro=micro)
         assert set(directions) == set(reference.directions), set(directions) ^ set(reference.directions)
@@ -262,4 +274,7 @@ def train(
         norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
     found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}
-    return Report(found, errors, norms, optimizer._ledger.balance(), noise)
+    metrics = optimizer.metrics()
+    made = {"backward": metrics["directions_used"], "step": metrics["directions_in_step"]}
+    misplaced = 0 if "update" not in settings else len(matrices) * steps - int(made[settings["update"]])
+    return Report(found, errors, norms, wrong, optimizer._ledger.balance(), misplaced, noise)

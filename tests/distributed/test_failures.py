@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import Ranks
-from reference import Report, full, relative_error, train
+from reference import ADAMW_LR, Reference, Report, full, relative_error, train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import compile_muon
@@ -223,6 +224,30 @@ def test_nonfinite_gradients_of_one_rank(
     assert message.startswith(named) if nonfinite == "error" else message == ""
 
 
+def lose_a_gradient(stage: int, where: str) -> tuple[str, bool]:
+    """One rank has no gradient of a parameter that the others have."""
+    model = tiny()
+    optimizer = optimizer_of(model, stage=stage)
+    loss(compiled(model), batch(0, 0, 0)).backward()
+    if dist.get_rank() == 1:
+        dict(model.named_parameters())[where].grad = None
+    before = _snapshot(model, optimizer)
+    try:
+        optimizer.step()
+    except compile_muon.LedgerError as error:
+        return str(error), _same(before, _snapshot(model, optimizer))
+    return "", False
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "blocks.0.up.weight"), (1, "head.bias"), (3, "blocks.1.down.weight")])
+def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
+    ranks: Callable[[int], Ranks], stage: int, where: str
+) -> None:
+    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where):
+        assert message.startswith(f"gradient of {where} = None on some ranks only: nothing was updated")
+        assert kept
+
+
 # ------------------------------------------------------------------------------------------------- clipping
 
 
@@ -260,32 +285,51 @@ def test_edits_in_place_reach_every_rank(ranks: Callable[[int], Ranks], stage: i
     assert max(ranks(2).run(edit_in_place, stage=stage)) < 1e-6
 
 
-def misuse_directions(stage: int, how: str) -> tuple[str, bool]:
-    """Do with a direction in ``.grad`` what is for gradients; the error, and whether nothing changed."""
+def edit_gradients(stage: int, how: str) -> tuple[float, dict[str, float]]:
+    """Three steps that edit gradients between backward and step; the largest error of a parameter, and the metrics."""
     model = tiny()
-    optimizer = optimizer_of(model, stage=stage)
-    loss(compiled(model), batch(0, 0, dist.get_rank())).backward()
-    if how == "clip":
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    else:
+    reference = Reference(copy.deepcopy(model), matrices())
+    optimizer = optimizer_of(model, stage=stage, adamw_lr=ADAMW_LR, ns_dtype="float32")
+    run = compiled(model)
+    for step in range(3):
+        loss(run, batch(step, 0, dist.get_rank())).backward()
+        for rank in range(dist.get_world_size()):
+            (loss(reference.model, batch(step, 0, rank)) / dist.get_world_size()).backward()
+        for params in (list(model.parameters()), list(reference.model.parameters())):
+            if how == "clip":
+                torch.nn.utils.clip_grad_norm_(params, 0.05)
+            elif how == "foreach":
+                torch._foreach_neg_([p.grad for p in params])
+            elif how == "one rank" and step == 1:  # an entry of rank 1's shard, through its memory
+                held: Any = dict(zip(names(), params, strict=True))["blocks.0.up.weight"].grad
+                shard = held._local_tensor if isinstance(held, DTensor) else held
+                if shard is held or dist.get_rank() == 1:
+                    shard.data[-1, 0] = 1.0
         optimizer.step()
-    before = _snapshot(model, optimizer)
-    try:
-        if how == "add":
-            loss(model, batch(1, 0, 0)).backward()
-        optimizer.step()
-    except compile_muon.LedgerError as error:
-        return str(error), _same(before, _snapshot(model, optimizer))
-    return "", False
+        optimizer.zero_grad()
+        reference.step()
+    found = dict(model.named_parameters())
+    errors = [relative_error(full(p.detach()), found_in) for p, found_in in pairs(found, reference)]
+    return max(errors), optimizer.metrics()
+
+
+def names() -> list[str]:
+    return [name for name, _ in tiny().named_parameters()]
+
+
+def pairs(found: dict[str, Any], reference: Reference) -> list[tuple[Any, Tensor]]:
+    return [(p, reference.named[name].detach()) for name, p in found.items()]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["clip", "add"])
-def test_directions_are_not_taken_for_gradients(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["nothing", "clip", "foreach", "one rank"])
+def test_edits_of_gradients_count(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
     """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
-    for message, kept in ranks(2).run(misuse_directions, stage=stage, how=how):
-        assert ("clip with gradient_clipping" if how == "clip" else "call optimizer.zero_grad()") in message
-        assert kept
+    for error, metrics in ranks(2).run(edit_gradients, stage=stage, how=how):
+        assert error < 1e-5
+        used = {"nothing": 12, "clip": 0, "foreach": 0, "one rank": 11}[how]
+        assert metrics["directions_used"] == used
+        assert metrics["directions_in_step"] == 12 - used
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints

@@ -1,0 +1,384 @@
+"""What people do to a sharded model (load, edit, copy, save, move) works on every rank or raises on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import compile_muon
+from compile_muon import UnsupportedModelError, full_parameters
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Uneven shards (9 rows), empty ones (1 row, no bias beside it), a scalar, a tie and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.norm = nn.BatchNorm1d(9)
+        self.thin = nn.Linear(9, 1)
+        self.down = nn.Linear(1, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.head.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.up(x)))
+        return self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().eval()  # the running statistics stay what they are
+
+
+def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Net, compile_muon.MuonZero]:
+    model = net(seed)
+    return model, compile_muon.MuonZero(model, stage=stage, adamw_eps=1e-4, ns_dtype="float32", **settings)
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+
+
+def step(model: nn.Module, optimizer: compile_muon.MuonZero, run: Any = None) -> None:
+    (model if run is None else run)(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(value).detach().clone() for name, value in model.state_dict().items()}
+
+
+def same(model: nn.Module, expected: dict[str, Tensor], run: Any = None) -> None:
+    """Parameters, buffers, and what a forward (eager, or ``run``) makes of them, which reads the replicas."""
+    now = values(model)
+    assert now.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(now[name], value.to(now[name].dtype)), name
+    plain = net(99)
+    plain.load_state_dict(expected)
+    with torch.no_grad():
+        torch.testing.assert_close((model if run is None else run)(X), plain(X), atol=1e-6, rtol=1e-5)
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except UnsupportedModelError as error:
+        return str(error)
+    return "no error"
+
+
+# ----------------------------------------------------------------------------------------- state dicts
+
+
+def load_whole_and_sharded(stage: int) -> None:
+    model, optimizer = sharded(stage)
+    run = compiled(model) if stage == 2 else model
+    step(model, optimizer, run)
+    params = dict(model.named_parameters())
+    momenta = [account.momentum.clone() for account in optimizer._muon]
+    for assign in (False, True):
+        for seed, dtype in ((3, torch.float32), (4, torch.bfloat16)):
+            whole = {
+                name: value.to(dtype) if name in {*params, "tied.weight"} else value + seed
+                for name, value in net(seed).state_dict().items()
+            }
+            kept = dict(whole)
+            assert not any(model.load_state_dict(whole, assign=assign))
+            assert all(whole[name] is kept[name] for name in kept)  # the caller's dictionary is the caller's
+            same(model, whole, run)
+            same(model, whole)
+    other, _ = sharded(stage, seed=5)
+    for assign in (False, True):
+        with torch.no_grad():
+            for p in params.values():
+                p.zero_()
+        model.load_state_dict(other.state_dict(), assign=assign)
+        same(model, values(other), run)
+    assert all(p is params[name] for name, p in model.named_parameters())
+    assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer._muon, momenta, strict=True))
+    step(model, optimizer, run)
+
+
+@STAGES
+def test_state_dicts_load_whole_and_sharded(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(load_whole_and_sharded, stage=stage)
+
+
+def load_other_placements(stage: int) -> None:
+    model, _ = sharded(stage)
+    plain = net(7)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        state: dict[str, Any] = dict(plain.state_dict())
+        for name in ("up.weight", "head.weight", "tied.weight"):
+            state[name] = distribute_tensor(state[name], mesh, [placement])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        model.load_state_dict(state)
+        same(model, dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_dicts_of_other_placements_load(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(load_other_placements, stage=stage)
+
+
+def load_what_does_not_fit(stage: int, assign: bool) -> str:
+    model, _ = sharded(stage)
+    state = dict(net(3).state_dict())
+    del state["up.bias"]
+    state["thin.more"] = torch.zeros(2)
+    state["down.weight"] = torch.zeros(5, 1)
+    try:
+        model.load_state_dict(state, assign=assign)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("stage", "assign"), [(1, True), (3, False)])
+def test_state_dicts_that_do_not_fit_are_reported_by_name(
+    ranks: Callable[[int], Ranks], stage: int, assign: bool
+) -> None:
+    for message in ranks(2).run(load_what_does_not_fit, stage=stage, assign=assign):
+        assert 'Missing key(s) in state_dict: "up.bias"' in message
+        assert 'Unexpected key(s) in state_dict: "thin.more"' in message
+        assert "size mismatch for down.weight" in message and "[5, 1]" in message and "[6, 1]" in message
+
+
+def save_shards(stage: int) -> dict[str, tuple[int, int]]:
+    """Bytes in the file of each parameter, and of its shard."""
+    model, optimizer = sharded(stage)
+    step(model, optimizer)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    want = values(model)
+    for name, value in loaded.items():
+        assert torch.equal(full(value), want[name]), name
+    sizes = {}
+    for account in optimizer._ledger.accounts:
+        storage = account.local.untyped_storage()
+        sizes[account.name] = (storage.nbytes(), account.local.numel() * account.local.element_size())
+        if account.replica is not None and account.local.numel():  # no memory of its own
+            start = account.spec.shard_rows(account.spec.rank)[0]
+            assert account.local.data_ptr() == account.replica[start:].data_ptr()
+    fresh, _ = sharded(stage, seed=8)
+    fresh.load_state_dict(loaded)
+    same(fresh, want)
+    return sizes
+
+
+@STAGES
+def test_state_dicts_are_saved_on_every_rank(ranks: Callable[[int], Ranks], stage: int) -> None:
+    for sizes in ranks(2).run(save_shards, stage=stage):
+        assert all(stored == shard for stored, shard in sizes.values()), sizes
+
+
+# ----------------------------------------------------------------------------------------------- copies
+
+
+def copy_and_train(stage: int) -> None:
+    """An average of weights: follows its own parameters, and training the first does not touch it."""
+    model, optimizer = sharded(stage)
+    step(model, optimizer)
+    twin = copy.deepcopy(model)
+    before = values(model)
+    run = compiled(twin) if stage in (1, 3) else twin
+    same(twin, before, run)
+    assert twin.tied._parameters["weight"] is twin.head._parameters["weight"]
+    step(model, optimizer)
+    same(twin, before)
+    with torch.no_grad():
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 0.5)
+    after = values(model)
+    average = {
+        name: torch.lerp(value, after[name], 0.5) if value.is_floating_point() else value
+        for name, value in before.items()
+    }
+    for name, value in values(twin).items():
+        torch.testing.assert_close(value, average[name], msg=name)
+    same(twin, values(twin), run)
+    assert not any(torch.equal(after[n], before[n]) for n in ("up.weight", "head.weight"))
+    step(model, optimizer)
+
+
+@STAGES
+def test_deep_copies_are_models_of_their_own(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(copy_and_train, stage=stage)
+
+
+# ------------------------------------------------------------------------------------- full_parameters
+
+
+def edit_whole(stage: int) -> None:
+    model, optimizer = sharded(stage)
+    step(model, optimizer)
+    kinds = {name: type(p) for name, p in model.named_parameters()}
+    params = dict(model.named_parameters())
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    before = values(model)
+    with full_parameters(model):
+        assert type(model.up) is nn.Linear
+        for name, p in model.named_parameters():
+            assert type(p) is nn.Parameter and p.dtype is torch.float32 and torch.equal(p, before[name]), name
+        assert model.tied.weight is model.head.weight
+        plain = copy.deepcopy(model)
+        torch.testing.assert_close(model(X), plain(X))
+    with full_parameters(model, write=True), torch.no_grad():
+        model.up.weight.copy_(torch.full((9, 6), float(dist.get_rank() + 1)))  # ranks that drift apart
+        nn.init.constant_(model.thin.bias, 7)
+        model.scale.data = torch.tensor(3.0)
+        model.head.weight = model.tied.weight = nn.Parameter(torch.eye(6))
+    expected = before | {
+        "up.weight": torch.ones(9, 6), "thin.bias": torch.full((1,), 7.0), "scale": torch.tensor(3.0),
+        "head.weight": torch.eye(6), "tied.weight": torch.eye(6),
+    }  # fmt: skip
+    same(model, expected)
+    assert {name: type(p) for name, p in model.named_parameters()} == kinds
+    for name, p in model.named_parameters():
+        assert p is params[name] and torch.equal(full(p.grad), torch.ones_like(full(p))), name
+    optimizer.zero_grad()
+    step(model, optimizer)
+    with full_parameters(model.up, write=True):  # one module only
+        assert isinstance(model.head._parameters["weight"], DTensor if stage else nn.Parameter)
+        nn.init.zeros_(model.up.weight)
+    assert not full(params["up.weight"]).any()
+    model, optimizer = sharded(stage, param_dtype="bfloat16")  # master values, not what the model computes with
+    third = torch.full((9, 6), 1 / 3)
+    with full_parameters(model, write=True):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        model.up.weight = nn.Parameter(third.clone())
+    assert torch.equal(full(model.up._parameters["weight"]), third)
+    assert torch.equal(model.up.weight, third.bfloat16())
+
+
+@STAGES
+def test_full_parameters_of_all_ranks(ranks: Callable[[int], Ranks], stage: int) -> None:
+    ranks(2).run(edit_whole, stage=stage)
+
+
+def edit_whole_wrongly(stage: int) -> list[str]:
+    model, _ = sharded(stage)
+    before = values(model)
+
+    def one_rank_only() -> None:
+        with full_parameters(model, write=True):
+            nn.init.zeros_(model.up.weight)
+            if dist.get_rank() == 1:
+                model.up.weight = nn.Parameter(torch.zeros(2, 2))
+
+    def without_write() -> None:
+        with full_parameters(model):
+            nn.init.zeros_(model.thin.weight)
+
+    def raising() -> None:
+        with full_parameters(model, write=True):
+            nn.init.zeros_(model.up.weight)
+            raise UnsupportedModelError("on purpose")
+
+    messages = []
+    for wrong in (one_rank_only, without_write, raising):
+        messages.append(error_of(wrong))
+        same(model, before)
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_full_parameters_refuse_alike_on_all_ranks(ranks: Callable[[int], Ranks], stage: int) -> None:
+    first, second = ranks(2).run(edit_whole_wrongly, stage=stage)
+    assert "another rank changed" in first[0]
+    assert "up.weight: its shape changed from [9, 6] to [2, 2]" in second[0]
+    for messages in (first, second):
+        assert "thin.weight: was edited in a full_parameters block without write=True" in messages[1]
+        assert messages[2] == "on purpose"
+
+
+# ------------------------------------------------------------------------------- edits, moves, wrappers
+
+
+def _by_data(model: Net) -> None:
+    model.head.weight.data = torch.zeros(6, 6)
+
+
+def misuse(stage: int) -> dict[str, list[str]]:
+    """What each misuse says, and whether the model was left as it was."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, optimizer = sharded(stage)
+    step(model, optimizer)
+    before = values(model)
+    run = compiled(model) if stage in (1, 3) else model
+    run(X)
+    forwards = {"eager": lambda: model(X), "compiled": lambda: run(X), "step": optimizer.step}
+    edits: dict[str, Callable[[], Any]] = {
+        "init": lambda: nn.init.zeros_(model.head.weight),
+        "data": lambda: model.head.weight.data.zero_(),
+        "set_data": lambda: _by_data(model),
+    }
+    said: dict[str, list[str]] = {}
+    for edit, make in edits.items():
+        for where, forward in forwards.items():
+            make()
+            said[f"{edit}, {where}"] = [error_of(forward), "head.weight", "full_parameters(model, write=True)"]
+            assert error_of(forward) == "no error"  # said once, forgotten
+    moves: dict[str, Callable[[], Any]] = {
+        "half": model.half, "meta": lambda: model.to("meta"),
+        "replace": lambda: setattr(model.up, "weight", nn.Parameter(torch.zeros(9, 6))),
+        "delete": lambda: delattr(model.up, "weight"),
+    }  # fmt: skip
+    remedies = {"half": "param_dtype='float16'", "meta": "move the model before"}
+    for name, move in moves.items():
+        said[name] = [
+            error_of(move),
+            "scale" if name in ("half", "meta") else "up.weight",
+            remedies.get(name, "full_parameters(module, write=True)"),
+        ]
+    ids = [id(p) for p in model.parameters()]
+    assert model.to("cpu") is model and model.float() is model
+    assert [id(p) for p in model.parameters()] == ids
+    same(model, before)
+    step(model, optimizer, run)
+
+    def shard_again() -> None:
+        try:
+            fully_shard(model.up)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(f"up.weight full_parameters {error}") from error
+        model(X).sum().backward()
+        optimizer.step()
+
+    said["fsdp"] = [error_of(shard_again), "up", ""]
+    return said
+
+
+@STAGES
+def test_misuse_is_refused_by_name(ranks: Callable[[int], Ranks], stage: int) -> None:
+    for said in ranks(2).run(misuse, stage=stage):
+        for what, (message, name, remedy) in said.items():
+            assert message != "no error", what
+            assert name in message and remedy in message, (what, message)
