@@ -268,6 +268,7 @@ def compute_only(model: nn.Module, plan: Plan) -> Session:
     return Session(step, 0, "compiled, no update")
 
 
+EARLIER = "ours-muon-earlier"  # the same code over another version of the package, see --earlier
 _FROM_SOURCE = "pip install -e . in this repository"
 _FROM_PYPI = "pip install deepspeed"
 
@@ -275,6 +276,7 @@ CONTENDERS = {
     contender.name: contender
     for contender in (
         Contender("ours-muon", ours_muon, ALL_STAGES, "compile_muon", _FROM_SOURCE),
+        Contender(EARLIER, ours_muon, ALL_STAGES, "compile_muon", _FROM_SOURCE),
         Contender("ours-adamw", ours_adamw, ALL_STAGES, "compile_muon", _FROM_SOURCE),
         Contender("deepspeed-muon", deepspeed_muon, ALL_STAGES, "deepspeed", _FROM_PYPI),
         Contender("deepspeed-muon-compiled", deepspeed_muon_compiled, ALL_STAGES, "deepspeed", _FROM_PYPI),

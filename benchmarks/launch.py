@@ -43,6 +43,7 @@ class Trial:
     reshard_after_forward: bool
     weigh: bool
     timeout_s: int
+    package: str | None = None  # a folder that holds another version of compile_muon than the installed one
 
 
 class RankFailed(RuntimeError):
@@ -78,6 +79,8 @@ class Ranks:
             "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
             "PYTHONUNBUFFERED": "1",
         }
+        if trial.package:
+            environment["PYTHONPATH"] = trial.package
         if trial.weigh:
             environment |= RETURN_MEMORY
         if trial.backend == "gloo" and sys.platform.startswith("linux"):

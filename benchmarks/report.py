@@ -7,13 +7,14 @@ import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from contenders import NO_STAGE
+from contenders import EARLIER, NO_STAGE
 from rich.console import Console
 from rich.table import Table
 
 _DEEPSPEED = ("deepspeed-muon", "deepspeed-muon-compiled")
 _COLOURS = {
     "ours-muon": "#0b6e4f",
+    EARLIER: "#8fae9f",
     "ours-adamw": "#7fc8a9",
     "deepspeed-muon": "#b03a2e",
     "deepspeed-muon-compiled": "#e59866",
@@ -110,6 +111,8 @@ def judge(rows: list[Row], records: list[dict]) -> list[Verdict]:
         verdicts.append(_ratio(records, "ours-muon", fastest, stage, bar))
     for stage in sorted({row.stage for row in rows if row.contender == "ours-muon"}):
         verdicts.append(_ratio(records, "ours-muon", "ours-adamw", stage, 1.15))
+        if any(record["contender"] == EARLIER for record in records):
+            verdicts.append(_ratio(records, "ours-muon", EARLIER, stage, 1.02))
     return [*verdicts, _same_training(rows)]
 
 

@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                                  # the record: 10 M parameters, 2 ranks
     python benchmarks/train_step.py --memory                         # peak memory, in a run of its own
     python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
+    python benchmarks/train_step.py --contenders ours-muon --earlier FOLDER    # beside another version of this package
 
 Every contender trains the same GPT from the same weights on the same bytes, in rank processes of its own.
 The contenders of a stage are started one after another, warmed up, and then take turns, a step each, in an
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from contenders import ALL_STAGES, CONTENDERS, NO_STAGE
+from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE
 from gpt import PRESETS
 from launch import RankFailed, Ranks, Trial, record_of
 from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize
@@ -46,7 +47,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--stages", type=int, nargs="+", default=list(ALL_STAGES), choices=ALL_STAGES)
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    chosen = [name for name in CONTENDERS if name != EARLIER]
+    parser.add_argument("--contenders", nargs="+", default=chosen, choices=chosen)
+    parser.add_argument("--earlier", type=Path, help="compare with the version in this folder (pip install --target)")
     parser.add_argument("--preset", default="full", choices=list(PRESETS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1, help="a rank's step is split into so many backwards")
@@ -69,6 +72,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("ranks", "micro_batches", "steps", "warmup", "repeats", "threads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}, but must be at least 1")
+    if options.earlier:
+        if not (options.earlier / "compile_muon" / "__init__.py").is_file():
+            parser.error(f"--earlier {options.earlier}: holds no compile_muon; pip install --no-deps --target it first")
+        options.contenders = [*options.contenders, EARLIER]
     sequences = PRESETS[options.preset].batch
     if sequences % options.micro_batches:
         parser.error(f"--micro-batches {options.micro_batches} does not divide a rank's {sequences} sequences")
@@ -83,6 +90,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         variant += f"_ns_{options.ns_dtype}"
     if options.keep_gathered:
         variant += "_keep_gathered"
+    if options.earlier:
+        variant += "_earlier"
     if options.memory:
         variant += "_memory"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
@@ -120,6 +129,7 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
                     reshard_after_forward=not options.keep_gathered,
                     weigh=options.memory,
                     timeout_s=options.timeout,
+                    package=str(options.earlier.resolve()) if name == EARLIER else None,
                 )
                 for name in runnable
                 if {heat, NO_STAGE} & set(CONTENDERS[name].stages)
