@@ -22,6 +22,7 @@ from traced import Trace, trace
 
 import compile_muon
 from compile_muon.passes.costs import bytes_sent, weight_bytes
+from compile_muon.runtime.survey import Survey
 
 EXPERTS = 4
 FLOAT = 4  # bytes
@@ -126,8 +127,10 @@ def count_fake(rank: int, world: int, **settings: Any) -> dict[str, Any]:
         torch.manual_seed(0)
         # What the fake collectives return is whatever the memory held, NaN included.
         unchecked = patch.object(compile_muon.MuonZero, "_refused", lambda *args: False)
+        # ... and the other ranks say nothing about their directions.
+        trusting = patch.object(Survey, "held", lambda survey, world: survey.names("ready"))
         # one set of Newton-Schulz settings, and every rank owns a matrix: the fake all-to-all cannot take empty inputs
-        with unchecked:
+        with unchecked, trusting:
             return count(GPT(12, 64), rank, world, 1, micro=1, ns_method="standard", exchange="owner", **settings)
     finally:
         dist.destroy_process_group()
