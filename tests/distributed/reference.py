@@ -276,5 +276,6 @@ def train(
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}
     metrics = optimizer.metrics()
     made = {"backward": metrics["directions_used"], "step": metrics["directions_in_step"]}
-    misplaced = 0 if "update" not in settings else len(matrices) * steps - int(made[settings["update"]])
+    update = settings.get("update", "auto")
+    misplaced = 0 if update == "auto" else len(matrices) * steps - int(made[update])
     return Report(found, errors, norms, wrong, optimizer._ledger.balance(), misplaced, noise)
