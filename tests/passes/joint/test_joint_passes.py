@@ -113,7 +113,7 @@ def test_every_unshard_and_what_only_reshapes_it_is_recomputed(stage, world, tra
         node = stack.pop()
         seen += 1
         assert node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE, node
-        assert "ac_graph_id" in node.meta
+        assert "ac_graph_id" not in node.meta  # with one, other checkpointed regions would save it
         stack += [user for user in node.users if is_view_or_cast(user)]
     assert seen > len(unshards), "the model must have views of its weights"
 
