@@ -16,11 +16,10 @@ from compile_muon.passes.exchange.transfers import gather_finish, gather_start
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.replicas import buckets, refresh_replicas
 
 __all__ = ["full_parameters"]
 
-_BUCKET_BYTES = 25 * 2**20
 _c10d = torch.ops._c10d_functional
 #: What a DTensor keeps among the attributes of its own.
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
@@ -198,30 +197,11 @@ def _fingerprints(accounts: Sequence[Account], whole: dict[int, Any]) -> Tensor 
 # -------------------------------------------------------------------------------------- collectives
 
 
-def _buckets(accounts: Sequence[Account]) -> Iterator[list[Account]]:
-    """Parameters that may share a buffer: one group, dtype and way to be sharded, up to 25 MiB."""
-    kinds: dict[tuple[object, ...], list[Account]] = {}
-    for account in accounts:
-        spec = account.spec
-        kinds.setdefault((spec.group, spec.dtype, spec.sharded), []).append(account)
-    for members in kinds.values():
-        bucket: list[Account] = []
-        size = 0
-        for account in members:
-            nbytes = account.spec.numel * account.local.element_size()
-            if bucket and size + nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(account)
-            size += nbytes
-        yield bucket
-
-
 @torch.no_grad()
 def _gather(accounts: Sequence[Account]) -> list[Tensor]:
     """The whole values in master dtype, in memory of their own."""
     found: dict[int, Tensor] = {}
-    for bucket in _buckets(accounts):
+    for bucket in buckets(accounts, lambda spec: spec.dtype):
         shards = [account.local.detach() for account in bucket]
         if not bucket[0].spec.sharded:
             found |= {id(account): shard.clone() for account, shard in zip(bucket, shards, strict=True)}
@@ -249,7 +229,7 @@ def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]
 def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
     """The first rank's values into the shards of all."""
     value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
-    for bucket in _buckets(accounts):
+    for bucket in buckets(accounts, lambda spec: spec.dtype):
         parts = [value_of[id(account)] for account in bucket]
         if bucket[0].spec.world > 1:
             flat = torch.cat([part.reshape(-1) for part in parts])

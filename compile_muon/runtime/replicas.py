@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange.transfers import gather_finish, gather_start
-from compile_muon.passes.spec import decode_dtype
+from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import edits_of
 
-__all__ = ["keep_fresh", "refresh_replicas"]
+__all__ = ["buckets", "keep_fresh", "refresh_replicas"]
 
 _BUCKET_BYTES = 25 * 2**20
 
 
-def _buckets(accounts: Sequence[Account]) -> Iterator[list[Account]]:
-    by_dtype: dict[str, list[Account]] = {}
+def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
+    """Parameters that may share a buffer: one group, dtype and way to be sharded, up to 25 MiB of whole tensors.
+
+    Args:
+        dtype_of: the dtype they would have in the buffer.
+    """
+    kinds: dict[tuple[object, ...], list[Account]] = {}
     for account in accounts:
-        by_dtype.setdefault(account.spec.compute_dtype, []).append(account)
-    for members in by_dtype.values():
+        spec = account.spec
+        kinds.setdefault((spec.group, dtype_of(spec), spec.sharded), []).append(account)
+    for members in kinds.values():
         bucket: list[Account] = []
         size = 0
         for account in members:
-            nbytes = account.spec.numel * decode_dtype(account.spec.compute_dtype).itemsize
+            nbytes = account.spec.numel * decode_dtype(dtype_of(account.spec)).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
@@ -38,7 +44,8 @@ def _buckets(accounts: Sequence[Account]) -> Iterator[list[Account]]:
 def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
     """Gather every shard of ``accounts`` into its replica; collective over their group."""
     total = Traffic()
-    for bucket in _buckets([account for account in accounts if account.replica is not None]):
+    resident = [account for account in accounts if account.replica is not None]
+    for bucket in buckets(resident, lambda spec: spec.compute_dtype):
         specs = [account.spec for account in bucket]
         handle = gather_start([account.local.detach() for account in bucket], specs)
         for account, full in zip(bucket, gather_finish(handle, specs), strict=True):

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 from compile_muon.config import FrameOptions
 from compile_muon.passes import HALF_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.collectives import Traffic, measure_traffic
-from compile_muon.passes.markers import ORTHOGONALIZE
+from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.runtime.account import Account
 
@@ -51,11 +51,7 @@ def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModu
     hyper = placeholder("hyper", accounts[0].hyper)
     directions = []
     for grad, momentum, account in zip(grads, momenta, accounts, strict=True):
-        node = graph.call_function(ORTHOGONALIZE, (grad, momentum, hyper, account.text))
-        with fake:
-            values = [argument.meta["val"] for argument in (grad, momentum, hyper)]
-            node.meta["val"] = ORTHOGONALIZE(*values, account.text)
-        directions.append(node)
+        directions.append(Orthogonalize.insert(graph, grad, momentum, hyper, account.spec).node)
     graph.output(tuple(directions))
     return GraphModule(torch.nn.Module(), graph), inputs
 
