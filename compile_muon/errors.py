@@ -15,6 +15,7 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "config_error",
+    "listed",
     "join_errors",
 ]
 
@@ -57,6 +58,15 @@ class ConfigError(MuonZeroError, ValueError):
     def renamed(self, field: str) -> ConfigError:
         """The same complaint about ``field``, for a caller whose user knows the setting by another name."""
         return _compose(field, self.shown, self.problem, self.remedy)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    """
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def config_error(field: str, value: object, problem: str, remedy: str) -> ConfigError:

@@ -28,7 +28,7 @@ from compile_muon.config import (
     ZeroConfig,
     config_from_kwargs,
 )
-from compile_muon.errors import LedgerError, NonFiniteError
+from compile_muon.errors import LedgerError, NonFiniteError, listed
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.layout import resolve_mesh
 from compile_muon.model.ownership import Ownership
@@ -410,7 +410,7 @@ class MuonZero(Optimizer):
         missing = [name for name, count in survey.numbers("missing").items() if 0 < count < world]
         if missing:
             raise LedgerError(
-                f"gradient of {_listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
+                f"gradient of {listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
                 "the same parameters in a step, e.g. by adding 0 * parameter.sum() to the loss where one is not used"
             )
         gradients = survey.numbers("gradient").items()
@@ -418,7 +418,7 @@ class MuonZero(Optimizer):
         wrong |= {what: sorted(survey.names(what)) for what in ("momentum", "first moment", "second moment", "rate")}
         if not any(wrong.values()):  # else directions follow from those
             wrong["direction"] = sorted(survey.names("direction") & directions.keys())
-        found = "; ".join(f"{what} of {_listed(names)}" for what, names in wrong.items() if names)
+        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items() if names)
         if not found:
             return False
         problem = f"{found} = inf or nan: nothing was updated"
@@ -475,7 +475,3 @@ class MuonZero(Optimizer):
             account.speculations.drop()
         self._sync_momentum()
         self._ledger.count(refresh_replicas(self._ledger.accounts))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.model.readers import account_key, accounts_of, check_kind
 from compile_muon.model.support import wrapper_types
 from compile_muon.runtime.account import Account
@@ -109,8 +109,7 @@ class Ownership:
         known = {id(param) for param in self._params}
         added = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
         if added:
-            shown = ", ".join(added[:5]) + (f" and {len(added) - 5} more" if len(added) > 5 else "")
             raise UnsupportedModelError(
-                f"{shown}: came into the model after MuonZero sharded it, and no optimizer trains it; {_REMEDY}; or "
-                "set requires_grad=False"
+                f"{listed(added)}: came into the model after MuonZero sharded it, and no optimizer trains it; "
+                f"{_REMEDY}; or set requires_grad=False"
             )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.torch_private import storage_holders, unobserved
 
@@ -180,9 +180,8 @@ def _died(owner: weakref.ref[Handouts], number: int) -> None:
 
 def edited_copy_error(names: Sequence[str]) -> UnsupportedModelError:
     """For copies of weights that were written to."""
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return UnsupportedModelError(
-        f"{shown}: a gathered copy of the weight was edited, which the sharded parameter does not see and training "
-        "ignores; edit inside `with compile_muon.full_parameters(model, write=True):`, write to the parameter of "
-        "model.named_parameters() itself, or initialize before MuonZero"
+        f"{listed(names)}: a gathered copy of the weight was edited, which the sharded parameter does not see and "
+        "training ignores; edit inside `with compile_muon.full_parameters(model, write=True):`, write to the parameter "
+        "of model.named_parameters() itself, or initialize before MuonZero"
     )
