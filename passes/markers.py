@@ -10,9 +10,8 @@ numbers. State travels as tensor arguments (never as a handle), static facts as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -86,115 +85,96 @@ MARKERS = (UNSHARD, REDUCE_GRAD, ORTHOGONALIZE)
 
 # --- typed views of the markers in a graph: the only code that knows the order of their arguments ---------------------
 
-
-def _arguments(node: Node, target: torch._ops.OpOverload) -> tuple[Any, ...]:
-    if node.target is not target:
-        raise TypeError(f"node {node} is {node.target}, not {target}")
-    return node.args
-
-
-def _find(gm: GraphModule, target: torch._ops.OpOverload) -> Iterable[Node]:
-    return gm.graph.find_nodes(op="call_function", target=target)
+_View = TypeVar("_View", bound="_Marker")
+_Made = TypeVar("_Made", bound="_GradientMarker")
 
 
 @dataclass(frozen=True)
-class Unshard:
+class _Marker:
+    node: Node
+    spec: ParamSpec
+    target: ClassVar[torch._ops.OpOverload]
+
+    @classmethod
+    def of(cls: type[_View], node: Node) -> _View:
+        """View ``node``; TypeError if it is something else."""
+        if node.target is not cls.target:
+            raise TypeError(f"node {node} is {node.target}, not {cls.target}")
+        *inputs, text = node.args
+        return cls(node, ParamSpec.decode(cast("str", text)), *inputs)
+
+    @classmethod
+    def all(cls: type[_View], gm: GraphModule) -> list[_View]:
+        """Every one of ``gm``, in graph order."""
+        return [cls.of(node) for node in gm.graph.find_nodes(op="call_function", target=cls.target)]
+
+
+@dataclass(frozen=True)
+class Unshard(_Marker):
     """An ``unshard`` marker in a graph.
 
     Args:
         node: the marker; ``spec.shape``, ``spec.compute_dtype``.
+        spec: static facts of the parameter.
         shard, state, hyper: nodes of its tensor arguments.
         replica: node of the resident copy, or None.
-        spec: static facts of the parameter.
     """
 
-    node: Node
     shard: Node
     state: Node
     hyper: Node
     replica: Node | None
-    spec: ParamSpec
-
-    @staticmethod
-    def of(node: Node) -> Unshard:
-        """View ``node``; TypeError if it is something else."""
-        shard, state, hyper, replica, text = _arguments(node, UNSHARD)
-        return Unshard(node, shard, state, hyper, replica, ParamSpec.decode(text))
-
-    @staticmethod
-    def all(gm: GraphModule) -> list[Unshard]:
-        """Every one of ``gm``, in graph order."""
-        return [Unshard.of(node) for node in _find(gm, UNSHARD)]
+    target = UNSHARD
 
 
 @dataclass(frozen=True)
-class ReduceGrad:
+class _GradientMarker(_Marker):
+    grad: Node
+    state: Node
+    hyper: Node
+
+    @staticmethod
+    def dtype(spec: ParamSpec) -> torch.dtype:
+        """Of the marker's result."""
+        raise NotImplementedError
+
+    @classmethod
+    def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
+        """Put a marker at the graph's insertion point."""
+        node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
+        node.meta["val"] = tensor_value(grad).new_empty(spec.local_shape, dtype=cls.dtype(spec))
+        return cls.of(node)
+
+
+class ReduceGrad(_GradientMarker):
     """A ``reduce_grad`` marker in a graph.
 
     Args:
         node: the marker; ``spec.local_shape``, ``spec.dtype``.
+        spec: static facts of the parameter.
         grad: node of the gradient of the whole weight, ``spec.shape``.
         state, hyper: nodes of the parameter's state and of ``(1 - momentum, momentum)``.
-        spec: static facts of the parameter.
     """
 
-    node: Node
-    grad: Node
-    state: Node
-    hyper: Node
-    spec: ParamSpec
+    target = REDUCE_GRAD
 
     @staticmethod
-    def of(node: Node) -> ReduceGrad:
-        """View ``node``; TypeError if it is something else."""
-        grad, state, hyper, text = _arguments(node, REDUCE_GRAD)
-        return ReduceGrad(node, grad, state, hyper, ParamSpec.decode(text))
-
-    @staticmethod
-    def all(gm: GraphModule) -> list[ReduceGrad]:
-        """Every one of ``gm``, in graph order."""
-        return [ReduceGrad.of(node) for node in _find(gm, REDUCE_GRAD)]
-
-    @staticmethod
-    def insert(graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> ReduceGrad:
-        """Put a marker at the graph's insertion point."""
-        node = graph.call_function(REDUCE_GRAD, (grad, state, hyper, spec.encode()))
-        node.meta["val"] = tensor_value(grad).new_empty(spec.local_shape, dtype=decode_dtype(spec.dtype))
-        return ReduceGrad.of(node)
+    def dtype(spec: ParamSpec) -> torch.dtype:
+        return decode_dtype(spec.dtype)
 
 
-@dataclass(frozen=True)
-class Orthogonalize:
+class Orthogonalize(_GradientMarker):
     """An ``orthogonalize`` marker in a graph.
 
     Args:
         node: the marker; the direction, ``spec.local_shape``, ``spec.muon.dtype``.
+        spec: static facts of the parameter, with ``muon``.
         grad: node of the averaged gradient of the shard, ``spec.local_shape``, master dtype.
         state, hyper: nodes of the momentum and of ``(1 - momentum, momentum)``.
-        spec: static facts of the parameter, with ``muon``.
     """
 
-    node: Node
-    grad: Node
-    state: Node
-    hyper: Node
-    spec: ParamSpec
+    target = ORTHOGONALIZE
 
     @staticmethod
-    def of(node: Node) -> Orthogonalize:
-        """View ``node``; TypeError if it is something else."""
-        grad, state, hyper, text = _arguments(node, ORTHOGONALIZE)
-        return Orthogonalize(node, grad, state, hyper, ParamSpec.decode(text))
-
-    @staticmethod
-    def all(gm: GraphModule) -> list[Orthogonalize]:
-        """Every one of ``gm``, in graph order."""
-        return [Orthogonalize.of(node) for node in _find(gm, ORTHOGONALIZE)]
-
-    @staticmethod
-    def insert(graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> Orthogonalize:
-        """Put a marker at the graph's insertion point."""
-        node = graph.call_function(ORTHOGONALIZE, (grad, state, hyper, spec.encode()))
-        dtype = decode_dtype(spec.muon_settings.dtype)
-        node.meta["val"] = tensor_value(grad).new_empty(spec.local_shape, dtype=dtype)
-        return Orthogonalize.of(node)
+    def dtype(spec: ParamSpec) -> torch.dtype:
+        return decode_dtype(spec.muon_settings.dtype)

@@ -35,11 +35,11 @@ def graph_of_all():
 def test_views_name_every_argument():
     gm, (shard, state, hyper, replica, grad), reads, reduced, direction = graph_of_all()
     first, second = Unshard.all(gm)
-    assert first == Unshard(reads[0], shard, state, hyper, replica, spec_of())
+    assert first == Unshard(reads[0], spec_of(), shard, state, hyper, replica)
     assert second.replica is None and second.node is reads[1]
-    assert ReduceGrad.all(gm) == [reduced] == [ReduceGrad(reduced.node, grad, state, hyper, spec_of())]
+    assert ReduceGrad.all(gm) == [reduced] == [ReduceGrad(reduced.node, spec_of(), grad, state, hyper)]
     assert Orthogonalize.all(gm) == [direction]
-    assert direction == Orthogonalize(direction.node, reduced.node, state, hyper, spec_of())
+    assert direction == Orthogonalize(direction.node, spec_of(), reduced.node, state, hyper)
     assert (reduced.node.target, direction.node.target) == (REDUCE_GRAD, ORTHOGONALIZE)
     for view, node in ((Unshard, grad), (ReduceGrad, direction.node), (Orthogonalize, reduced.node)):
         with pytest.raises(TypeError, match="is .*, not muon_zero"):
