@@ -8,7 +8,6 @@ none at all under ``options={"codegen": "eager"}``).
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.fx import GraphModule
 
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
-from compile_muon.errors import ConfigError
+from compile_muon.errors import ConfigError, warn_user
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
@@ -143,10 +142,9 @@ def muon_zero(
         raise ConfigError(f"mode = {mode!r}: muon_zero has no modes; set torch._inductor.config instead")
     frame_options = read_options(options)
     if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
-        warnings.warn(
+        warn_user(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '
-            "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first",
-            stacklevel=2,
+            "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first"
         )
     frame = _Frame(frame_options, f"frame{next(_frame_numbers):04d}")
     if frame_options.codegen == "eager":

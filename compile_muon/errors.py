@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from compile_muon.passes.errors import MuonZeroError, PassContractError, VerificationError
 
@@ -15,19 +21,21 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "config_error",
-    "listed",
     "join_errors",
+    "listed",
+    "warn_user",
 ]
 
+_LIBRARIES = tuple(str(Path(module).parent) for module in (__file__, torch.__file__))
 _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that explains it
 
 
 class LedgerError(MuonZeroError, RuntimeError):
-    """Forward and backward visits do not balance, e.g. a gradient arrived after its update."""
+    """A step whose gradients cannot be told: missing on some ranks, edited while they were sums, refused elsewhere."""
 
 
 class NonFiniteError(MuonZeroError, ArithmeticError):
-    """Gradients hold inf or NaN: in one step under ``nonfinite="error"``, in too many in a row under ``"skip"``."""
+    """A step would write inf or NaN: under ``nonfinite="error"`` in one step, under ``"skip"`` in too many in a row."""
 
 
 class UnsupportedModelError(MuonZeroError, ValueError):
@@ -95,3 +103,12 @@ def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
     error = ConfigError(f"{field} = {shown}: {problem}; {remedy}")
     error.field, error.shown, error.problem, error.remedy = field, shown, problem, remedy
     return error
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user's that led here, behind whatever of ours and torch's lies between."""
+    frame: Any = sys._getframe(1)
+    level = 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -7,7 +7,6 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -28,7 +27,7 @@ from compile_muon.config import (
     ZeroConfig,
     config_from_kwargs,
 )
-from compile_muon.errors import LedgerError, NonFiniteError, listed
+from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.layout import resolve_mesh
 from compile_muon.model.ownership import Ownership
@@ -255,27 +254,40 @@ class MuonZero(Optimizer):
                 ``"skip"`` has left out ``max_skipped_steps`` in a row. Parameters and state are unchanged.
             UnsupportedModelError: the model does not hold the parameters any more that were sharded, or a gathered copy
                 of one was edited.
-            LedgerError: some ranks have a gradient that others lack, or at stage 1 one was edited between
-                micro-batches. Parameters and state are unchanged.
+            LedgerError: some ranks have a gradient that others lack, another rank refused the step, or at stage 1 a
+                gradient was edited between micro-batches. Parameters and state are unchanged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._ownership.check()
-        self._handouts.check(thoroughly=True)
+        problem = self._model_problem()
         self._own_momenta()
         self._sync_momentum()
         self._whole_gradients()
         muon = [account for account in self._muon if account.param.grad is not None]
         rest = [account for account in self._adamw if account.param.grad is not None]
-        directions = self._directions(muon, self._survey())
+        directions = self._directions(muon, self._survey(problem))
         if directions is not None:
             commit_muon(muon, directions, [self._scales[a.name] for a in muon], self._group_of("muon") if muon else {})
             commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
             self._ledger.count(refresh_replicas([*muon, *rest]))
         self._ledger.close([*muon, *rest])
         return loss
+
+    def _model_problem(self) -> UnsupportedModelError | None:
+        """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
+
+        One process raises at once.
+        """
+        try:
+            self._ownership.check()
+            self._handouts.check(thoroughly=True)
+        except UnsupportedModelError as problem:
+            if self._group is None:
+                raise
+            return problem
+        return None
 
     def _whole_gradients(self) -> None:
         """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
@@ -300,12 +312,12 @@ class MuonZero(Optimizer):
                 account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
                 slots["momentum_buffer"] = account.momentum_buffer
 
-    def _survey(self) -> Survey:
+    def _survey(self, problem: UnsupportedModelError | None) -> Survey:
         """Ask everything that can be asked before directions are made; nothing is waited for.
 
         On every rank the same numbers in the same order, whatever gradients it has.
         """
-        survey = Survey(self._group, self._hyper.device)
+        survey = Survey(self._group, self._hyper.device, problem)
         survey.add_gradients([*self._muon, *self._adamw])
         if self._muon:
             survey.add("momentum", [a.name for a in self._muon], not_finite([a.momentum for a in self._muon]))
@@ -406,6 +418,11 @@ class MuonZero(Optimizer):
         Args:
             directions: those that will be used; what has become of the others does not matter.
         """
+        if survey.names("refused"):
+            raise survey.refusal or LedgerError(
+                "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
+                "every rank what is done to it on one"
+            )
         world = 1 if self._group is None else self._group.size()
         missing = [name for name, count in survey.numbers("missing").items() if 0 < count < world]
         if missing:
@@ -436,10 +453,9 @@ class MuonZero(Optimizer):
                 "does not recover by itself, go back to a checkpoint"
             )
         if counters.skipped == 1:
-            warnings.warn(
+            warn_user(
                 f"{problem}; the step was skipped, and so will others be without a word "
-                "(optimizer.metrics()['skipped_steps'] counts them)",
-                stacklevel=4,
+                "(optimizer.metrics()['skipped_steps'] counts them)"
             )
         return True
 

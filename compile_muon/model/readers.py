@@ -145,6 +145,9 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         del module.__dict__[_LOADING]
         hook.remove()
+    # Here, where every rank is, and not where one of them happens to read a weight next.
+    for account in accounts.values():
+        keep_fresh(account, list(accounts.values()))
 
 
 # ---------------------------------------------------------------------------------------- conversion

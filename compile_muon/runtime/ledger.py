@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from compile_muon.config import FrameOptions
+from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.account import Account
@@ -149,10 +149,9 @@ class Ledger:
             "the limit; declare gradient_accumulation_steps; or set update='step' to say that this is meant",
         }[reason]
         more = f" and {len(stopped) - 3} more" if len(stopped) > 3 else ""
-        warnings.warn(
+        warn_user(
             f"Muon directions made in backward were thrown away several steps in a row for {', '.join(stopped[:3])}"
-            f"{more}, so they are made in step() from now on: {cause}. Training is right either way, only slower",
-            stacklevel=4,
+            f"{more}, so they are made in step() from now on: {cause}. Training is right either way, only slower"
         )
 
     def close(self, updated: Sequence[Account]) -> None:
@@ -165,12 +164,11 @@ class Ledger:
         unseen = self.update != "step" and bool(muon) and not any(a.visits.current >= 0 for a in muon)
         self._steps_unseen = self._steps_unseen + 1 if unseen else 0
         if self._steps_unseen == 3:
-            warnings.warn(
+            warn_user(
                 f"no graph of backend='muon_zero' has produced a gradient of {muon[0].name!r} or any other Muon matrix "
                 "in three steps: the model runs eagerly, or is compiled by another backend. Training is right, but "
                 "weights are gathered one by one and directions made in step(); compile it with "
-                "torch.compile(model, backend='muon_zero'), or set update='step' to say that this is meant",
-                stacklevel=4,
+                "torch.compile(model, backend='muon_zero'), or set update='step' to say that this is meant"
             )
         for account in self.accounts:
             account.close()

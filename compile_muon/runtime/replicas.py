@@ -57,7 +57,11 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
     return total
 
 
-def keep_fresh(account: Account) -> None:
-    """Gather resident weights anew if this shard was edited since they were gathered (a loaded checkpoint, say)."""
+def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None:
+    """Gather resident weights anew if this shard was edited since they were gathered (a loaded checkpoint, say).
+
+    Args:
+        among: the parameters to gather then; default: all of the optimizer.
+    """
     if account.replica is not None and edits_of(account.param) != account.refreshed_at:
-        account.ledger.count(refresh_replicas(account.ledger.accounts))
+        account.ledger.count(refresh_replicas(account.ledger.accounts if among is None else among))

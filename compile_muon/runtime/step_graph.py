@@ -27,6 +27,8 @@ __all__ = ["StepGraphs"]
 
 #: sets of parameters that get generated code; later ones (a new set every step) run the rewritten graph as it is
 _MAX_COMPILED = 8
+#: sets that are remembered at all
+_MAX_KEPT = 64
 
 
 @dataclass
@@ -77,6 +79,8 @@ class StepGraphs:
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
                 options = replace(options, codegen="eager")
+            if len(self._compiled) >= _MAX_KEPT:
+                self._compiled.popitem()
             self._compiled[key] = self._compile(accounts, options)
         compiled = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).

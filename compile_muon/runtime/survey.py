@@ -58,15 +58,20 @@ class Survey:
     Args:
         group: what is summed over, None for a single process.
         device: of all tensors.
+        refusal: why this rank refuses the step, which all ranks then do.
     """
 
     group: dist.ProcessGroup | None
     device: torch.device
+    refusal: Exception | None = None
     _names: list[tuple[str, str]] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
     _facts: list[tuple[str, str, float]] = field(default_factory=list)
     _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.add_facts("refused", {"step": float(self.refusal is not None)})
 
     def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
         """Put ``values`` (one fp32 number per name) under ``what``."""

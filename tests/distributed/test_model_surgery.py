@@ -382,3 +382,32 @@ def test_misuse_is_refused_by_name(ranks: Callable[[int], Ranks], stage: int) ->
         for what, (message, name, remedy) in said.items():
             assert message != "no error", what
             assert name in message and remedy in message, (what, message)
+
+
+# ------------------------------------------------------------------------------- what one rank does alone
+
+
+def one_rank_alone() -> str:
+    model, optimizer = sharded(2)
+    model.load_state_dict(net(3).state_dict())
+    if dist.get_rank() == 0:  # resident weights: a rank may look at them when it likes, right after loading too
+        assert torch.equal(model.up.weight, net(3).up.weight)
+    model(X).square().mean().backward()
+    before = values(model)
+    if dist.get_rank() == 0:
+        nn.init.zeros_(model.up.weight)
+    message = "no error"
+    try:
+        optimizer.step()
+    except compile_muon.MuonZeroError as error:
+        message = f"{type(error).__name__}: {error}"
+    same(model, before)
+    optimizer.step()  # the gradients are still there, the edit is forgotten
+    assert not torch.equal(values(model)["up.weight"], before["up.weight"])
+    return message
+
+
+def test_what_one_rank_does_alone_reaches_all_ranks(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(one_rank_alone)
+    assert first.startswith("UnsupportedModelError: up.weight: a gathered copy of the weight was edited")
+    assert second.startswith("LedgerError: step() was refused by another rank")
