@@ -111,6 +111,21 @@ def test_inductor(ranks: Callable[[int], Ranks], name: str, way: str, world: int
     check(ranks(world), name, way, "inductor", stage=stage)
 
 
+PRODUCT = [
+    (name, way)
+    for name, way in itertools.product(ZOO, ("by_hand", "selective", "hugging_face"))
+    if way != "hugging_face" or ZOO[name].loss is ZOO["gpt2"].loss
+]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("name", "way"), PRODUCT)
+@pytest.mark.parametrize(("world", "codegen"), itertools.product((1, 2), ("eager", "inductor")))
+def test_every_combination(ranks: Callable[[int], Ranks], name: str, way: str, world: int, codegen: str) -> None:
+    for stage in range(4):
+        check(ranks(world), name, way, codegen, stage=stage)
+
+
 def test_hugging_face_reentrant(ranks: Callable[[int], Ranks]) -> None:
     """Compiled, it is the same as the other."""
     check(ranks(2), "llama", "hugging_face_reentrant", "eager", stage=1)
