@@ -218,7 +218,8 @@ def describe(options: argparse.Namespace) -> dict:
         "python": platform.python_version(),
         "versions": versions,
         "shape": vars(PRESETS[options.preset]),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        # Which files were written where says something of one machine only.
+        "options": {k: v for k, v in vars(options).items() if k not in ("earlier", "json", "logs", "png")},
     }
 
 

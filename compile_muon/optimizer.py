@@ -270,6 +270,7 @@ class MuonZero(Optimizer):
         directions = self._directions(muon, self._survey(problem))
         if directions is not None:
             commit_muon(muon, directions, [self._scales[a.name] for a in muon], self._group_of("muon") if muon else {})
+            directions.clear()  # their memory is free for what the refresh gathers
             commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
             self._ledger.count(refresh_replicas([*muon, *rest]))
         self._ledger.close([*muon, *rest])
