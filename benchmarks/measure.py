@@ -69,7 +69,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def _live_tensor_bytes(device_type: str) -> int:
-    """Bytes of all storages reachable from Python tensors on the device, each storage once."""
+    """Bytes of all storages reachable from Python tensors on the device; storages may overlap, as shards and replicas do."""
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):  # type(): isinstance would wake lazy proxies
@@ -78,11 +78,16 @@ def _live_tensor_bytes(device_type: str) -> int:
         try:
             storage = tensor.untyped_storage()
             if storage.device.type == device_type:
-                storages[storage.data_ptr()] = storage.nbytes()
+                start = storage.data_ptr()
+                storages[start] = max(storages.get(start, 0), storage.nbytes())
         except (NotImplementedError, RuntimeError):  # fake tensors and other storage-less wrappers
             continue
     storages.pop(0, None)
-    return sum(storages.values())
+    total = counted_up_to = 0
+    for start, nbytes in sorted(storages.items()):
+        total += max(0, start + nbytes - max(start, counted_up_to))
+        counted_up_to = max(counted_up_to, start + nbytes)
+    return total
 
 
 def _peak_resident_bytes() -> int:
