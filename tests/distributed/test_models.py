@@ -43,7 +43,7 @@ def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update:
     check(ranks(2), name, stage=stage, update=update, gradient_accumulation_steps=micro)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("gpt2", 3), ("llama", 1)])
+@pytest.mark.parametrize(("name", "stage"), [pytest.param("gpt2", 3, marks=pytest.mark.campaign), ("llama", 1)])
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
     check(ranks(2), name, stage=stage, codegen="inductor")
 
