@@ -20,6 +20,10 @@ BIN := $(VENV)/bin
 # One rank per visible GPU, else two on CPU, which share its cores.
 COUNT_RANKS := import torch; print(torch.cuda.device_count() or 2)
 
+INSTALLED := from importlib.metadata import distributions; \
+	found = {d.name: d.version for d in distributions()}; \
+	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
+
 .DEFAULT_GOAL := help
 .PHONY: help train test lint types bench bench-gpu clean
 
@@ -27,12 +31,14 @@ help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 # torch comes first and by exact version: a range would let the resolver fetch several builds of it, gigabytes each.
-# TORCH=system leaves it out and drops its pin and Triton's, so that nothing replaces the pair that is there.
+# TORCH=system keeps the torch and Triton that are there: they are pinned to what they are, and setuptools, which torch
+# bounds, is not pinned at all; else the resolver would take a newer torch to satisfy our pins.
 $(VENV)/.compile_muon: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version || $(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
 ifeq ($(TORCH),system)
 	$(BIN)/python -c "import torch"
-	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints.txt
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -c "$(INSTALLED)" >> $(VENV)/constraints.txt
 else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt "$(TORCH)" setuptools
