@@ -1,0 +1,217 @@
+"""Whether a form and a dtype of Newton–Schulz change what a model learns: one small GPT, each choice, some seeds.
+
+    python benchmarks/ns_training.py                          # the record: 10 choices, 3 seeds, 500 steps
+    python benchmarks/ns_training.py --seeds 1 --steps 20     # a minute, to see that it works
+
+All choices of a seed start from the same weights and see the same bytes in the same order, so the difference of two of
+them is what the choice did. How far apart two seeds are says what that difference is worth. One process, not compiled:
+only losses are read. Half-precision products run on aten, which rounds each result once, as tensor cores do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from gpt import GPT, Shape, muon_names, read_corpus, sample_batch
+from rich.console import Console
+from rich.table import Table
+from torch.optim.lr_scheduler import LambdaLR
+
+import compile_muon
+
+_RESULTS = Path(__file__).with_name("results")
+LAST = 50  # steps whose mean loss is a run's result
+
+# width 96: the matrices are 288 × 96, 96 × 96, 384 × 96 and 96 × 384, of which "auto" takes all but the square in gram
+SHAPE = Shape(layers=2, width=96, heads=4, context=64, batch=8)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What MuonZero is told of Newton–Schulz."""
+
+    coefficients: str
+    method: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.coefficients}, {self.method}, {self.dtype}"
+
+
+# The first of each set is what the others of that set are compared with. Gram in float32 differs from it by rounding
+# only, a few millionths: what its losses differ by is what chance does to a run.
+CHOICES = (
+    Choice("jordan", "standard", "float32"),
+    Choice("jordan", "gram", "float32"),
+    Choice("jordan", "standard", "bfloat16"),
+    Choice("jordan", "gram", "bfloat16"),
+    Choice("jordan", "gram", "float16"),
+    Choice("jordan", "standard", "float16"),
+    Choice("you", "standard", "bfloat16"),
+    Choice("you", "gram", "float16"),
+    Choice("polar_express", "standard", "bfloat16"),
+    Choice("polar_express", "gram", "float16"),
+)
+
+
+def train(choice: Choice, seed: int, steps: int) -> list[float]:
+    """The loss of every step, in nats a byte."""
+    torch.manual_seed(seed)
+    model = GPT(SHAPE)
+    matrices = len(muon_names(model))
+    optimizer = compile_muon.MuonZero(
+        model,
+        lr=0.02,
+        adamw_lr=3e-3,
+        weight_decay=0.01,
+        adamw_weight_decay=0.01,
+        ns_coefficients=choice.coefficients,
+        ns_method=choice.method,
+        ns_dtype=choice.dtype,
+        stage=0,
+        update="step",
+    )
+    found = sum(1 for row in optimizer.summary().rows if row.algorithm == "muon")
+    if found != matrices:
+        raise RuntimeError(f"{found} matrices got Muon, expected {matrices}")
+    # Ten steps of warm-up, then down to a tenth: at a constant rate the noise of single steps hides the differences.
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
+    corpus, generator = read_corpus(), torch.Generator().manual_seed(1000 + seed)
+    losses = []
+    for _ in range(steps):
+        loss = model(*sample_batch(corpus, SHAPE, generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def spread(values: list[float]) -> float:
+    """Standard deviation over the seeds; 0 for one."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def summarize(runs: list[dict]) -> list[dict]:
+    """One row a choice: mean loss and spread over seeds, and the same of its differences, seed by seed, to its set's
+    first choice."""
+    last = {(Choice(**run["choice"]), run["seed"]): run["last"] for run in runs}
+    rows = []
+    for choice in CHOICES:
+        base = next(c for c in CHOICES if c.coefficients == choice.coefficients)
+        seeds = [seed for (c, seed) in last if c == choice and (base, seed) in last]
+        if seeds:
+            losses = [last[choice, seed] for seed in seeds]
+            differences = [last[choice, seed] - last[base, seed] for seed in seeds]
+            rows.append(
+                asdict(choice)
+                | {"seeds": len(seeds), "loss": statistics.fmean(losses), "loss_spread": spread(losses)}
+                | {"difference": statistics.fmean(differences), "difference_spread": spread(differences)}
+                | {"differences": differences}
+            )
+    return rows
+
+
+def print_report(console: Console, rows: list[dict], title: str) -> None:
+    table = Table(title=title)
+    for heading in ("set", "method", "dtype", "seeds", "loss", "±", "difference", "± "):
+        table.add_column(heading, justify="left" if heading in ("set", "method", "dtype") else "right")
+    for row in rows:
+        table.add_row(
+            *(row[key] for key in ("coefficients", "method", "dtype")),
+            str(row["seeds"]),
+            *(f"{row[key]:.4f}" for key in ("loss", "loss_spread")),
+            *(f"{row[key]:+.4f}" for key in ("difference",)),
+            f"{row['difference_spread']:.4f}",
+        )
+    console.print(table)
+
+
+def draw(rows: list[dict], title: str, path: Path) -> None:
+    """Each choice's difference to the first of its set: a dot for each seed, a bar at their mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(8, 0.42 * len(rows) + 1.6))
+    for place, row in enumerate(rows):
+        axis.plot(row["differences"], [place] * row["seeds"], "o", color="tab:blue", alpha=0.6)
+        axis.plot([row["difference"]], [place], "|", color="black", markersize=16)
+    axis.axvline(0, color="grey", linewidth=0.8)
+    axis.set_yticks(range(len(rows)), [f"{r['coefficients']}, {r['method']}, {r['dtype']}" for r in rows])
+    axis.invert_yaxis()
+    axis.set_xlabel(f"loss of the last {LAST} steps, minus that of the first choice of its set (nats a byte)")
+    axis.set_title(title, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--json", type=Path, default=_RESULTS / "ns_training.json")
+    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    options = parser.parse_args(argv)
+    for name in ("seeds", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
+    options.png = options.png or options.json.with_suffix(".png")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    torch.set_num_threads(1)  # so that a run's bits depend on nothing but its seed
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    about = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "torch": torch.__version__,
+        "platform": platform.machine(),
+        "shape": vars(SHAPE),
+        "steps": options.steps,
+        "last": LAST,
+    }
+    title = (
+        f"{SHAPE.layers}-layer GPT, width {SHAPE.width}, {options.steps} steps of {SHAPE.batch * SHAPE.context} bytes, "
+        f"{options.seeds} seeds, CPU, torch {torch.__version__}"
+    )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    runs: list[dict] = []
+    for seed in range(options.seeds):
+        for choice in CHOICES:
+            started = time.perf_counter()
+            losses = train(choice, seed, options.steps)
+            last = statistics.fmean(losses[-LAST:])
+            curve = [round(statistics.fmean(losses[i : i + 10]), 5) for i in range(0, len(losses), 10)]
+            runs.append({"choice": asdict(choice), "seed": seed, "last": last, "mean_of_10_steps": curve})
+            seconds = time.perf_counter() - started
+            console.print(f"seed {seed}: {choice}: {last:.4f} ({seconds:.0f} s)", highlight=False)
+            # Written after each run: a campaign that is stopped leaves what it has.
+            options.json.write_text(json.dumps(about | {"rows": summarize(runs), "runs": runs}, indent=1) + "\n")
+    rows = summarize(runs)
+    print_report(console, rows, title)
+    draw(rows, title, options.png)
+    console.print(f"losses: {options.json}\nchart:  {options.png}", soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
