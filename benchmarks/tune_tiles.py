@@ -1,11 +1,16 @@
 """Time candidate tiles of the two matrix-product kernels and write this GPU's table into kernels/gpu/tiles.json.
 
-    python benchmarks/tune_tiles.py               # prints the table it would write
-    python benchmarks/tune_tiles.py --write       # and writes it
+    python benchmarks/tune_tiles.py                     # prints the table it would write
+    python benchmarks/tune_tiles.py --write             # and writes it
+    python benchmarks/tune_tiles.py --minutes 5         # and takes no longer than that
 
-A tile is kept if it is the fastest at some size; the kept ones are listed from the largest to the smallest, each with
-its rate at the largest size. The sizes from which Triton is chosen over cuBLAS are those from which it is at least as
-fast.
+Candidates are compiled first, in as many processes as there are cores. One that spills, does not fit, or whose result
+differs from torch's is out. A tile is kept if it is the fastest at some size; the kept ones are listed from the largest
+to the smallest, each with its rate at the largest size. The sizes from which Triton is chosen over cuBLAS are those
+from which it is at least as fast.
+
+Stopped by SIGINT, SIGTERM or --minutes it goes on with the sizes that it has timed all candidates at, the largest
+first; what it has nothing for stays as it is in the file.
 """
 
 from __future__ import annotations
@@ -15,12 +20,19 @@ import dataclasses
 import datetime
 import itertools
 import json
+import multiprocessing
+import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from orthogonalizers import worst_block
 from rich.console import Console
 from torch import Tensor
 
@@ -30,7 +42,8 @@ from compile_muon.kernels.gpu.symmetric import symmetric_product
 from compile_muon.kernels.gpu.tiles import Tile, load_tables, work
 
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
-SIZES = (512, 1024, 2048, 4096, 8192)
+KINDS = ("symmetric", "product")
+SIZES = (8192, 4096, 2048, 1024, 512)  # the first, the largest, says what rate a tile has
 BATCHED = 4  # matrices, for the threshold of batches
 
 
@@ -48,90 +61,327 @@ def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
             yield dataclasses.replace(tile, specialize=True)
 
 
-def milliseconds(run: Callable[[], object]) -> float:
+def shaped(kind: str, tiles: Iterable[Tile]) -> list[Tile]:
+    """Those that `kind` can take: a symmetric result is made of squares, or two side by side."""
+    return [tile for tile in tiles if kind == "product" or tile.cols in (tile.rows, 2 * tile.rows)]
+
+
+class Stop:
+    """Whether to go no further: a signal came, or the time is over.
+
+    Args:
+        minutes: from now; None for no limit.
+    """
+
+    def __init__(self, minutes: float | None = None):
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self._asked = False
+
+    def listen(self) -> None:
+        """The first SIGINT or SIGTERM stops at the next tile, a second one at once."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self._asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+    def __bool__(self) -> bool:
+        return self._asked or (self._deadline is not None and time.monotonic() > self._deadline)
+
+
+# --- compiling ahead --------------------------------------------------------------------------------------------------
+
+
+def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype) -> str | None:
+    """Compile one launch without a GPU: why the tile is out, if it is. The result lands in Triton's cache on disk."""
+    from compile_muon.kernels.gpu.ahead import measure
+
+    def matrices() -> Tensor:
+        return empty_matrices(1, size, size, like=torch.empty(0), dtype=dtype)
+
+    make = symmetric_product if kind == "symmetric" else product
+    try:
+        return measure(architecture, "", make(matrices(), matrices(), matrices(), (tile,), 1, plus=matrices())).problem
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def compile_ahead(
+    architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int
+) -> dict[tuple[str, Tile], str]:
+    """The tiles that are out, with the reason. Those that stopping left uncompiled are compiled when they are timed."""
+    out: dict[tuple[str, Tile], str] = {}
+    # Sizes that are no multiple of 16, and float16, are other kernels: a table has to do for them too.
+    settings = ((512, torch.bfloat16), (77, torch.bfloat16), (512, torch.float16), (77, torch.float16))
+    # A fresh interpreter each: they tell Triton that there is no GPU. Interrupts are for the one that started them.
+    context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
+        waiting = {
+            pool.submit(problem_of, architecture, kind, tile, *setting): (kind, tile)
+            for setting in settings
+            for kind in tiles
+            for tile in tiles[kind]
+        }
+        for done in as_completed(waiting):
+            if done.cancelled():
+                continue
+            try:
+                problem = done.result()
+            except BrokenExecutor:  # a compiler took its process with it: the rest is compiled when it is timed
+                break
+            if problem is not None:
+                out[waiting[done]] = problem
+            if stop:
+                pool.shutdown(wait=False, cancel_futures=True)
+    return out
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+class Device(Protocol):
+    """What tuning needs of a GPU."""
+
+    processors: int
+
+    def complaint(self, kind: str, tile: Tile, size: int) -> str | None:
+        """What is wrong with a tile's result, or why it does not run; None if it is right."""
+
+    def milliseconds(self, kind: str, tile: Tile, size: int) -> float:
+        """Of one launch on a matrix of that size."""
+
+    def is_worth_it(self, kept: Mapping[str, list[Tile]], matrices: int, size: int) -> bool:
+        """Whether a standard step is at least as fast as on cuBLAS."""
+
+
+class Gpu:
+    def __init__(self) -> None:
+        self.processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+        self._size = 0
+        self._x = self._out = torch.empty(0)
+        self._exact: dict[str, Tensor] = {}
+
+    def _hold(self, size: int) -> None:
+        """The operand of a size and torch's results for it in float64: x xᵀ + x with its lower triangle, x x + x."""
+        if size == self._size:
+            return
+        self._exact.clear()
+        x = torch.randn(1, size, size, device="cuda").bfloat16()
+        wide = x[0].double()
+        lower = (wide @ wide.mT + wide).tril()
+        self._exact = {"symmetric": lower + lower.tril(-1).mT, "product": wide @ wide + wide}
+        self._size, self._x, self._out = size, x, empty_matrices(1, size, size, like=x, dtype=x.dtype)
+
+    def _launch(self, kind: str, tile: Tile, size: int) -> Callable[[], None]:
+        self._hold(size)
+        make = symmetric_product if kind == "symmetric" else product
+        return make(self._x, self._x, self._out, (tile,), self.processors, plus=self._x, beta=1.0).run
+
+    def complaint(self, kind: str, tile: Tile, size: int) -> str | None:
+        run = self._launch(kind, tile, size)
+        self._out.fill_(float("nan"))  # what is not written shows
+        try:
+            run()
+            torch.cuda.synchronize()
+        except Exception as error:  # out of registers or shared memory: not a candidate here
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        worst, limit = worst_block(self._out[0], self._exact[kind]), 4 * torch.finfo(torch.bfloat16).eps
+        if worst > limit:
+            return f"differs from torch by {worst:.2g} in a block, bound {limit:.2g}"
+        if kind == "symmetric" and not torch.equal(self._out, self._out.mT):
+            return "the result is not symmetric"
+        return None
+
+    def milliseconds(self, kind: str, tile: Tile, size: int) -> float:
+        return _bench(self._launch(kind, tile, size))
+
+    def is_worth_it(self, kept: Mapping[str, list[Tile]], matrices: int, size: int) -> bool:
+        x = torch.randn(matrices, size, size, device="cuda").bfloat16()
+        out = empty_matrices(*x.shape, like=x, dtype=x.dtype)
+        symmetric, general = tuple(kept["symmetric"]), tuple(kept["product"])
+        ours = (
+            _bench(symmetric_product(x, x, out, symmetric, self.processors).run)
+            + _bench(symmetric_product(x, x, out, symmetric, self.processors, plus=x, beta=1.0).run)
+            + _bench(product(x, x, out, general, self.processors, plus=x, beta=1.0).run)
+        )
+        return ours <= 3 * _bench(lambda: torch.baddbmm(x, x, x))
+
+
+def _bench(run: Callable[[], object]) -> float:
     import triton
 
     return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
 
 
-def time_tile(kind: str, tile: Tile, x: Tensor, processors: int) -> float:
-    """Milliseconds of `kind` on x [b, k, k]; infinite where the tile does not compile for this GPU."""
-    out = empty_matrices(*x.shape, like=x, dtype=x.dtype)
-    make = symmetric_product if kind == "symmetric" else product
-    launch = make(x, x, out, (tile,), processors, plus=x, beta=1.0)
-    try:
-        return milliseconds(launch.run)
-    except Exception as error:  # out of registers or shared memory: not a candidate here
-        print(f"{kind} {tile}: {type(error).__name__}", file=sys.stderr)
-        return float("inf")
+class Tuning:
+    """What is known so far.
 
+    Args:
+        device: to time on.
+        tiles: candidates of each kind; one whose result is wrong once is out at every size.
+        stop: asked before every tile.
+        say: takes a line for the reader.
+    """
 
-def tune(console: Console) -> dict:
-    device = torch.device("cuda")
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tiles = list(candidates(torch.cuda.get_device_capability()))
-    kept: dict[str, list[Tile]] = {}
-    for kind in ("symmetric", "product"):
-        winners = []
-        shaped = [tile for tile in tiles if kind == "product" or tile.cols in (tile.rows, 2 * tile.rows)]
-        for size in SIZES:  # the last, the largest, says what rate a tile has
-            x = torch.randn(1, size, size, device=device).bfloat16()
-            times = {tile: time_tile(kind, tile, x, processors) for tile in shaped}
-            winner = min(times, key=lambda tile: times[tile])
-            winners.append(winner)
-            console.print(f"{kind} {size}: {times[winner]:.4f} ms, {winner}", highlight=False)
-        distinct = sorted(set(winners), key=lambda tile: -tile.rows * tile.cols)
+    def __init__(self, device: Device, tiles: Mapping[str, list[Tile]], stop: Stop, say: Callable[[str], None]):
+        self._device = device
+        self._tiles = {kind: list(tiles[kind]) for kind in KINDS}
+        self._stop = stop
+        self._say = say
+        self._times: dict[tuple[str, int], dict[Tile, float]] = {}  # of complete sizes
+        self.thresholds: dict[int, int] = {}  # by number of matrices
+        self.rejected: dict[tuple[str, Tile], str] = {}
+
+    def run(self) -> None:
+        for size in SIZES:  # both kinds of a size, then the next: stopped early, either has the largest sizes
+            for kind in KINDS:
+                times = self._time_all(kind, size)
+                if times is None:
+                    return
+                # Only now: a tile that turned out wrong at this size is out at the others too.
+                self._times[kind, size] = times
+                if times:
+                    winner = min(times, key=lambda tile: times[tile])
+                    self._say(f"{kind} {size}: {times[winner]:.4f} ms, {winner}")
+        kept = self.kept()
+        if all(kept.values()):
+            for matrices in (1, BATCHED):
+                self._measure_threshold(kept, matrices)
+
+    def _time_all(self, kind: str, size: int) -> dict[Tile, float] | None:
+        """Milliseconds of every candidate that is right; None if stopped before the last."""
+        times = {}
+        for tile in list(self._tiles[kind]):
+            if self._stop:
+                return None
+            complaint = self._device.complaint(kind, tile, size)
+            if complaint is None:
+                times[tile] = self._device.milliseconds(kind, tile, size)
+            else:
+                self.rejected[kind, tile] = f"at {size}: {complaint}"
+                self._tiles[kind].remove(tile)
+                self._say(f"{kind} {tile} is out: {complaint}")
+        return times
+
+    def _measure_threshold(self, kept: Mapping[str, list[Tile]], matrices: int) -> None:
+        """The smallest size from which on Triton is worth it."""
+        smallest = 2 * SIZES[0]
+        for size in SIZES:
+            if self._stop:
+                return
+            if not self._device.is_worth_it(kept, matrices, size):
+                break
+            smallest = size
+        self.thresholds[matrices] = smallest
+
+    def kept(self) -> dict[str, list[Tile]]:
+        """Of each kind the fastest tile of every complete size, with rates; nothing for a kind without any."""
+        return {kind: self._kept(kind) for kind in KINDS}
+
+    def _kept(self, kind: str) -> list[Tile]:
+        complete = [
+            # A tile is out once it was wrong, also where it was right before.
+            {tile: ms for tile, ms in self._times[kind, size].items() if (kind, tile) not in self.rejected}
+            for size in SIZES
+            if (kind, size) in self._times
+        ]
+        complete = [times for times in complete if times]
+        winners = {min(times, key=lambda tile: times[tile]) for times in complete}
+        distinct = sorted(winners, key=lambda tile: -tile.rows * tile.cols)
         # One tile a size of result: the larger of two equal ones never loses by much, and the choice goes by size.
         chosen = list({tile.rows * tile.cols: tile for tile in reversed(distinct)}.values())[::-1]
-        triangle = kind == "symmetric"
-        rates = [work(tile, size, size, 1, processors, triangle=triangle) / times[tile] for tile in chosen]
-        kept[kind] = [
+        if not chosen:
+            return []
+        processors, triangle = self._device.processors, kind == "symmetric"
+        rates = [work(t, SIZES[0], SIZES[0], 1, processors, triangle=triangle) / complete[0][t] for t in chosen]
+        return [
             dataclasses.replace(tile, rate=round(rate / max(rates), 3))
             for tile, rate in zip(chosen, rates, strict=True)
         ]
-    return {
-        "source": f"{torch.cuda.get_device_name()}, {datetime.date.today()}, {shlex.join(['python', *sys.argv])}",
-        "smallest": _threshold(1, kept, processors),
-        "smallest_batched": _threshold(BATCHED, kept, processors),
-        "batch": BATCHED,
-        **{kind: [dataclasses.asdict(tile) for tile in kept[kind]] for kind in kept},
-    }
+
+    def table(self, source: str, before: Mapping | None) -> dict | None:
+        """An entry of tiles.json: what is known, else what the file had. None if that leaves a kind without tiles."""
+        kept = self.kept()
+        if not any(kept.values()):
+            return None
+        before = before or {}
+        tiles = {kind: [_plain(tile) for tile in kept[kind]] or before.get(kind, []) for kind in KINDS}
+        if not all(tiles.values()):
+            return None
+        old = [kind for kind in KINDS if not kept[kind]]
+        old += [name for matrices, name in _THRESHOLDS.items() if matrices not in self.thresholds]
+        note = f"; not measured: {', '.join(old)}" if old else ""
+        thresholds = {
+            name: self.thresholds.get(matrices, before.get(name, SIZES[0])) for matrices, name in _THRESHOLDS.items()
+        }
+        return {"source": source + note, **thresholds, "batch": BATCHED, **tiles}
 
 
-def _threshold(matrices: int, kept: dict[str, list[Tile]], processors: int) -> int:
-    """The smallest size from which on a standard step is at least as fast as on cuBLAS."""
-    smallest = 2 * SIZES[-1]
-    for size in reversed(SIZES):
-        x = torch.randn(matrices, size, size, device="cuda").bfloat16()
-        out = empty_matrices(*x.shape, like=x, dtype=x.dtype)
-        symmetric, general = tuple(kept["symmetric"]), tuple(kept["product"])
-        ours = [
-            milliseconds(symmetric_product(x, x, out, symmetric, processors).run),
-            milliseconds(symmetric_product(x, x, out, symmetric, processors, plus=x, beta=1.0).run),
-            milliseconds(product(x, x, out, general, processors, plus=x, beta=1.0).run),
-        ]
-        fused = milliseconds(lambda x=x: torch.baddbmm(x, x, x))
-        if sum(ours) > 3 * fused:
-            break
-        smallest = size
-    return smallest
+_THRESHOLDS = {1: "smallest", BATCHED: "smallest_batched"}
+
+
+def _plain(tile: Tile) -> dict:
+    """As in the file: without what is false."""
+    return {key: value for key, value in dataclasses.asdict(tile).items() if value is not False}
+
+
+def formatted(tables: Mapping[str, Mapping]) -> str:
+    """JSON with a tile a line."""
+    entries = []
+    for name, table in tables.items():
+        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in KINDS]
+        for kind in KINDS:
+            tiles = ",\n".join(f"      {json.dumps(tile)}" for tile in table[kind])
+            lines.append(f"    {json.dumps(kind)}: [\n{tiles}\n    ]")
+        entries.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help=f"change {_FILE.name}")
+    parser.add_argument("--write", type=Path, nargs="?", const=_FILE, metavar="FILE", help="change tiles.json, or FILE")
+    parser.add_argument("--minutes", type=float, help="stop after so many, compiling included")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
+    parser.add_argument("--json", type=Path, help="write the table alone into this file, too")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    console = Console()
-    name = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    table = tune(console)
-    console.print_json(json.dumps({name: table}))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    stop = Stop(options.minutes)
+    stop.listen()
+    capability = torch.cuda.get_device_capability()
+    name = "sm_{}{}".format(*capability)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    tiles = {kind: shaped(kind, candidates(capability)) for kind in KINDS}
+    say(f"{sum(map(len, tiles.values()))} candidates for {name}, compiled in {options.workers} processes")
+    started = time.monotonic()
+    out = compile_ahead(name, tiles, stop, options.workers)
+    for (kind, tile), problem in out.items():
+        tiles[kind].remove(tile)
+        say(f"{kind} {tile} is out: {problem}")
+    say(f"compiled in {time.monotonic() - started:.0f} s; {sum(map(len, tiles.values()))} are left")
+    tuning = Tuning(Gpu(), tiles, stop, say)
+    tuning.run()
+    if stop:
+        say("stopped: what follows is what there is")
+    file = options.write or _FILE
+    tables = json.loads(file.read_text())
+    command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    source = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, {command}"
+    table = tuning.table(source, tables.get(name))
+    if table is None:
+        say("[red]no size is complete: nothing to write[/red]")
+        return 1
+    say(formatted({name: table}))
+    if options.json:
+        options.json.write_text(formatted({name: table}))
     if options.write:
-        tables = json.loads(_FILE.read_text()) | {name: table}
-        _FILE.write_text(json.dumps(tables, indent=2) + "\n")
-        load_tables.cache_clear()
-        console.print(f"written: {sorted(load_tables())}")
+        file.write_text(formatted(tables | {name: table}))
+        say(f"written: {', '.join(load_tables(file.resolve()))}")
     return 0
 
 
