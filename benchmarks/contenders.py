@@ -65,9 +65,12 @@ class Contender:
     requires: str
     remedy: str
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    one_rank: bool = False
 
-    def missing(self, dtype: torch.dtype) -> str | None:
+    def missing(self, dtype: torch.dtype, ranks: int) -> str | None:
         """Why this contender cannot run here, with the remedy; None if it can."""
+        if self.one_rank and ranks > 1:
+            return f"it trains on one rank, not on {ranks}; use --ranks 1"
         if dtype not in self.dtypes:
             return f"it has no {dtype} form here; use --dtype float32"
         if importlib.util.find_spec(self.requires) is None:
@@ -225,10 +228,8 @@ def fsdp2_adamw(model: nn.Module, plan: Plan) -> Session:
     return Session(step, 0, "blocks compiled")
 
 
-def ddp_muon(model: nn.Module, plan: Plan) -> Session:
-    """DDP with torch.optim.Muon, in float32: every rank orthogonalizes every matrix."""
-    from torch.nn.parallel import DistributedDataParallel
-
+def _torch_optimizers(model: nn.Module, plan: Plan) -> tuple[list[nn.Parameter], list[torch.optim.Optimizer]]:
+    """The matrices of torch.optim.Muon; and it, beside AdamW for the rest."""
     names = set(muon_names(model))
     matrices = [p for name, p in model.named_parameters() if name in names]
     others = [p for name, p in model.named_parameters() if name not in names]
@@ -243,6 +244,14 @@ def ddp_muon(model: nn.Module, plan: Plan) -> Session:
         ),
         torch.optim.AdamW(others, lr=plan.adamw_lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay),
     ]
+    return matrices, optimizers
+
+
+def ddp_muon(model: nn.Module, plan: Plan) -> Session:
+    """DDP with torch.optim.Muon, in float32: every rank orthogonalizes every matrix."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    matrices, optimizers = _torch_optimizers(model, plan)
     data_parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compiled = torch.compile(data_parallel)
 
@@ -254,6 +263,41 @@ def ddp_muon(model: nn.Module, plan: Plan) -> Session:
         return loss
 
     return Session(step, len(matrices), "compiled")
+
+
+def _plain(model: nn.Module, plan: Plan, muon: bool) -> Session:
+    """One rank without any system for several: torch.compile and torch.optim, in bfloat16 under autocast."""
+    if muon:
+        matrices, optimizers = _torch_optimizers(model, plan)
+    else:
+        adamw = torch.optim.AdamW(
+            model.parameters(), lr=plan.adamw_lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay
+        )
+        matrices, optimizers = [], [adamw]
+    half = plan.dtype == torch.bfloat16
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(plan.device.type, torch.bfloat16, enabled=half):
+            return model(x, y)
+
+    compiled = torch.compile(forward)
+
+    def step(micro_batches: MicroBatches) -> Tensor:
+        loss = _accumulate(compiled, micro_batches)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return Session(step, len(matrices), "compiled, autocast" if half else "compiled")
+
+
+def plain_muon(model: nn.Module, plan: Plan) -> Session:
+    return _plain(model, plan, muon=True)
+
+
+def plain_adamw(model: nn.Module, plan: Plan) -> Session:
+    return _plain(model, plan, muon=False)
 
 
 def compute_only(model: nn.Module, plan: Plan) -> Session:
@@ -282,6 +326,8 @@ CONTENDERS = {
         Contender("deepspeed-muon-compiled", deepspeed_muon_compiled, ALL_STAGES, "deepspeed", _FROM_PYPI),
         Contender("fsdp2-adamw", fsdp2_adamw, (2, 3), "torch", "pip install torch"),
         Contender("ddp-muon", ddp_muon, (0,), "torch", "pip install torch", (torch.float32,)),
+        Contender("plain-muon", plain_muon, (0,), "torch", "pip install torch", one_rank=True),
+        Contender("plain-adamw", plain_adamw, (0,), "torch", "pip install torch", one_rank=True),
         Contender("compute-only", compute_only, (NO_STAGE,), "torch", "pip install torch"),
     )
 }

@@ -20,6 +20,8 @@ _COLOURS = {
     "deepspeed-muon-compiled": "#e59866",
     "fsdp2-adamw": "#5d6d7e",
     "ddp-muon": "#aeb6bf",
+    "plain-muon": "#85929e",
+    "plain-adamw": "#d5d8dc",
     "compute-only": "#d9d2c5",
 }
 

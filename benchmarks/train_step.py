@@ -1,8 +1,9 @@
-"""Time a training step: ours, DeepSpeed Muon, FSDP2 + AdamW, DDP + Muon and bare compute, in one run.
+"""Time a training step: ours, DeepSpeed Muon, FSDP2 + AdamW, DDP + Muon, plain torch and bare compute, in one run.
 
     python benchmarks/train_step.py                                  # the record: 10 M parameters, 2 ranks
     python benchmarks/train_step.py --memory                         # peak memory, in a run of its own
     python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
+    python benchmarks/train_step.py --preset 1b --device cuda --ranks 1 --stages 0 --dtype bfloat16    # one GPU
     python benchmarks/train_step.py --contenders ours-muon --earlier FOLDER    # beside another version of this package
 
 Every contender trains the same GPT from the same weights on the same bytes, in rank processes of its own.
@@ -103,7 +104,7 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
     """The trials that take turns: a repeat's at one stage, bare compute among them. To be weighed, each runs alone."""
     runnable = []
     for name in options.contenders:
-        missing = CONTENDERS[name].missing(getattr(torch, options.dtype))
+        missing = CONTENDERS[name].missing(getattr(torch, options.dtype), options.ranks)
         if missing:
             console.print(f"[yellow]skipping {name}[/yellow]: {missing}", soft_wrap=True)
         else:
