@@ -1,8 +1,9 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
-# make test | lint | bench | bench-gpu | clean
+# make test | lint | bench | clean
+# make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
 #
-# PYTHON=python3.12                     the interpreter that .venv is created from
+# PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
 # RANKS=4                               how many processes `make train` starts
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
@@ -15,6 +16,7 @@ TRAIN_ARGS ?=
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 # One rank per visible GPU, else two on CPU, which share its cores.
@@ -25,7 +27,7 @@ INSTALLED := from importlib.metadata import distributions; \
 	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types bench bench-gpu clean
+.PHONY: help train test lint types bench gpu clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -70,13 +72,9 @@ types: $(VENV)/.compile_muon
 bench: $(VENV)/.compile_muon
 	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
 
-# A failed check does not keep the measurements from being taken; it still fails the command.
-bench-gpu: $(VENV)/.compile_muon
-	failed=0; \
-	$(BIN)/python -m pytest -rs tests/kernels/gpu || failed=1; \
-	$(BIN)/python benchmarks/newton_schulz.py || failed=1; \
-	$(BIN)/python benchmarks/train_step.py --device cuda $(BENCH_ARGS) || failed=1; \
-	exit $$failed
+# Nothing is installed: a bare machine with torch and Triton will do. PYTHON given by name comes before .venv.
+gpu:
+	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(GPU_ARGS)
 
 clean:
 	rm -rf .venv .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info

@@ -69,7 +69,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 
 def _live_tensor_bytes(device_type: str) -> int:
-    """Bytes of all storages reachable from Python tensors on the device; storages may overlap, as shards and replicas do."""
+    """Bytes of all storages on the device that Python tensors reach. They may overlap, as shards and replicas do."""
     storages: dict[int, int] = {}
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):  # type(): isinstance would wake lazy proxies

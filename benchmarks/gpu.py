@@ -1,0 +1,313 @@
+"""Everything that only a GPU can tell, in the order that teaches most: each step a command, its log and results kept.
+
+    make gpu                                     # all of it, results in runs/gpu/
+    python3 benchmarks/gpu.py --list             # the steps
+    python3 benchmarks/gpu.py --only products    # one of them
+
+Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
+that need them. The package is taken from this checkout, laid out under build/ as it would be installed. A step that
+fails or takes too long does not keep the next from running. Ends with status 1 if one did, with 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_S = 60  # for a step that is told to stop to write what it has
+LOG_LINES = 12
+
+ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
+TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
+EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample-bytes", "50")
+PYTEST = ("-m", "pytest", "-q", "-rs", "tests/kernels/gpu")
+# What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
+ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
+PARALLEL = ("-n", "4") if importlib.util.find_spec("xdist") else ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of this interpreter, run in the checkout's root.
+
+    Args:
+        name: of the step, of its log and of its results.
+        minutes: that it may take.
+        tells: what is known afterwards.
+        command: arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package.
+        needs: modules beside torch and Triton.
+        environment: added to the driver's.
+        config: for the example: written to {out}/NAME.config.json, which is handed to it.
+        tuned: run with the copy of the package whose tiles the step "tune" has written.
+    """
+
+    name: str
+    minutes: float
+    tells: str
+    command: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, object] | None = None
+    tuned: bool = False
+
+
+def _train(stage: int, compiled: bool, launcher: tuple[str, ...] = ONE_RANK, name: str = "") -> Step:
+    how = "compiled" if compiled else "eager"
+    return Step(
+        name or f"train-{stage}-{how}",
+        5,
+        f"the example trains at stage {stage}, {how}, in bfloat16",
+        (*launcher, *EXAMPLE, "--out", "{out}/{name}"),
+        needs=("rich", "matplotlib"),
+        environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        config={
+            "compile": compiled,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}},
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+        },
+    )
+
+
+_SHAPES = ("square 1024", "square 2048", "square 4096", "square 8192", "8B gate, up", "8B key, value", "experts")
+_ALL_SHAPES = (*_SHAPES, "8B, all matrices")
+
+
+def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool = False) -> Step:
+    command = ("benchmarks/newton_schulz.py", "--shapes", *shapes, "--repeats", "3", "--json", "{out}/{name}.json")
+    return Step(name, 10, tells, command, needs=("rich",), tuned=tuned)
+
+
+def _one_billion(name: str, tells: str, *more: str) -> Step:
+    contenders = ("ours-muon", "ours-adamw", "plain-muon", "plain-adamw")  # side by side some 110 GB
+    command = ("benchmarks/train_step.py", "--preset", "1b", "--device", "cuda", "--dtype", "bfloat16", "--ranks", "1")
+    command += ("--stages", "0", "--repeats", "1", "--timeout", "300", "--contenders", *contenders, *more)
+    return Step(name, 12, tells, (*command, "--json", "{out}/{name}.json"), needs=("rich", "matplotlib"))
+
+
+STEPS = (
+    Step("products", 3, "the kernels launch, are right, and win from some size on",
+         ("benchmarks/products.py", "--json", "{out}/{name}.json")),
+    Step("tests", 8, "everything else about the kernels",
+         (*PYTEST, *ON_GPU, *PARALLEL, "--maxfail", "5", "-k", "not sanitizer and not 32_bit"),
+         needs=("pytest", "rich")),
+    _train(0, True),
+    _train(0, False),
+    _train(3, True),
+    _train(3, False),
+    _train(3, True, TWO_RANKS, "train-3-two-ranks"),
+    _newton_schulz("newton-schulz", "percent of peak, where cuBLAS and other libraries are faster", _ALL_SHAPES),
+    _one_billion("step-1b", "the price of Muon: tokens per second with it, with AdamW, and of plain torch"),
+    _one_billion("memory-1b", "peak memory of the same", "--memory", "--steps", "1"),
+    Step("tune", 10, "tiles and thresholds as measured, in tiles.json; the checkout keeps its own",
+         ("benchmarks/tune_tiles.py", "--minutes", "8", "--write", "{tuned}/compile_muon/kernels/gpu/tiles.json",
+          "--json", "{out}/tiles.json"), needs=("rich",), tuned=True),
+    _newton_schulz("newton-schulz-tuned", "what the tuned tiles are worth", _SHAPES, tuned=True),
+    Step("profile", 5, "NVTX ranges are pushed; the kernels of a step",
+         ("benchmarks/profile_step.py", "--json", "{out}/{name}.json", "--trace", "{out}/{name}.trace.json")),
+    # The caching allocator hides what is out of bounds within its blocks.
+    Step("sanitizer", 15, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
+         needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+    Step("offsets", 5, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"), needs=("pytest", "rich")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a step: `result` is "ok", "failed", "timed out" or "skipped"."""
+
+    name: str
+    result: str
+    reason: str
+    seconds: float
+    command: str
+    log: str
+    last_lines: tuple[str, ...]
+
+
+class Driver:
+    """Runs steps one after another.
+
+    Args:
+        out: where logs and results go.
+        environment: of the steps.
+        package, tuned: folders that hold the package, as it is and with tiles to be tuned.
+        say: takes a line for the reader.
+    """
+
+    def __init__(
+        self, out: Path, environment: Mapping[str, str], package: Path, tuned: Path, say: Callable[[str], None] = print
+    ):
+        self._out = out
+        self._environment = dict(environment)
+        self._package = package
+        self._tuned = tuned
+        self._say = say
+        self.outcomes: list[Outcome] = []
+
+    def run(self, steps: Iterable[Step], about: Mapping[str, object]) -> list[Outcome]:
+        """All steps; `about` and the outcomes so far are written after each."""
+        steps = list(steps)
+        for number, step in enumerate(steps, start=1):
+            self._say(f"[{number}/{len(steps)}] {step.name}: {step.tells} (at most {step.minutes:g} min)")
+            outcome = self._run(step)
+            self.outcomes.append(outcome)
+            self._say(f"      {outcome.result}{': ' * bool(outcome.reason)}{outcome.reason} ({outcome.seconds:.0f} s)")
+            report = {**about, "steps": [asdict(outcome) for outcome in self.outcomes]}
+            (self._out / "steps.json").write_text(json.dumps(report, indent=1) + "\n")
+        return self.outcomes
+
+    def _run(self, step: Step) -> Outcome:
+        places = {"out": str(self._out), "tuned": str(self._tuned), "name": step.name}
+        command = [sys.executable, *(argument.format(**places) for argument in step.command)]
+        log = self._out / f"{step.name}.log"
+        shown = shlex.join(["python", *command[1:]])
+        missing = [module for module in step.needs if importlib.util.find_spec(module) is None]
+        if missing:
+            return Outcome(step.name, "skipped", f"{', '.join(missing)} is not installed", 0.0, shown, "", ())
+        if step.config is not None:
+            config = self._out / f"{step.name}.config.json"
+            config.write_text(json.dumps(step.config, indent=1) + "\n")
+            command += ["--config", str(config)]
+        folder = self._tuned if step.tuned else self._package
+        path = os.pathsep.join(filter(None, (str(folder), self._environment.get("PYTHONPATH"))))
+        environment = self._environment | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
+        started = time.monotonic()
+        with open(log, "w") as stream:
+            stream.write(f"$ {shown}\n")
+            stream.flush()
+            status = _call(command, environment, stream, 60 * step.minutes)
+        seconds = time.monotonic() - started
+        lines = tuple(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        if status is None:
+            result, reason = "timed out", f"stopped after {step.minutes:g} min"
+        elif status == 5 and "pytest" in step.command:
+            result, reason = "failed", "pytest found no such test"
+        else:
+            result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
+        return Outcome(step.name, result, reason, seconds, shown, str(log), lines)
+
+
+def _call(command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
+    """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it alone: what it has started is for it to end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def lay_out(folder: Path, *, copy_kernels: bool = False) -> Path:
+    """The package under `folder` as it would be installed: links into the checkout, the kernels a copy if asked for."""
+    shutil.rmtree(folder, ignore_errors=True)
+    package = folder / "compile_muon"
+    package.mkdir(parents=True)
+    for source in [*(ROOT / "compile_muon").iterdir(), ROOT / "passes", ROOT / "kernels"]:
+        if source.name == "__pycache__":
+            continue
+        if copy_kernels and source.name == "kernels":
+            shutil.copytree(source, package / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (package / source.name).symlink_to(source, target_is_directory=source.is_dir())
+    return folder
+
+
+# Run in a process of its own: this one takes no memory on the device.
+_PROBE = """
+import json, torch
+about = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": torch.cuda.device_count()}
+if torch.cuda.is_available():
+    about |= {"device": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+import triton
+print(json.dumps(about | {"triton": triton.__version__}))
+"""
+
+
+def probe() -> dict | str:
+    """What the results depend on: versions, device, driver and clocks; or why nothing can run."""
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    if done.returncode:
+        return f"{sys.executable} cannot import torch and Triton: {done.stderr.strip().splitlines()[-1]}"
+    about = json.loads(done.stdout.splitlines()[-1])
+    if "device" not in about:
+        return f"torch {about['torch']} sees no CUDA device; nothing here says anything without one"
+    about["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    fields = "driver_version,clocks.current.sm,clocks.max.sm,clocks.max.memory,power.limit"
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        about["nvidia-smi"] = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.strip()
+    return about
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--list", action="store_true", help="show the steps, run none")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where logs and results go")
+    options = parser.parse_args(argv)
+    known = [step.name for step in STEPS]
+    for name in options.only or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(known)}")
+    steps = [step for step in STEPS if not options.only or step.name in options.only]
+    if options.list:
+        for step in steps:
+            print(f"{step.name:20} {step.minutes:4g} min  {step.tells}")
+        return 0
+    about = probe()
+    if isinstance(about, str):
+        print(f"make gpu: {about}", file=sys.stderr)
+        return 2
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    package, tuned = lay_out(ROOT / "build" / "gpu"), lay_out(ROOT / "build" / "gpu_tuned", copy_kernels=True)
+    driver = Driver(out, os.environ, package, tuned, lambda text: print(text, flush=True))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):
+        driver.run(steps, about)
+    return summarize(driver.outcomes, len(steps), out)
+
+
+def summarize(outcomes: Sequence[Outcome], planned: int, out: Path) -> int:
+    """Say what failed and where its log is; the exit status, also 1 where not all of `planned` steps had their turn."""
+    bad = [outcome for outcome in outcomes if outcome.result in ("failed", "timed out")]
+    skipped = [outcome for outcome in outcomes if outcome.result == "skipped"]
+    print(f"\n{len(outcomes) - len(bad) - len(skipped)} of {planned} steps are ok; results: {out}")
+    for outcome in skipped:
+        print(f"skipped: {outcome.name}: {outcome.reason}")
+    for outcome in bad:
+        print(f"{outcome.result}: {outcome.name} ({outcome.reason}); log: {outcome.log}")
+        print("".join(f"    {line}\n" for line in outcome.last_lines), end="")
+    if len(outcomes) < planned:
+        print(f"interrupted: {planned - len(outcomes)} steps were not finished")
+    return 1 if bad or len(outcomes) < planned else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
