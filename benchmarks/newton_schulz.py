@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     called = "replayed" if options.graph else "called"
     title = f"Newton–Schulz, {STEPS} steps, {called}, {name}, torch {torch.__version__}, {date}"
     print_report(console, rows, verdicts, title)
-    command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     about = {"device": name, "date": date, "torch": torch.__version__, "command": command, "stopped": stopped}
     about |= {"rows": [asdict(row) for row in rows]}
     about |= {kind: [[*key, why] for key, why in getattr(measured, kind).items()] for kind in ("wrong", "failed")}

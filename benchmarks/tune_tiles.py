@@ -370,7 +370,7 @@ def main() -> int:
         say("stopped: what follows is what there is")
     file = options.write or _FILE
     tables = json.loads(file.read_text())
-    command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     source = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, {command}"
     table = tuning.table(source, tables.get(name))
     if table is None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+from compile_muon.kernels import newton_schulz_list
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -21,25 +28,127 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of benchmarks/."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+# --- Newton–Schulz ----------------------------------------------------------------------------------------------------
+
+
 def test_newton_schulz(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    done = run("newton_schulz.py", "--device", "cpu", "--repeats", "1", "--seconds", "0.001", "--json", str(output))
+    shapes = ("wide", "experts", "8B, all matrices")
+    once = ("--repeats", "1", "--seconds", "0.001", "--layers", "1", "--json", str(output))
+    done = run("newton_schulz.py", "--device", "cpu", "--shapes", *shapes, *once)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(output.read_text())
-    assert not result["failed"]
+    assert not result["failed"] and not result["wrong"] and not result["stopped"]
+    assert set(result["missing"]) == {"gram-newton-schulz", "QuACK", "torch grouped", "XXᵀ of ours"}
     contenders = {row["contender"] for row in result["rows"]}
     assert {"ours, standard bf16", "ours, gram fp16", "torch.optim.Muon compiled", "cuBLAS, batched"} <= contenders
-    assert len(result["rows"]) == 4 * len(contenders)
+    assert len(result["rows"]) == len(shapes) * len(contenders)
     for row in result["rows"]:
         assert row["seconds"] > 0 and row["tflops"] > 0
-    assert {"muon_momentum", "muon_apply"} <= {verdict["text"].split(":")[0] for verdict in result["verdicts"]}
+    texts = [verdict["text"] for verdict in result["verdicts"]]
+    assert {"muon_momentum", "muon_apply"} <= {text.split(":")[0] for text in texts}
+    assert any(text.startswith("8B, all matrices") and "(bar: 1.5)" in text for text in texts)
     assert output.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_wrong_result_is_not_timed_and_a_failure_is_named(benchmark) -> None:
+    turns, some = benchmark("turns"), benchmark("orthogonalizers")
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    calls: list[str] = []
+
+    def contender(name: str, spoil: Callable[[torch.Tensor], object]) -> Any:
+        def orthogonalize(xs):
+            calls.append(name)
+            results = newton_schulz_list(xs, method="standard", dtype=half)
+            spoil(results[-1])
+            return results
+
+        return some.Contender(lambda device: orthogonalize, "standard", half)
+
+    def raises(y: torch.Tensor) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    def refuses(device: torch.device) -> None:
+        raise some.Missing("it is not installed")
+
+    contenders = {
+        "right": contender("right", lambda y: None),
+        # 1 of 12 blocks, in the last matrix: 0.3 of the norm of all of it, and the error of the others is 0.01
+        "wrong": contender("wrong", lambda y: y[64:, 128:].zero_()),
+        "nan": contender("nan", lambda y: y[0, 0].fill_(torch.nan)),
+        "raises": contender("raises", raises),
+        "missing": some.Contender(refuses, "standard", half),
+    }
+
+    class Inline(turns.Timings):
+        """A contender without a process of its own."""
+
+        def __init__(self, name: str):
+            super().__init__(contenders[name], cpu, graph=False)
+
+        def prepare(self, case):
+            try:
+                return super().prepare(case)
+            except RuntimeError as error:
+                raise turns.Failed(str(error)) from None
+
+        def close(self) -> None:
+            pass
+
+    rounds = turns.Rounds(Inline, repeats=3, at_least=0.0, order=random.Random(0), say=lambda text: None)
+    case = some.Case("two", ((2, 100, 150),), separate=True)
+    rounds.run(case, list(contenders))
+    assert {name: len(times) for (_, name), times in rounds.samples.items()} == {"right": 3}
+    assert "bound 0.12" in rounds.wrong["two", "wrong"] and "error inf" in rounds.wrong["two", "nan"]
+    assert rounds.failed == {("two", "raises"): "no kernel image is available"}
+    assert rounds.missing == {"missing": "it is not installed"}
+    assert calls.count("wrong") == calls.count("nan") == calls.count("raises") == 1
+    again = dataclasses.replace(case, name="again", alone=True)
+    rounds.run(again, list(contenders))
+    rounds.run(dataclasses.replace(case, name="third"), list(contenders))
+    assert calls.count("raises") == 2, "what failed twice is not tried a third time"
+    assert calls.count("wrong") == 3 and len(rounds.samples["third", "right"]) == 3
+
+
+def test_float16_has_to_be_more_exact_than_bfloat16(benchmark) -> None:
+    some = benchmark("orthogonalizers")
+    case = some.single("square", 1, 96, 96)
+    xs = case.matrices(torch.device("cpu"))
+    oracle = some.Oracle(case, xs)
+    for method in ("standard", "gram"):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert oracle.complaint(newton_schulz_list(xs, method=method, dtype=dtype), dtype) is None
+    rough = newton_schulz_list(xs, method="gram", dtype=torch.bfloat16)
+    assert oracle.complaint(rough, torch.float16) is not None
+
+
+def test_a_process_that_dies_is_a_failure_of_one(benchmark) -> None:
+    turns, some = benchmark("turns"), benchmark("orthogonalizers")
+    process = turns.Process("copy", "cpu", False, 120.0)
+    try:
+        assert process.prepare(some.single("small", 1, 8, 8)) is None
+        assert process.time(0.0) > 0
+        process._process.kill()
+        with pytest.raises(turns.Failed, match="its process"):
+            process.time(0.0)
+    finally:
+        process.close()
 
 
 def test_newton_schulz_says_what_is_wrong() -> None:
     unknown = run("newton_schulz.py", "--device", "cpu", "--shapes", "nonsense")
     assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: square 64" in unknown.stderr
     assert "torch sees no CUDA device" in run("newton_schulz.py").stderr
+
+
+# --- a training step --------------------------------------------------------------------------------------------------
 
 
 def test_train_step(tmp_path: Path) -> None:
@@ -56,10 +165,9 @@ def test_train_step(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
-def test_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_are_taken_within_a_round(benchmark) -> None:
     """A host that slows down threefold between two heats and within one leaves them as they are."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    report = importlib.import_module("report")
+    report = benchmark("report")
     speeds = {(1, 0): [1.0, 3.0, 1.0], (1, 1): [3.0, 3.0, 9.0], (3, 0): [1.0, 1.0, 1.0]}
     unit = {"ours-muon": 1.0, "ours-adamw": 0.8, "deepspeed-muon": 1.25, "compute-only": 0.5}
     records = [
@@ -104,3 +212,160 @@ def test_train_step_says_what_is_wrong() -> None:
     assert "does not divide a rank's 4 sequences" in run(
         "train_step.py", "--preset", "tiny", "--micro-batches", "3"
     ).stderr  # fmt: skip
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+class FakeGpu:
+    """Tiles of a table of times; `wrong` are those whose result differs from a size on. Counts what it times."""
+
+    processors = 4
+
+    def __init__(self, wrong: dict[Any, int] | None = None, after: Callable[[int], object] = lambda timed: None):
+        self.timed: list[tuple[str, Any, int]] = []
+        self._wrong = wrong or {}
+        self._after = after
+
+    def complaint(self, kind: str, tile: Any, size: int) -> str | None:
+        return "differs from torch" if size <= self._wrong.get(tile, 0) else None
+
+    def milliseconds(self, kind: str, tile: Any, size: int) -> float:
+        self.timed.append((kind, tile, size))
+        self._after(len(self.timed))
+        return size / tile.rows if size > 1024 else tile.rows  # large tiles for large matrices
+
+    def is_worth_it(self, kept: Any, matrices: int, size: int) -> bool:
+        return size >= 2048 // matrices
+
+
+@pytest.fixture
+def tune(benchmark) -> Any:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return benchmark("tune_tiles")
+
+
+def tiles_of(tune: Any) -> dict[str, list[Any]]:
+    tiles = [tune.Tile(side, side, 64, 8, 3, 4) for side in (128, 64, 32)]
+    return {kind: tiles for kind in tune.KINDS}
+
+
+def test_tiles_that_failed_their_check_are_never_written(tune) -> None:
+    large, middle, small = tiles_of(tune)["product"]
+    gpu = FakeGpu(wrong={large: 8192, small: 512})  # one wrong everywhere; the fastest at 1024 wrong at 512 only
+    tuning = tune.Tuning(gpu, tiles_of(tune), tune.Stop(), lambda text: None)
+    tuning.run()
+    table = tuning.table("here", None)
+    for kind in tune.KINDS:
+        assert [tile["rows"] for tile in table[kind]] == [middle.rows]
+    assert {tile for _, tile in tuning.rejected} == {large, small}
+    assert not [entry for entry in gpu.timed if entry[1] == large or entry[1:] == (small, 512)]
+    assert (table["smallest"], table["smallest_batched"], table["source"]) == (2048, 512, "here")
+
+
+def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
+    stop = tune.Stop()
+    gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 7 else None)  # the first of product at 4096
+    tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
+    tuning.run()
+    assert len(gpu.timed) == 7, "it stops at the next tile"
+    before = {"smallest": 640, "smallest_batched": 320, "product": [{"rows": 1}], "symmetric": [{"rows": 1}]}
+    table = tuning.table("here", before)
+    assert [tile["rows"] for tile in table["product"]] == [128], "the fastest at 8192, of which all were timed"
+    assert (table["smallest"], table["smallest_batched"]) == (640, 320), "not measured: as it was"
+    assert table["source"] == "here; not measured: smallest, smallest_batched"
+
+
+def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tune) -> None:
+    stop = tune.Stop()
+    gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 4 else None)
+    tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
+    tuning.run()
+    assert tuning.table("here", None) is None, "no table without products"
+    before = {"smallest": 640, "smallest_batched": 320, "product": [{"rows": 1}], "symmetric": [{"rows": 1}]}
+    table = tuning.table("here", before)
+    assert table["product"] == [{"rows": 1}] and [tile["rows"] for tile in table["symmetric"]] == [128]
+    assert tune.Stop(minutes=0) and not tune.Stop(minutes=1)
+
+
+def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) -> None:
+    tuning = tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None)
+    tuning.run()
+    text = tune._FILE.read_text()
+    assert tune.formatted(json.loads(text)) == text
+    file = tmp_path / "tiles.json"
+    file.write_text(tune.formatted(json.loads(text) | {"sm_123": tuning.table("here", None)}))
+    tables = tune.load_tables(file)
+    assert {name: table for name, table in tables.items() if name != "sm_123"} == tune.load_tables()
+    assert [tile.rows for tile in tables["sm_123"].product] == [128, 32]
+    assert tables["sm_123"].product[0].rate == 1.0 and not tables["sm_123"].product[0].descriptors
+
+
+# --- everything on a GPU ----------------------------------------------------------------------------------------------
+
+
+def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, capsys) -> None:
+    gpu = benchmark("gpu")
+
+    def step(name: str, code: str, **settings: Any) -> Any:
+        return gpu.Step(name, settings.pop("minutes", 1), "-", ("-c", code), **settings)
+
+    write = (
+        "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps([os.environ['PYTHONPATH'], os.environ['X']]))"
+    )
+    slow = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('wrote what there is')));"
+        "print('ready'); time.sleep(60)"
+    )
+    steps = [
+        step("crash", "print('about to fail'); raise SystemExit(3)"),
+        step("lacking", "", needs=("no_such_module",)),
+        step("slow", slow, minutes=1 / 20),
+        gpu.Step("last", 1, "-", ("-c", write, "{out}/{name}.json"), environment={"X": "1"}, tuned=True),
+    ]
+    lines: list[str] = []
+    driver = gpu.Driver(tmp_path, os.environ, tmp_path / "package", tmp_path / "tuned", lines.append)
+    outcomes = {outcome.name: outcome for outcome in driver.run(steps, {"device": "none"})}
+    results = {name: outcome.result for name, outcome in outcomes.items()}
+    assert results == {"crash": "failed", "lacking": "skipped", "slow": "timed out", "last": "ok"}
+    assert "about to fail" in outcomes["crash"].last_lines
+    assert "wrote what there is" in outcomes["slow"].last_lines and outcomes["slow"].seconds < 30
+    path, x = json.loads((tmp_path / "last.json").read_text())
+    assert path.split(os.pathsep)[0] == str(tmp_path / "tuned") and x == "1"
+    report = json.loads((tmp_path / "steps.json").read_text())
+    assert report["device"] == "none" and len(report["steps"]) == 4
+    assert gpu.summarize(driver.outcomes, 4, tmp_path) == 1
+    said = capsys.readouterr().out
+    assert f"failed: crash (status 3); log: {tmp_path / 'crash.log'}" in said and "timed out: slow" in said
+    assert "skipped: lacking: no_such_module is not installed" in said and "1 of 4 steps are ok" in said
+    assert gpu.summarize(driver.outcomes[3:], 1, tmp_path) == 0
+    assert gpu.summarize(driver.outcomes[3:], 2, tmp_path) == 1, "interrupted"
+
+
+def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path: Path) -> None:
+    gpu = benchmark("gpu")
+    assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
+    for step in gpu.STEPS:
+        scripts = [argument for argument in step.command if argument.startswith(("benchmarks/", "examples/", "tests/"))]
+        assert scripts and all((gpu.ROOT / script).exists() for script in scripts), step.name
+    package = gpu.lay_out(tmp_path / "p", copy_kernels=True) / "compile_muon"
+    assert (package / "__init__.py").samefile(gpu.ROOT / "compile_muon" / "__init__.py")
+    assert (package / "passes").samefile(gpu.ROOT / "passes")
+    tiles = package / "kernels" / "gpu" / "tiles.json"
+    assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
+
+
+def test_without_a_gpu_the_driver_says_so() -> None:
+    done = run("gpu.py")
+    assert done.returncode == 2 and "sees no CUDA device" in done.stderr
+    unknown = run("gpu.py", "--only", "nonsense")
+    assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: products" in unknown.stderr
+
+
+def test_ns_training(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    done = run("ns_training.py", "--seeds", "1", "--steps", "1", "--json", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    first = [row for row in rows if row["differences"] == [0.0]]
+    assert len(rows) == 10 and {"jordan", "you", "polar_express"} == {row["coefficients"] for row in first}
