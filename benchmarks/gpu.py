@@ -172,7 +172,9 @@ class Driver:
         return self.outcomes
 
     def _run(self, step: Step) -> Outcome:
-        places = {"out": str(self._out), "tuned": str(self._tuned), "name": step.name}
+        # Relative where they can be: results name no folder of the machine that made them.
+        places = {"out": os.path.relpath(self._out, ROOT), "tuned": os.path.relpath(self._tuned, ROOT)}
+        places["name"] = step.name
         command = [sys.executable, *(argument.format(**places) for argument in step.command)]
         log = self._out / f"{step.name}.log"
         shown = shlex.join(["python", *command[1:]])
@@ -195,11 +197,11 @@ class Driver:
         lines = tuple(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if status is None:
             result, reason = "timed out", f"stopped after {step.minutes:g} min"
-        elif status == 5 and "pytest" in step.command:
-            result, reason = "failed", "pytest found no such test"
+        elif status == 0 and "pytest" in step.command and " passed" not in lines[-1]:
+            result, reason = "skipped", next((line for line in lines if line.startswith("SKIPPED")), lines[-1])
         else:
             result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
-        return Outcome(step.name, result, reason, seconds, shown, str(log), lines)
+        return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines)
 
 
 def _call(command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
@@ -283,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(about, str):
         print(f"make gpu: {about}", file=sys.stderr)
         return 2
-    out = options.out.resolve()
+    out = (ROOT / options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     package, tuned = lay_out(ROOT / "build" / "gpu"), lay_out(ROOT / "build" / "gpu_tuned", copy_kernels=True)
@@ -298,7 +300,8 @@ def summarize(outcomes: Sequence[Outcome], planned: int, out: Path) -> int:
     """Say what failed and where its log is; the exit status, also 1 where not all of `planned` steps had their turn."""
     bad = [outcome for outcome in outcomes if outcome.result in ("failed", "timed out")]
     skipped = [outcome for outcome in outcomes if outcome.result == "skipped"]
-    print(f"\n{len(outcomes) - len(bad) - len(skipped)} of {planned} steps are ok; results: {out}")
+    fine = len(outcomes) - len(bad) - len(skipped)
+    print(f"\n{fine} of {planned} steps are ok; results: {os.path.relpath(out, ROOT)}")
     for outcome in skipped:
         print(f"skipped: {outcome.name}: {outcome.reason}")
     for outcome in bad:

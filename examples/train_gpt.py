@@ -63,7 +63,8 @@ class GPT(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x, cos, sin = self.embed(tokens), self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        x = self.embed(tokens)
+        cos, sin = (t[: tokens.shape[1]].to(x.dtype) for t in (self.cos, self.sin))  # weights may be bfloat16
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))

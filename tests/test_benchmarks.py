@@ -336,7 +336,8 @@ def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, cap
     assert report["device"] == "none" and len(report["steps"]) == 4
     assert gpu.summarize(driver.outcomes, 4, tmp_path) == 1
     said = capsys.readouterr().out
-    assert f"failed: crash (status 3); log: {tmp_path / 'crash.log'}" in said and "timed out: slow" in said
+    log = f"{os.path.relpath(tmp_path, gpu.ROOT)}/crash.log"
+    assert f"failed: crash (status 3); log: {log}" in said and "timed out: slow" in said
     assert "skipped: lacking: no_such_module is not installed" in said and "1 of 4 steps are ok" in said
     assert gpu.summarize(driver.outcomes[3:], 1, tmp_path) == 0
     assert gpu.summarize(driver.outcomes[3:], 2, tmp_path) == 1, "interrupted"

@@ -39,6 +39,12 @@ def settings(folder: Path, **changes: object) -> str:
     return str(path)
 
 
+def test_one_process_trains_in_bfloat16(tmp_path: Path) -> None:
+    """Attention takes one dtype: the rotation's float32 angles must not widen queries and keys."""
+    config = settings(tmp_path, compile=False, bf16={"enabled": True})
+    train("--steps", "1", "--config", config, "--out", str(tmp_path / "runs"), ranks=None)
+
+
 def test_the_script_is_a_page_or_two() -> None:
     assert len(SCRIPT.read_text().splitlines()) < 200
     assert "compile_muon.initialize(" in SCRIPT.read_text()
