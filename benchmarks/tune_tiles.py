@@ -6,8 +6,8 @@
 
 Candidates are compiled first, in as many processes as there are cores. One that spills, does not fit, or whose result
 differs from torch's is out. A tile is kept if it is the fastest at some size; the kept ones are listed from the largest
-to the smallest, each with its rate at the largest size. The sizes from which Triton is chosen over cuBLAS are those
-from which it is at least as fast.
+to the smallest, each with its rate at the largest size. What a multiprocessor does in a second, of ours and of cuBLAS,
+replaces the estimates that the model of a launch starts from; its other numbers stay as they are in the file.
 
 Stopped by SIGINT, SIGTERM or --minutes it goes on with the sizes that it has timed all candidates at, the largest
 first; what it has nothing for stays as it is in the file.
@@ -36,15 +36,15 @@ from orthogonalizers import worst_block
 from rich.console import Console
 from torch import Tensor
 
+from compile_muon.kernels.gpu.model import Tile, busiest
 from compile_muon.kernels.gpu.operands import empty_matrices
 from compile_muon.kernels.gpu.product import product
 from compile_muon.kernels.gpu.symmetric import symmetric_product
-from compile_muon.kernels.gpu.tiles import Tile, load_tables, work
+from compile_muon.kernels.gpu.tiles import load_tables
 
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
 KINDS = ("symmetric", "product")
 SIZES = (8192, 4096, 2048, 1024, 512)  # the first, the largest, says what rate a tile has
-BATCHED = 4  # matrices, for the threshold of batches
 
 
 def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
@@ -93,8 +93,11 @@ class Stop:
 # --- compiling ahead --------------------------------------------------------------------------------------------------
 
 
-def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype) -> str | None:
-    """Compile one launch without a GPU: why the tile is out, if it is. The result lands in Triton's cache on disk."""
+def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype) -> str | int:
+    """Compile one launch without a GPU: why the tile is out, or how many fit on a multiprocessor.
+
+    The result lands in Triton's cache on disk.
+    """
     from compile_muon.kernels.gpu.ahead import measure
 
     def matrices() -> Tensor:
@@ -102,16 +105,21 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
 
     make = symmetric_product if kind == "symmetric" else product
     try:
-        return measure(architecture, "", make(matrices(), matrices(), matrices(), (tile,), 1, plus=matrices())).problem
+        found = measure(architecture, "", make(matrices(), matrices(), matrices(), tile, plus=matrices()))
+        return found.problem or found.resident(tile.warps)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def compile_ahead(
     architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int
-) -> dict[tuple[str, Tile], str]:
-    """The tiles that are out, with the reason. Those that stopping left uncompiled are compiled when they are timed."""
+) -> tuple[dict[tuple[str, Tile], str], dict[tuple[str, Tile], int]]:
+    """The tiles that are out, with the reason; and how many of the others fit on a multiprocessor.
+
+    Those that stopping left uncompiled are compiled when they are timed.
+    """
     out: dict[tuple[str, Tile], str] = {}
+    resident: dict[tuple[str, Tile], int] = {}
     # Sizes that are no multiple of 16, and float16, are other kernels: a table has to do for them too.
     settings = ((512, torch.bfloat16), (77, torch.bfloat16), (512, torch.float16), (77, torch.float16))
     # A fresh interpreter each: they tell Triton that there is no GPU. Interrupts are for the one that started them.
@@ -127,14 +135,17 @@ def compile_ahead(
             if done.cancelled():
                 continue
             try:
-                problem = done.result()
+                found = done.result()
             except BrokenExecutor:  # a compiler took its process with it: the rest is compiled when it is timed
                 break
-            if problem is not None:
-                out[waiting[done]] = problem
+            candidate = waiting[done]
+            if isinstance(found, str):
+                out[candidate] = found
+            else:
+                resident[candidate] = min(found, resident.get(candidate, found))
             if stop:
                 pool.shutdown(wait=False, cancel_futures=True)
-    return out
+    return out, resident
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------
@@ -151,8 +162,8 @@ class Device(Protocol):
     def milliseconds(self, kind: str, tile: Tile, size: int) -> float:
         """Of one launch on a matrix of that size."""
 
-    def is_worth_it(self, kept: Mapping[str, list[Tile]], matrices: int, size: int) -> bool:
-        """Whether a standard step is at least as fast as on cuBLAS."""
+    def cublas_milliseconds(self, size: int) -> float:
+        """Of one whole product, a summand with it, on matrices of that size."""
 
 
 class Gpu:
@@ -160,23 +171,22 @@ class Gpu:
         self.processors = torch.cuda.get_device_properties("cuda").multi_processor_count
         self._size = 0
         self._x = self._out = torch.empty(0)
-        self._exact: dict[str, Tensor] = {}
+        self._exact = torch.empty(0)
 
     def _hold(self, size: int) -> None:
-        """The operand of a size and torch's results for it in float64: x xᵀ + x with its lower triangle, x x + x."""
+        """The operand of a size, symmetric, and torch's result for it in float64: x x + x."""
         if size == self._size:
             return
-        self._exact.clear()
-        x = torch.randn(1, size, size, device="cuda").bfloat16()
+        x = torch.randn(1, size, size, device="cuda")
+        x = (x + x.mT).bfloat16()
         wide = x[0].double()
-        lower = (wide @ wide.mT + wide).tril()
-        self._exact = {"symmetric": lower + lower.tril(-1).mT, "product": wide @ wide + wide}
+        self._exact = wide @ wide + wide
         self._size, self._x, self._out = size, x, empty_matrices(1, size, size, like=x, dtype=x.dtype)
 
     def _launch(self, kind: str, tile: Tile, size: int) -> Callable[[], None]:
         self._hold(size)
         make = symmetric_product if kind == "symmetric" else product
-        return make(self._x, self._x, self._out, (tile,), self.processors, plus=self._x, beta=1.0).run
+        return make(self._x, self._x, self._out, tile, plus=self._x, beta=1.0).run
 
     def complaint(self, kind: str, tile: Tile, size: int) -> str | None:
         run = self._launch(kind, tile, size)
@@ -186,26 +196,17 @@ class Gpu:
             torch.cuda.synchronize()
         except Exception as error:  # out of registers or shared memory: not a candidate here
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        worst, limit = worst_block(self._out[0], self._exact[kind]), 4 * torch.finfo(torch.bfloat16).eps
+        worst, limit = worst_block(self._out[0], self._exact), 4 * torch.finfo(torch.bfloat16).eps
         if worst > limit:
             return f"differs from torch by {worst:.2g} in a block, bound {limit:.2g}"
-        if kind == "symmetric" and not torch.equal(self._out, self._out.mT):
-            return "the result is not symmetric"
         return None
 
     def milliseconds(self, kind: str, tile: Tile, size: int) -> float:
         return _bench(self._launch(kind, tile, size))
 
-    def is_worth_it(self, kept: Mapping[str, list[Tile]], matrices: int, size: int) -> bool:
-        x = torch.randn(matrices, size, size, device="cuda").bfloat16()
-        out = empty_matrices(*x.shape, like=x, dtype=x.dtype)
-        symmetric, general = tuple(kept["symmetric"]), tuple(kept["product"])
-        ours = (
-            _bench(symmetric_product(x, x, out, symmetric, self.processors).run)
-            + _bench(symmetric_product(x, x, out, symmetric, self.processors, plus=x, beta=1.0).run)
-            + _bench(product(x, x, out, general, self.processors, plus=x, beta=1.0).run)
-        )
-        return ours <= 3 * _bench(lambda: torch.baddbmm(x, x, x))
+    def cublas_milliseconds(self, size: int) -> float:
+        self._hold(size)
+        return _bench(lambda: torch.baddbmm(self._x, self._x, self._x))
 
 
 def _bench(run: Callable[[], object]) -> float:
@@ -230,7 +231,7 @@ class Tuning:
         self._stop = stop
         self._say = say
         self._times: dict[tuple[str, int], dict[Tile, float]] = {}  # of complete sizes
-        self.thresholds: dict[int, int] = {}  # by number of matrices
+        self._cublas: float | None = None  # milliseconds at the largest size
         self.rejected: dict[tuple[str, Tile], str] = {}
 
     def run(self) -> None:
@@ -244,10 +245,7 @@ class Tuning:
                 if times:
                     winner = min(times, key=lambda tile: times[tile])
                     self._say(f"{kind} {size}: {times[winner]:.4f} ms, {winner}")
-        kept = self.kept()
-        if all(kept.values()):
-            for matrices in (1, BATCHED):
-                self._measure_threshold(kept, matrices)
+        self._cublas = self._device.cublas_milliseconds(SIZES[0])
 
     def _time_all(self, kind: str, size: int) -> dict[Tile, float] | None:
         """Milliseconds of every candidate that is right; None if stopped before the last."""
@@ -263,17 +261,6 @@ class Tuning:
                 self._tiles[kind].remove(tile)
                 self._say(f"{kind} {tile} is out: {complaint}")
         return times
-
-    def _measure_threshold(self, kept: Mapping[str, list[Tile]], matrices: int) -> None:
-        """The smallest size from which on Triton is worth it."""
-        smallest = 2 * SIZES[0]
-        for size in SIZES:
-            if self._stop:
-                return
-            if not self._device.is_worth_it(kept, matrices, size):
-                break
-            smallest = size
-        self.thresholds[matrices] = smallest
 
     def kept(self) -> dict[str, list[Tile]]:
         """Of each kind the fastest tile of every complete size, with rates; nothing for a kind without any."""
@@ -293,45 +280,61 @@ class Tuning:
         chosen = list({tile.rows * tile.cols: tile for tile in reversed(distinct)}.values())[::-1]
         if not chosen:
             return []
-        processors, triangle = self._device.processors, kind == "symmetric"
-        rates = [work(t, SIZES[0], SIZES[0], 1, processors, triangle=triangle) / complete[0][t] for t in chosen]
+        rates = [self._rate(kind, tile, complete[0][tile]) for tile in chosen]
         return [
             dataclasses.replace(tile, rate=round(rate / max(rates), 3))
             for tile, rate in zip(chosen, rates, strict=True)
         ]
 
-    def table(self, source: str, before: Mapping | None) -> dict | None:
-        """An entry of tiles.json: what is known, else what the file had. None if that leaves a kind without tiles."""
+    def _rate(self, kind: str, tile: Tile, milliseconds: float) -> float:
+        """Operations a second of a multiprocessor at the largest size."""
+        result = (1, SIZES[0], SIZES[0], SIZES[0])
+        operations, _ = busiest(tile, [result], self._device.processors, triangle=kind == "symmetric")
+        return 1e3 * operations / milliseconds
+
+    def table(self, source: str, before: Mapping) -> dict | None:
+        """An entry of tiles.json: what is known, else what the file had. None if that leaves a kind without tiles.
+
+        Args:
+            before: the entry of this architecture, or of the one most like it: the model's other numbers.
+        """
         kept = self.kept()
-        if not any(kept.values()):
-            return None
-        before = before or {}
         tiles = {kind: [_plain(tile) for tile in kept[kind]] or before.get(kind, []) for kind in KINDS}
-        if not all(tiles.values()):
+        if not any(kept.values()) or not all(tiles.values()):
             return None
-        old = [kind for kind in KINDS if not kept[kind]]
-        old += [name for matrices, name in _THRESHOLDS.items() if matrices not in self.thresholds]
+        measured: dict[str, object] = {}
+        if ("product", SIZES[0]) in self._times and kept["product"]:
+            times = self._times["product", SIZES[0]]
+            rates = {t: self._rate("product", t, ms) for t, ms in times.items() if ("product", t) not in self.rejected}
+            fastest = max(rates.values())
+            measured["device"] = before["device"] | {"rate": round(fastest, -9)}
+            if self._cublas is not None:
+                top = max(before["cublas"], key=lambda tile: tile["rate"])
+                theirs = self._rate("product", Tile(top["rows"], top["cols"]), self._cublas)
+                scale = theirs / fastest / top["rate"]
+                cublas = [tile | {"rate": round(tile["rate"] * scale, 3)} for tile in before["cublas"]]
+                measured["cublas"] = cublas
+        kinds = [kind for kind in KINDS if not kept[kind]]
+        old = [*kinds, *(name for name in ("device", "cublas") if name not in measured)]
         note = f"; not measured: {', '.join(old)}" if old else ""
-        thresholds = {
-            name: self.thresholds.get(matrices, before.get(name, SIZES[0])) for matrices, name in _THRESHOLDS.items()
-        }
-        return {"source": source + note, **thresholds, "batch": BATCHED, **tiles}
-
-
-_THRESHOLDS = {1: "smallest", BATCHED: "smallest_batched"}
+        device, cublas = (measured.get(name, before[name]) for name in ("device", "cublas"))
+        return {"source": source + note, "device": device, **tiles, "cublas": cublas}
 
 
 def _plain(tile: Tile) -> dict:
-    """As in the file: without what is false."""
-    return {key: value for key, value in dataclasses.asdict(tile).items() if value is not False}
+    """As in the file: without what is false or 0."""
+    return {key: value for key, value in dataclasses.asdict(tile).items() if value}
+
+
+_LISTS = (*KINDS, "cublas")
 
 
 def formatted(tables: Mapping[str, Mapping]) -> str:
     """JSON with a tile a line."""
     entries = []
     for name, table in tables.items():
-        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in KINDS]
-        for kind in KINDS:
+        lines = [f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items() if key not in _LISTS]
+        for kind in _LISTS:
             tiles = ",\n".join(f"      {json.dumps(tile)}" for tile in table[kind])
             lines.append(f"    {json.dumps(kind)}: [\n{tiles}\n    ]")
         entries.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
@@ -359,10 +362,14 @@ def main() -> int:
     tiles = {kind: shaped(kind, candidates(capability)) for kind in KINDS}
     say(f"{sum(map(len, tiles.values()))} candidates for {name}, compiled in {options.workers} processes")
     started = time.monotonic()
-    out = compile_ahead(name, tiles, stop, options.workers)
+    out, resident = compile_ahead(name, tiles, stop, options.workers)
     for (kind, tile), problem in out.items():
         tiles[kind].remove(tile)
         say(f"{kind} {tile} is out: {problem}")
+    tiles = {
+        kind: [dataclasses.replace(tile, resident=resident.get((kind, tile), 1)) for tile in tiles[kind]]
+        for kind in KINDS
+    }
     say(f"compiled in {time.monotonic() - started:.0f} s; {sum(map(len, tiles.values()))} are left")
     tuning = Tuning(Gpu(), tiles, stop, say)
     tuning.run()
@@ -372,7 +379,7 @@ def main() -> int:
     tables = json.loads(file.read_text())
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     source = f"{torch.cuda.get_device_name()}, {datetime.date.today()}, {command}"
-    table = tuning.table(source, tables.get(name))
+    table = tuning.table(source, tables.get(name, tables["sm_90"]))
     if table is None:
         say("[red]no size is complete: nothing to write[/red]")
         return 1

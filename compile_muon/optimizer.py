@@ -55,8 +55,8 @@ class MuonZero(Optimizer):
         lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the AdamW group.
         adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape.
-        ns_steps, ns_coefficients, ns_method, ns_dtype: how Newton-Schulz runs; ``ns_steps`` None for as many steps as
-            the coefficients have.
+        ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
+            ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
@@ -91,6 +91,8 @@ class MuonZero(Optimizer):
         ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
         ns_method: str = NSConfig.method,
         ns_dtype: str | torch.dtype = NSConfig.dtype,
+        ns_backend: str = NSConfig.backend,
+        ns_memory_limit: int = NSConfig.memory_limit,
         stage: int = ZeroConfig.stage,
         update: str = ZeroConfig.update,
         exchange: str = ZeroConfig.exchange,

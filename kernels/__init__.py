@@ -9,13 +9,14 @@ place, ``compile_muon.kernels.dispatch``.
 if __name__ == "compile_muon.kernels":
     from .apply import muon_apply
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
-    from .dispatch import resolve_dtype, resolve_method
+    from .dispatch import check_backend, resolve_dtype, resolve_method
     from .momentum import muon_momentum
     from .newton_schulz import newton_schulz, newton_schulz_list
 
     __all__ = [
         "COEFFICIENTS",
         "CoefficientSet",
+        "check_backend",
         "muon_apply",
         "muon_momentum",
         "newton_schulz",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .chunks import Stack, chunked
 from .plan import Plan
 
 __all__ = ["Implementation", "one_batch_per_shape", "one_by_one"]
@@ -25,9 +26,10 @@ def one_by_one(xs: Sequence[Tensor], plan: Plan, implementation: Implementation)
 
 
 def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
-    """All matrices of equal shape in one batch; a matrix that is the only one of its shape runs unbatched.
+    """Matrices of equal shape in batches; a matrix that is by itself runs unbatched.
 
-    Only tensors of the same dtype share a batch, so that none is normalized in another's precision.
+    A batch takes no more than ``plan.memory_limit`` beside inputs and results, but for a single matrix. Only tensors of
+    the same dtype share a batch, so that none is normalized in another's precision.
 
     Args:
         xs: tensors [..., m, n].
@@ -43,21 +45,36 @@ def one_batch_per_shape(xs: Sequence[Tensor], plan: Plan, implementation: Implem
             results[i] = _empty(x, plan)
         else:
             groups.setdefault((x.shape[-2], x.shape[-1], x.dtype), []).append(i)
-    for (m, n, _), indices in groups.items():
+    for indices in groups.values():
         group = [xs[i] for i in indices]
-        results.update(zip(indices, _batched(group, m, n, plan, implementation), strict=True))
+        results.update(zip(indices, _batched(group, plan, implementation), strict=True))
     return [results[i] for i in range(len(xs))]
 
 
-def _batched(xs: Sequence[Tensor], m: int, n: int, plan: Plan, implementation: Implementation) -> list[Tensor]:
-    if len(xs) == 1 and xs[0].ndim == 2:
-        return [implementation(xs[0], plan)]
-    flat = [x.reshape(-1, m, n) for x in xs]
-    if len(xs) == 1:
-        return [implementation(flat[0], plan).view(xs[0].shape)]
-    parts = implementation(torch.cat(flat), plan).split([len(x) for x in flat])
-    # The results of one operator may not share memory: each part becomes its own tensor.
-    return [part.clone().view(x.shape) for part, x in zip(parts, xs, strict=True)]
+def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -> list[Tensor]:
+    """Tensors of matrices of one shape."""
+    m, n = xs[0].shape[-2:]
+    stacks = [x.reshape(-1, m, n) for x in xs]
+    chunks = chunked([Stack(len(stack), _work_bytes(m, n, xs[0], plan)) for stack in stacks], plan.memory_limit)
+    if len(chunks) == len(xs) == 1:
+        return [implementation(xs[0] if xs[0].ndim == 2 else stacks[0], plan).view(xs[0].shape)]
+    # The results of one operator may not share memory: each has its own, and parts of batches are copied there.
+    results = [_empty(x, plan) for x in xs]
+    flat = [result.view(-1, m, n) for result in results]
+    for chunk in chunks:
+        parts = [stacks[piece.index][piece.start : piece.stop] for piece in chunk]
+        batch = parts[0] if len(parts) == 1 else torch.cat(parts)
+        done = implementation(batch[0], plan)[None] if len(batch) == 1 else implementation(batch, plan)
+        sizes = [len(part) for part in parts]
+        for piece, part in zip(chunk, done.split(sizes), strict=True):
+            flat[piece.index][piece.start : piece.stop] = part
+    return results
+
+
+def _work_bytes(m: int, n: int, x: Tensor, plan: Plan) -> int:
+    """Of one matrix on aten: the batch's copies of it and of its result, X twice, four k × k, and X in float32."""
+    k = min(m, n)
+    return m * n * (x.element_size() + 3 * plan.dtype.itemsize + 4) + 4 * k * k * plan.dtype.itemsize
 
 
 def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tensor:

@@ -11,14 +11,24 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import reference
+from . import quack, reference
 from .batching import one_batch_per_shape, one_by_one
 from .coefficients import CoefficientSet
 from .operations import gram_flops, standard_flops
 from .plan import Plan
 
-__all__ = ["METHODS", "admissible_method", "cheaper_method", "orthogonalize", "resolve_dtype", "resolve_method"]
+__all__ = [
+    "BACKENDS",
+    "METHODS",
+    "admissible_method",
+    "cheaper_method",
+    "check_backend",
+    "orthogonalize",
+    "resolve_dtype",
+    "resolve_method",
+]
 
+BACKENDS = ("auto", "aten", "triton", "quack")
 METHODS = ("auto", "standard", "gram")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
@@ -125,12 +135,40 @@ def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric
     return "gram" if gram < standard_flops(k, l, steps, symmetric=symmetric) else "standard"
 
 
+def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Whether ``backend`` computes in ``dtype`` on ``device``.
+
+    Args:
+        backend: "auto", "aten", "triton" or "quack".
+        dtype: that Newton-Schulz computes in.
+        device: where it will run.
+    Raises:
+        ValueError: an unknown backend; "triton" or "quack" where it is not there, or in another dtype than float16 and
+            bfloat16.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(map(repr, BACKENDS))}")
+    if backend in ("auto", "aten"):
+        return
+    remedy = "use backend='auto', which takes what is there"
+    if dtype not in (torch.float16, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"backend={backend!r} with dtype={name!r}: computes in float16 and bfloat16 only; {remedy}")
+    if torch.device(device).type != "cuda" and not (backend == "triton" and _interpreting()):
+        raise ValueError(f"backend={backend!r} on {torch.device(device).type}: runs on CUDA devices only; {remedy}")
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError(f"backend={backend!r}: Triton is not installed; {remedy}")
+    if backend == "quack" and not quack.installed():
+        raise ValueError(f"backend={backend!r}: quack-kernels is not installed; pip install it, or {remedy}")
+
+
 def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     """Newton-Schulz of every matrix of a list.
 
-    On CPUs each matrix by itself on aten. On GPUs all matrices of a shape at once: by Triton's kernels in half
-    precision, on the architectures and from the sizes of ``gpu/tiles.json`` on; by aten, that is cuBLAS, otherwise.
-    With TRITON_INTERPRET=1 CPUs are such a GPU.
+    On CPUs each matrix by itself on aten. On GPUs in half precision, on the architectures of ``gpu/tiles.json`` and
+    where that is expected to be faster: by Triton's kernels, all matrices of one form at once, whatever their shapes.
+    Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1 CPUs are such a GPU.
+    quack runs where it is asked for by name: nobody has measured yet where it is faster.
 
     Args:
         xs: tensors [..., m, n] on one device, unmodified.
@@ -138,20 +176,32 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     Returns:
         New contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
+    if plan.backend == "quack":
+        return one_batch_per_shape(xs, plan, _on_quack)
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
-    return one_batch_per_shape(xs, plan, _on_device)
+    gpu = triton_kernels() if plan.backend != "aten" else None
+    served = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
+    results: dict[int, Tensor] = {}
+    rest = [i for i in range(len(xs)) if not served[i]]
+    results.update(zip(rest, one_batch_per_shape([xs[i] for i in rest], plan, _on_aten), strict=True))
+    for method in ("standard", "gram"):
+        of_plan = replace(plan, method=method)
+        chosen = [i for i in range(len(xs)) if served[i] and _with_method(xs[i], plan, symmetric=True) == of_plan]
+        if gpu is not None and chosen:
+            lists = importlib.import_module(".gpu.grouped", __package__)
+            mine = [xs[i] for i in chosen]
+            products = gpu.products_on(mine[0].device)
+            results.update(zip(chosen, lists.orthogonalize_list(mine, of_plan, products), strict=True))
+    return [results[i] for i in range(len(xs))]
 
 
 def _on_aten(x: Tensor, plan: Plan) -> Tensor:
     return reference.orthogonalize(x, _with_method(x, plan, symmetric=False))
 
 
-def _on_device(x: Tensor, plan: Plan) -> Tensor:
-    gpu = triton_kernels()
-    if gpu is None or not gpu.serves(x, plan):
-        return _on_aten(x, plan)
-    return gpu.orthogonalize(x, _with_method(x, plan, symmetric=True), gpu.products_on(x.device))
+def _on_quack(x: Tensor, plan: Plan) -> Tensor:
+    return reference.orthogonalize(x, _with_method(x, plan, symmetric=True), quack.products())
 
 
 def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:

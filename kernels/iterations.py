@@ -26,43 +26,45 @@ the rounding of S itself. Q may not: its factors differ by powers of a.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
-
-from torch import Tensor
+from typing import Protocol, TypeVar
 
 from .stability import Triple
 
 __all__ = ["Products", "gram", "standard"]
 
+# What the products are of: a tensor of matrices [..., k, l] of one shape, or a list's matrices of several.
+M = TypeVar("M")
 
-class Products(Protocol):
-    """The matrix products of a device, each of all matrices [..., k, k] or [..., k, l] of its operands at once."""
 
-    def outer(self, x: Tensor) -> Tensor:
+class Products(Protocol[M]):
+    """The matrix products of a device, each of all k × k or k × l matrices of its operands at once."""
+
+    def outer(self, x: M) -> M:
         """``x xᵀ``, new."""
 
-    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    def symmetric(self, left: M, right: M, *, plus: M, beta: float, alpha: float = 1.0) -> M:
         """``alpha left right + beta plus``, new, where operands are symmetric and so is, up to rounding, the result.
 
         One triangle may be computed and mirrored.
         """
 
-    def general(
-        self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
-    ) -> Tensor:
+    def general(self, left: M, right: M, *, plus: M | None = None, beta: float = 0.0, out: M | None = None) -> M:
         """``left right + beta plus``, in ``out`` where given, else new."""
 
+    def add_to_diagonal(self, x: M, a: float) -> None:
+        """``x + aI`` in x's own memory; x is k × k."""
 
-def standard(x: Tensor, steps: Sequence[Triple], products: Products, *, out: Tensor | None = None) -> Tensor:
+
+def standard(x: M, steps: Sequence[Triple], products: Products[M], *, out: M | None = None) -> M:
     """Newton-Schulz as it is defined, on k × l matrices.
 
     Args:
-        x: normalized matrices [..., k, l] with k ≤ l, unmodified.
+        x: normalized matrices with k ≤ l, unmodified.
         steps: (a, b, c) of each step.
         products: computes.
         out: takes the result; any strides, no memory shared with ``x``.
     Returns:
-        ``out``, or a new tensor of x's shape and dtype.
+        ``out``, or new matrices of x's shape and dtype.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)
@@ -72,15 +74,15 @@ def standard(x: Tensor, steps: Sequence[Triple], products: Products, *, out: Ten
 
 
 def gram(
-    x: Tensor, steps: Sequence[Triple], restarts: Sequence[int], products: Products, *, out: Tensor | None = None
-) -> Tensor:
+    x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None
+) -> M:
     """The same polynomial, iterated on k × k matrices between restarts.
 
     Args:
         x, steps, products, out: as for :func:`standard`.
         restarts: the numbers of steps after which a new segment begins.
     Returns:
-        ``out``, or a new tensor of x's shape and dtype.
+        ``out``, or new matrices of x's shape and dtype.
     """
     for start, stop in pairwise((0, *restarts, len(steps))):
         Q = _segment(products.outer(x), steps[start:stop], products)
@@ -88,9 +90,9 @@ def gram(
     return x
 
 
-def _segment(R: Tensor, steps: Sequence[Triple], products: Products) -> Tensor:
+def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
     """Q after these steps, from R = XXᵀ and Q = I; see the module's docstring for the order of the factors."""
-    Q: Tensor | None = None
+    Q: M | None = None
     for i, (a, b, c) in enumerate(steps):
         Z = products.symmetric(R, R, plus=R, beta=b, alpha=c)
         if i + 1 < len(steps):
@@ -98,7 +100,7 @@ def _segment(R: Tensor, steps: Sequence[Triple], products: Products) -> Tensor:
             R = products.symmetric(Z, S, plus=S, beta=a)
         if Q is None:  # Q was I: aI + Z without a product, in Z's own memory
             Q = Z
-            Q.diagonal(dim1=-2, dim2=-1).add_(a)
+            products.add_to_diagonal(Q, a)
         else:
             Q = products.general(Z, Q, plus=Q, beta=a)
     assert Q is not None

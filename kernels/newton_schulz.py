@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .coefficients import CoefficientsLike, resolve_coefficients
-from .dispatch import admissible_method, resolve_dtype
+from .dispatch import admissible_method, check_backend, resolve_dtype
 from .ops import arguments, newton_schulz_op
-from .plan import Plan
+from .plan import MEMORY_LIMIT, Plan
 
 __all__ = ["make_plan", "newton_schulz", "newton_schulz_list"]
 
@@ -22,11 +22,13 @@ def newton_schulz(
     steps: int | None = 5,
     dtype: str | torch.dtype = "auto",
     eps: float = 1e-7,
+    backend: str = "auto",
+    memory_limit: int = MEMORY_LIMIT,
 ) -> Tensor:
     """Orthogonalize every matrix of a tensor.
 
     X ← x / max(‖x‖, eps), then per step A = XXᵀ, X ← aX + (bA + cA²)X, on the wide orientation. Singular values end
-    near one; how near depends on ``coefficients``. Not differentiable.
+    near one; how near depends on ``coefficients``. Not differentiable; ``torch.vmap`` works.
 
     A zero matrix gives zeros, a NaN or infinite entry a whole matrix of NaN (bfloat16: as torch.optim.Muon). In
     float16, float32 and float64 the division by the norm happens in at least float32, before the cast, and is right
@@ -41,14 +43,19 @@ def newton_schulz(
         steps: how many, or None for as many as the coefficients have.
         dtype: that the products run in; "auto" is bfloat16 on CUDA (float16 for "gram"), float32 elsewhere.
         eps: a matrix smaller than that stays small; 0 makes the result independent of scale.
+        backend: "aten" (cuBLAS on GPUs), "triton", or "quack" where that library is installed; "auto" is whichever is
+            expected to be fastest on the device and at the shape.
+        memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
     Returns:
         A new contiguous tensor of x's shape in the compute dtype.
     Raises:
-        ValueError: x has fewer than two dimensions or is not of a real floating dtype; unknown method, coefficients
-            or dtype; steps the coefficients do not have; negative or non-finite eps; coefficients that half precision
-            does not survive.
+        ValueError: x has fewer than two dimensions or is not of a real floating dtype; unknown method, coefficients,
+            dtype or backend; a backend that is not there or does not compute in that dtype; steps the coefficients do
+            not have; negative or non-finite eps; coefficients that half precision does not survive.
     """
-    return newton_schulz_list([x], method=method, coefficients=coefficients, steps=steps, dtype=dtype, eps=eps)[0]
+    options = {"method": method, "coefficients": coefficients, "steps": steps, "dtype": dtype}
+    limits = {"eps": eps, "backend": backend, "memory_limit": memory_limit}
+    return newton_schulz_list([x], **options, **limits)[0]  # type: ignore[arg-type]
 
 
 def newton_schulz_list(
@@ -59,14 +66,16 @@ def newton_schulz_list(
     steps: int | None = 5,
     dtype: str | torch.dtype = "auto",
     eps: float = 1e-7,
+    backend: str = "auto",
+    memory_limit: int = MEMORY_LIMIT,
 ) -> list[Tensor]:
     """:func:`newton_schulz` of every tensor of a list, as one operator call.
 
-    On CUDA matrices of equal shape run as one batch.
+    On CUDA its matrices share launches: all of them in Triton's kernels, those of equal shape in cuBLAS.
 
     Args:
         xs: tensors [..., m, n] of any shapes but on one device.
-        method, coefficients, steps, dtype, eps: as for :func:`newton_schulz`.
+        method, coefficients, steps, dtype, eps, backend, memory_limit: as for :func:`newton_schulz`.
     Returns:
         A new tensor for each.
     Raises:
@@ -77,8 +86,8 @@ def newton_schulz_list(
     for x in xs:
         _check(x, xs[0].device)
     _check_eps(eps)
-    triples, form, name, safety, restarts = _constants(method, coefficients, steps, dtype, xs[0].device)
-    return newton_schulz_op(list(xs), triples, form, name, eps, safety, restarts)
+    triples, form, name, safety, restarts = _constants(method, coefficients, steps, dtype, xs[0].device, backend)
+    return newton_schulz_op(list(xs), triples, form, name, eps, safety, restarts, backend, memory_limit)
 
 
 def make_plan(
@@ -88,11 +97,12 @@ def make_plan(
     dtype: str | torch.dtype,
     device: torch.device | str,
     eps: float,
+    backend: str = "auto",
 ) -> Plan:
     """The plan for these choices, all but the ones that depend on a shape.
 
     Args:
-        method, coefficients, steps, dtype, eps: as for :func:`newton_schulz`.
+        method, coefficients, steps, dtype, eps, backend: as for :func:`newton_schulz`.
         device: where it will run.
     Raises:
         ValueError: as :func:`newton_schulz`, but for what concerns x.
@@ -101,18 +111,25 @@ def make_plan(
     chosen = resolve_coefficients(coefficients, steps)
     compute = resolve_dtype(dtype, device, chosen, method)
     admissible = admissible_method(method, compute, chosen)
-    return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute))
+    check_backend(backend, compute, device)
+    return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute), backend)
 
 
 @torch.compiler.assume_constant_result
 def _constants(
-    method: str, coefficients: CoefficientsLike, steps: int | None, dtype: str | torch.dtype, device: torch.device
+    method: str,
+    coefficients: CoefficientsLike,
+    steps: int | None,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    backend: str,
 ) -> tuple[list[float], str, str, float, list[int]]:
     """Under torch.compile these are constants of the caller's graph, and how they are made is not traced.
 
     eps stays outside: with dynamic=True a float is no constant.
     """
-    triples, form, name, _, safety, restarts = arguments(make_plan(method, coefficients, steps, dtype, device, 0.0))
+    plan = make_plan(method, coefficients, steps, dtype, device, 0.0, backend)
+    triples, form, name, _, safety, restarts, *_ = arguments(plan)
     return triples, form, name, safety, restarts
 
 

@@ -1,7 +1,7 @@
 """``muon_zero::newton_schulz``: Newton-Schulz of a list of matrices as one operator, opaque to compilers.
 
-    newton_schulz(Tensor[] xs, float[] coefficients, str method, str dtype, float eps, float safety, int[] restarts)
-    -> Tensor[]
+    newton_schulz(Tensor[] xs, float[] coefficients, str method, str dtype, float eps, float safety, int[] restarts,
+                  str backend, int memory_limit) -> Tensor[]
 
 xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients`` is a, b, c of every step,
 flat. ``method`` and the rest are the fields of ``plan.Plan``. Results are new contiguous tensors of the inputs' shapes
@@ -22,7 +22,7 @@ from .plan import Plan
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op"]
 
-OpArguments = tuple[list[float], str, str, float, float, list[int]]
+OpArguments = tuple[list[float], str, str, float, float, list[int], str, int]
 
 
 @torch.library.custom_op("muon_zero::newton_schulz", mutates_args=())
@@ -34,15 +34,26 @@ def newton_schulz_op(
     eps: float,
     safety: float,
     restarts: Sequence[int],
+    backend: str,
+    memory_limit: int,
 ) -> list[Tensor]:
     """See the module's docstring."""
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
-    return orthogonalize(xs, Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts)))
+    compute = DTYPES[dtype]
+    plan = Plan(tuple(triples), method, compute, eps, safety, tuple(restarts), backend, memory_limit)
+    return orthogonalize(xs, plan)
 
 
 @newton_schulz_op.register_fake
-def _(xs, coefficients, method, dtype, eps, safety, restarts):  # type: ignore[no-untyped-def]
+def _(xs, coefficients, method, dtype, eps, safety, restarts, backend, memory_limit):  # type: ignore[no-untyped-def]
     return [torch.empty(x.shape, dtype=DTYPES[dtype], device=x.device) for x in xs]
+
+
+@newton_schulz_op.register_vmap
+def _(info, in_dims, xs, *plan):  # type: ignore[no-untyped-def]
+    """A mapped dimension is one more dimension of a stack."""
+    stacks = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[0], strict=True)]
+    return newton_schulz_op(stacks, *plan), [None if dim is None else 0 for dim in in_dims[0]]
 
 
 @register_flop_formula(torch.ops.muon_zero.newton_schulz)
@@ -54,6 +65,8 @@ def newton_schulz_flops(
     eps: float,
     safety: float,
     restarts: Sequence[int],
+    backend: str,
+    memory_limit: int,
     *,
     out_shape: Any = None,
     **_: Any,
@@ -78,4 +91,5 @@ def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int
 def arguments(plan: Plan) -> OpArguments:
     """The op's arguments after ``xs``, as floats, ints and strings."""
     flat = [value for triple in plan.steps for value in triple]
-    return flat, plan.method, str(plan.dtype).removeprefix("torch."), plan.eps, plan.safety, list(plan.restarts)
+    name = str(plan.dtype).removeprefix("torch.")
+    return flat, plan.method, name, plan.eps, plan.safety, list(plan.restarts), plan.backend, plan.memory_limit

@@ -6,7 +6,9 @@ import torch
 
 from .stability import Triple
 
-__all__ = ["Plan"]
+__all__ = ["MEMORY_LIMIT", "Plan"]
+
+MEMORY_LIMIT = 2**30
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Plan:
         eps: smallest norm that X is divided by.
         safety: multiplies the norm.
         restarts: numbers of steps after which the gram form restarts.
+        backend: "aten", "triton" or "quack", or "auto" for whichever is expected to be fastest.
+        memory_limit: bytes that may be held on a GPU beside inputs and results; one matrix at a time is always taken.
     """
 
     steps: tuple[Triple, ...]
@@ -28,3 +32,5 @@ class Plan:
     eps: float
     safety: float = 1.0
     restarts: tuple[int, ...] = ()
+    backend: str = "auto"
+    memory_limit: int = MEMORY_LIMIT

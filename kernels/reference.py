@@ -10,18 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .iterations import gram, standard
+from .iterations import Products, gram, standard
 from .plan import Plan
 
 __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize"]
 
 
-def orthogonalize(x: Tensor, plan: Plan) -> Tensor:
+def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = None) -> Tensor:
     """Normalize, iterate on the wide orientation, turn back.
 
     Args:
         x: [m, n] or [b, m, n] of a floating dtype, any strides, unmodified.
         plan: with method "standard" or "gram".
+        products: compute; default: aten.
     Returns:
         A new contiguous tensor of x's shape in ``plan.dtype``.
     """
@@ -31,10 +32,11 @@ def orthogonalize(x: Tensor, plan: Plan) -> Tensor:
         x = normalize_as_torch_muon(x, eps=plan.eps, safety=plan.safety)
     else:
         x = normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
+    products = Aten() if products is None else products
     if plan.method == "standard":
-        x = standard(x, plan.steps, Aten())
+        x = standard(x, plan.steps, products)
     else:
-        x = gram(x, plan.steps, plan.restarts, Aten())
+        x = gram(x, plan.steps, plan.restarts, products)
     return x.mT.clone(memory_format=torch.contiguous_format) if tall else x
 
 
@@ -90,6 +92,10 @@ class Aten:
         if plus is None:
             return torch.matmul(left, right, out=out)
         return _fused(plus)(plus, left, right, beta=beta, out=out)
+
+    def add_to_diagonal(self, x: Tensor, a: float) -> None:
+        """``x + aI``, in place."""
+        x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 def _fused(plus: Tensor) -> Callable[..., Tensor]:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from compile_muon.kernels.plan import MEMORY_LIMIT
+
 __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
 
 
@@ -39,6 +41,8 @@ class MuonSpec:
         restarts: gram-form restart points (steps after which R is recomputed).
         dtype: compute dtype of Newton-Schulz, and of the matrices on the wire.
         eps: lower bound of the norm.
+        memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results.
+        backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here), ``"replicate"`` or ``"owner"``.
     """
 
@@ -53,6 +57,8 @@ class MuonSpec:
     dtype: str
     eps: float
     exchange: str
+    backend: str = "auto"
+    memory_limit: int = MEMORY_LIMIT
 
     @property
     def steps(self) -> int:
@@ -62,7 +68,8 @@ class MuonSpec:
     @property
     def kernel_settings(self) -> tuple[object, ...]:
         """What two matrices must agree on to go through one Newton-Schulz call."""
-        return (self.method, self.coefficients, self.safety, self.restarts, self.dtype, self.eps)
+        how = (self.method, self.coefficients, self.safety, self.restarts, self.dtype, self.eps)
+        return (*how, self.backend, self.memory_limit)
 
 
 @dataclass(frozen=True)

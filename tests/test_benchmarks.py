@@ -235,8 +235,8 @@ class FakeGpu:
         self._after(len(self.timed))
         return size / tile.rows if size > 1024 else tile.rows  # large tiles for large matrices
 
-    def is_worth_it(self, kept: Any, matrices: int, size: int) -> bool:
-        return size >= 2048 // matrices
+    def cublas_milliseconds(self, size: int) -> float:
+        return 32.0  # half the rate of tiles of 128 × 128, which take 64
 
 
 @pytest.fixture
@@ -250,17 +250,33 @@ def tiles_of(tune: Any) -> dict[str, list[Any]]:
     return {kind: tiles for kind in tune.KINDS}
 
 
+BEFORE = {
+    "device": {"rate": 7.0, "solo": 0.5, "overhead": 1e-6, "launch": 1e-6},
+    "product": [{"rows": 1}], "symmetric": [{"rows": 1}],
+    "cublas": [{"rows": 128, "cols": 128, "rate": 1.2}, {"rows": 64, "cols": 64, "rate": 0.6}],
+}  # fmt: skip
+
+
 def test_tiles_that_failed_their_check_are_never_written(tune) -> None:
     large, middle, small = tiles_of(tune)["product"]
     gpu = FakeGpu(wrong={large: 8192, small: 512})  # one wrong everywhere; the fastest at 1024 wrong at 512 only
     tuning = tune.Tuning(gpu, tiles_of(tune), tune.Stop(), lambda text: None)
     tuning.run()
-    table = tuning.table("here", None)
+    table = tuning.table("here", BEFORE)
     for kind in tune.KINDS:
         assert [tile["rows"] for tile in table[kind]] == [middle.rows]
     assert {tile for _, tile in tuning.rejected} == {large, small}
     assert not [entry for entry in gpu.timed if entry[1] == large or entry[1:] == (small, 512)]
-    assert (table["smallest"], table["smallest_batched"], table["source"]) == (2048, 512, "here")
+    assert table["source"] == "here"
+
+
+def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
+    tuning = tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None)
+    tuning.run()
+    table = tuning.table("here", BEFORE)
+    rate = 2 * 8192**3 / 4 / (8192 / 128 * 1e-3)  # of 128 × 128, a fourth of them on each of 4 processors
+    assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-6)}
+    assert [tile["rate"] for tile in table["cublas"]] == [2.0, 1.0]  # 32 ms instead of 64, and the ratio between them
 
 
 def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
@@ -269,11 +285,10 @@ def test_tuning_that_is_stopped_keeps_complete_sizes_only(tune) -> None:
     tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
     tuning.run()
     assert len(gpu.timed) == 7, "it stops at the next tile"
-    before = {"smallest": 640, "smallest_batched": 320, "product": [{"rows": 1}], "symmetric": [{"rows": 1}]}
-    table = tuning.table("here", before)
+    table = tuning.table("here", BEFORE)
     assert [tile["rows"] for tile in table["product"]] == [128], "the fastest at 8192, of which all were timed"
-    assert (table["smallest"], table["smallest_batched"]) == (640, 320), "not measured: as it was"
-    assert table["source"] == "here; not measured: smallest, smallest_batched"
+    assert table["cublas"] == BEFORE["cublas"], "not measured: as it was"
+    assert table["source"] == "here; not measured: cublas"
 
 
 def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tune) -> None:
@@ -281,10 +296,10 @@ def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tu
     gpu = FakeGpu(after=lambda timed: stop._ask(15, None) if timed == 4 else None)
     tuning = tune.Tuning(gpu, tiles_of(tune), stop, lambda text: None)
     tuning.run()
-    assert tuning.table("here", None) is None, "no table without products"
-    before = {"smallest": 640, "smallest_batched": 320, "product": [{"rows": 1}], "symmetric": [{"rows": 1}]}
-    table = tuning.table("here", before)
-    assert table["product"] == [{"rows": 1}] and [tile["rows"] for tile in table["symmetric"]] == [128]
+    assert tuning.table("here", BEFORE | {"product": []}) is None, "no table without products"
+    table = tuning.table("here", BEFORE)
+    assert table["device"] == BEFORE["device"] and table["product"] == [{"rows": 1}]
+    assert [tile["rows"] for tile in table["symmetric"]] == [128]
     assert tune.Stop(minutes=0) and not tune.Stop(minutes=1)
 
 
@@ -294,7 +309,7 @@ def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) ->
     text = tune._FILE.read_text()
     assert tune.formatted(json.loads(text)) == text
     file = tmp_path / "tiles.json"
-    file.write_text(tune.formatted(json.loads(text) | {"sm_123": tuning.table("here", None)}))
+    file.write_text(tune.formatted(json.loads(text) | {"sm_123": tuning.table("here", BEFORE)}))
     tables = tune.load_tables(file)
     assert {name: table for name, table in tables.items() if name != "sm_123"} == tune.load_tables()
     assert [tile.rows for tile in tables["sm_123"].product] == [128, 32]

@@ -36,7 +36,8 @@ from compile_muon.config.checks import (
 from compile_muon.config.compile_options import CompileOptions
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
-from compile_muon.kernels.dispatch import METHODS
+from compile_muon.kernels.dispatch import BACKENDS, METHODS
+from compile_muon.kernels.plan import MEMORY_LIMIT
 
 __all__ = [
     "ALGORITHMS",
@@ -96,6 +97,8 @@ class NSConfig(Checked):
         dtype: compute dtype "bfloat16" | "float16" | "float32" | "float64", or "auto". torch dtypes and short names
             ("bf16") are accepted and stored as the canonical name.
         eps: lower bound of the Frobenius norm the matrix is divided by.
+        backend: "aten", "triton", "quack", or "auto" for whichever is expected to be fastest.
+        memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; one matrix is always taken.
     """
 
     steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
@@ -103,6 +106,8 @@ class NSConfig(Checked):
     method: str = setting("auto", check_choice, allowed=METHODS)
     dtype: str = setting("auto", check_dtype_name, extra=("auto",))
     eps: float = setting(1e-7, check_real, positive=True)
+    backend: str = setting("auto", check_choice, allowed=BACKENDS)
+    memory_limit: int = setting(MEMORY_LIMIT, check_integer, low=0)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A schedule that is only right as a whole, and a number of steps that it does not have."""

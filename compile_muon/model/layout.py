@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.kernels import resolve_coefficients, resolve_dtype, resolve_method
+from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dtype, resolve_method
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
@@ -59,9 +59,10 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
         chosen = resolve_coefficients(ns.coefficients, ns.steps)
         dtype = resolve_dtype(ns.dtype, device, chosen, ns.method)
         method = resolve_method(ns.method, rows, cols, dtype, chosen)
+        check_backend(ns.backend, dtype, device)
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
-        raise ConfigError(re.sub(r"\b(coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
+        raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     if world == 1 or (batch > 1 and stage > 0):
         exchange = "local"  # whole matrices already: one process, or experts sharded by expert
     elif config.zero.exchange == "auto":
@@ -80,6 +81,8 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
         dtype=encode_dtype(dtype),
         eps=ns.eps,
         exchange=exchange,
+        backend=ns.backend,
+        memory_limit=ns.memory_limit,
     )
 
 

@@ -24,11 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
 from . import apply, momentum, normalize
+from .arena import Layout
+from .grouped_product import grouped_product
+from .grouped_symmetric import grouped_symmetric
 from .launch import Launch
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import load_tables
+from .tiles import Table, Tile, load_tables
 
 __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 
@@ -48,7 +51,14 @@ _INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one compiled kernel: registers a thread, bytes of stack and local memory a thread, shared bytes a block."""
+    """Of one compiled kernel.
+
+    Attributes:
+        registers, stack, local: a thread, the latter two in bytes.
+        shared: bytes a block.
+        barriers, size: BAR instructions, and all instructions, of the machine code.
+        instructions: kinds that were looked for in the PTX and found.
+    """
 
     architecture: str
     launch: str
@@ -56,7 +66,18 @@ class Resources:
     stack: int
     local: int
     shared: int
+    barriers: int
+    size: int
     instructions: tuple[str, ...]
+
+    def resident(self, warps: int) -> int:
+        """How many such blocks of ``warps`` warps a multiprocessor holds, at least 1.
+
+        It has 65536 registers, given out in units of 8 a thread, and a KiB of shared memory is lost to each block.
+        """
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * warps)
+        by_memory = (SHARED_PER_BLOCK[self.architecture] + 1024) // (self.shared + 1024)
+        return max(1, min(by_registers, by_memory))
 
     @property
     def problem(self) -> str | None:
@@ -80,15 +101,34 @@ def launches(architecture: str) -> Iterator[tuple[str, Launch]]:
             about = f"{_name(dtype)} [2, {k}, {l}]"
             for tile in table.symmetric:
                 place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
-                yield f"XXᵀ {place}", symmetric_product(x, x, B, (tile,), 1)
-                yield f"bA + cA² {place}", symmetric_product(A, A, B, (tile,), 1, plus=A, alpha=2.0, beta=-4.0)
+                yield f"XXᵀ {place}", symmetric_product(x, None, B, tile)
+                yield f"bA + cA² {place}", symmetric_product(A, A, B, tile, plus=A, alpha=2.0, beta=-4.0)
             for tile in table.product:
                 place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
-                yield f"QX {place}", product(A, x, y, (tile,), 1)
-                yield f"aX + BX {place}", product(A, x, y, (tile,), 1, plus=x, beta=3.0)
+                yield f"QX {place}", product(A, x, y, tile)
+                yield f"aX + BX {place}", product(A, x, y, tile, plus=x, beta=3.0)
             tall = torch.empty(2, l, k, dtype=dtype).mT
-            yield f"aX + BX transposed {place}", product(A, x, tall, table.product[:1], 1, plus=x, beta=3.0)
+            yield f"aX + BX transposed {place}", product(A, x, tall, table.product[0], plus=x, beta=3.0)
+        yield from _grouped(table, dtype)
     yield from _elementwise()
+
+
+def _grouped(table: Table, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """One variant serves all sizes: they are read from a table."""
+    layout = Layout(((2, 256, 512), (2, 77, 91)))
+    x, A = (layout.new(dtype, torch.device("cpu"), square=square) for square in (False, True))
+
+    def named(product: str, tile: Tile) -> str:
+        return f"{product} grouped {_name(dtype)} {tile.rows}×{tile.cols}×{tile.depth}"
+
+    for tile in table.symmetric:
+        yield named("XXᵀ", tile), grouped_symmetric(x, x, A, tile, 1)
+        launch = grouped_symmetric(A, A, A, tile, 1, plus=A, alpha=2.0, beta=-4.0)
+        yield named("bA + cA²", tile), launch
+    for tile in table.product:
+        yield named("QX", tile), grouped_product(A, x, x, tile, 1)
+        yield named("aX + BX", tile), grouped_product(A, x, x, tile, 1, plus=x, beta=3.0)
+        yield named("aQ + ZQ", tile), grouped_product(A, A, A, tile, 1, plus=A, beta=3.0)
 
 
 def _elementwise() -> Iterator[tuple[str, Launch]]:
@@ -127,10 +167,20 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         cubin.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
     found = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
     return Resources(
-        architecture, name, used["REG"], used["STACK"], used["LOCAL"], int(compiled.metadata.shared), found
+        architecture,
+        name,
+        registers=used["REG"],
+        stack=used["STACK"],
+        local=used["LOCAL"],
+        shared=int(compiled.metadata.shared),
+        barriers=len(re.findall(r"\bBAR\b", code)),
+        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s", code)),
+        instructions=found,
     )
 
 
@@ -174,10 +224,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(SHARED_PER_BLOCK)}")
     report = [measure(name, *named) for name in options.architectures for named in launches(name)]
     picture = Picture(title=f"Triton {triton.__version__}")
-    for heading in ("", "launch", "registers", "stack", "local", "shared", "instructions", "problem"):
+    for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
         picture.add_column(heading)
     for r in report:
-        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared))
+        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size))
         picture.add_row(r.architecture, r.launch, *numbers, " ".join(r.instructions), r.problem or "")
     Console(width=None if sys.stdout.isatty() else 160).print(picture)
     if options.json:

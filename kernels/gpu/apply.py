@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .tiles import ceildiv
+from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
 

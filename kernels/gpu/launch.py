@@ -1,9 +1,11 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU."""
 
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 __all__ = ["Launch"]
@@ -19,6 +21,7 @@ class Launch:
         on: a tensor of the device.
         arguments: of the kernel, at run time.
         constants: its constexprs and Triton's num_warps and num_stages.
+        scratch: the kernel makes tensor descriptors, for which Triton asks for memory at every launch.
     """
 
     kernel: Any
@@ -26,12 +29,24 @@ class Launch:
     on: Tensor
     arguments: tuple[Any, ...]
     constants: dict[str, Any] = field(default_factory=dict)
+    scratch: bool = False
 
     def run(self) -> None:
         if not self.programs:
             return
         with torch.cuda.device_of(self.on):  # Triton launches on the current device, whatever its arguments are on
-            self.kernel[(self.programs,)](*self.arguments, **self.constants)
+            if self.scratch:
+                copy_context().run(self._start_with_scratch)  # Triton's allocator is a context variable: ours ends here
+            else:
+                self._start()
+
+    def _start(self) -> None:
+        self.kernel[(self.programs,)](*self.arguments, **self.constants)
+
+    def _start_with_scratch(self) -> None:
+        device = self.on.device
+        triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
+        self._start()
 
     def compile(self) -> Any:
         """The compiled kernel that ``run`` would start, for the target of Triton's active driver."""

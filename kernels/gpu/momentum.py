@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
-from .tiles import ceildiv
+from .model import ceildiv
 
 __all__ = ["launch", "momentum_kernel", "momentum_update", "takes"]
 

@@ -1,5 +1,6 @@
 """Newton-Schulz on the Triton kernels: the loops of ``iterations``, symmetric products computed by one triangle."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,13 +11,14 @@ from torch.profiler import record_function
 
 from ..iterations import gram, standard
 from ..plan import Plan
+from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import INTERPRETER, Table, architecture, load_tables
+from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-__all__ = ["Products", "orthogonalize", "products_on", "serves"]
+__all__ = ["Products", "orthogonalize", "orthogonalize_into", "products_on", "serves"]
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,21 @@ class Products:
 
     def outer(self, x: Tensor) -> Tensor:
         """``x xᵀ``, [b, k, k], new."""
-        return self._symmetric(x, x, alpha=1.0, plus=None, beta=0.0)
+        return self._symmetric(x, None, alpha=1.0, plus=None, beta=0.0)
 
     def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        """``alpha left right + beta plus``, [b, k, k], new: the lower triangle, mirrored."""
+        """``alpha left right + beta plus``, [b, k, k], new: the squares below the diagonal, mirrored."""
         if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
             out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
             return torch.mul(plus, beta, out=out)
         return self._symmetric(left, right, alpha=alpha, plus=plus, beta=beta)
 
-    def _symmetric(self, left: Tensor, right: Tensor, *, alpha: float, plus: Tensor | None, beta: float) -> Tensor:
-        """``alpha left rightᵀ + beta plus``; rightᵀ is right for the results of this class, bitwise symmetric."""
+    def _symmetric(
+        self, left: Tensor, right: Tensor | None, *, alpha: float, plus: Tensor | None, beta: float
+    ) -> Tensor:
         out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
-        tiles = self.table.symmetric
-        symmetric_product(left, right, out, tiles, self.processors, alpha=alpha, plus=plus, beta=beta).run()
+        tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
+        symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta).run()
         return out
 
     def general(
@@ -51,8 +54,17 @@ class Products:
         if out is None:
             matrices, rows, cols = right.shape
             out = empty_matrices(matrices, rows, cols, like=right, dtype=right.dtype)
-        product(left, right, out, self.table.product, self.processors, plus=plus, beta=beta).run()
+        tile = self._tile(self.table.product, out, left.shape[2], triangle=False)
+        product(left, right, out, tile, plus=plus, beta=beta).run()
         return out
+
+    def _tile(self, tiles: tuple[Tile, ...], out: Tensor, depth: int, *, triangle: bool) -> Tile:
+        matrices, rows, cols = out.shape
+        return choose(tiles, self.table.device, ((matrices, rows, cols, depth),), self.processors, triangle=triangle)
+
+    def add_to_diagonal(self, x: Tensor, a: float) -> None:
+        """``x + aI``, in place."""
+        x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 @cache
@@ -66,12 +78,22 @@ def products_on(device: torch.device) -> Products | None:
     return Products(load_tables()[name], torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def serves(x: Tensor, plan: Plan) -> bool:
-    """Whether ``orthogonalize`` takes x, [m, n] or [b, m, n], and is expected to be at least as fast as cuBLAS."""
-    if x.dtype == torch.float64 or plan.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    products = products_on(x.device)
-    return products is not None and products.table.serves(x.shape[:-2].numel(), min(x.shape[-2:]))
+def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
+    """For each of a list: whether these kernels take it, and are expected to be at least as fast as cuBLAS.
+
+    Args:
+        xs: [..., m, n] on one device.
+        plan: for all; with backend "triton" speed is not asked for.
+    """
+    products = products_on(xs[0].device) if xs and plan.dtype in (torch.float16, torch.bfloat16) else None
+    if products is None:
+        return [False] * len(xs)
+    taken = [x.numel() > 0 and x.dtype != torch.float64 for x in xs]
+    if plan.backend == "triton":
+        return taken
+    matrices = {i: (xs[i].shape[:-2].numel(), *sorted(xs[i].shape[-2:])) for i, fits in enumerate(taken) if fits}
+    pays = dict(zip(matrices, served(products.table, tuple(matrices.values()), products.processors), strict=True))
+    return [pays.get(i, False) for i in range(len(xs))]
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
@@ -90,11 +112,26 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
     out = result if x.ndim == 3 else result[None]
     if tall:
         batch, out = batch.mT, out.mT
-    shape = "×".join(map(str, batch.shape))
-    with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
-        wide = normalize(batch, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
-        if plan.method == "standard":
-            standard(wide, plan.steps, products, out=out)
-        else:
-            gram(wide, plan.steps, plan.restarts, products, out=out)
+    orthogonalize_into(batch, out, plan, products)
     return result
+
+
+def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -> None:
+    """out ← Newton-Schulz of x.
+
+    Args:
+        x: [b, k, l] with k ≤ l, as for :func:`orthogonalize`.
+        out: of x's shape in ``plan.dtype``, any strides, no memory shared with x.
+        plan, products: as for :func:`orthogonalize`.
+    """
+    shape = "×".join(map(str, x.shape))
+    with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
+        # No name holds the normalized matrices: their memory is free again after the first step.
+        if plan.method == "standard":
+            standard(_normalized(x, plan), plan.steps, products, out=out)
+        else:
+            gram(_normalized(x, plan), plan.steps, plan.restarts, products, out=out)
+
+
+def _normalized(x: Tensor, plan: Plan) -> Tensor:
+    return normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)

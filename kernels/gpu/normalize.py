@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
+from .model import ceildiv
 from .operands import empty_matrices
-from .tiles import ceildiv
 
 __all__ = ["divide", "divide_kernel", "normalize", "partial_norms", "partial_norms_kernel"]
 
@@ -140,7 +140,7 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     )
 
 
-def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Tensor:
+def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None) -> Tensor:
     """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
 
     Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole matrix into NaN. No host
@@ -151,13 +151,15 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
         dtype: of the result.
         eps: smallest norm.
         safety: multiplies the norm.
+        out: takes the result; of x's shape and ``dtype`` with unit last stride, no memory shared with x.
     Returns:
-        A new tensor of x's shape with unit last stride.
+        ``out``, or a new tensor like it.
     """
     matrices, rows, cols = x.shape
     programs = min(_tiles(rows, cols), MOST_PARTIALS)
     partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
-    out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
+    if out is None:
+        out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
     partial_norms(x, partials).run()
     divide(x, partials, out, eps=eps, safety=safety).run()
     return out

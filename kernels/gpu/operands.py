@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .tiles import Tile, ceildiv
+from .model import Tile, ceildiv
 
 __all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of"]
 

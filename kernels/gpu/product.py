@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
+from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of
-from .tiles import Tile, ceildiv, choose
 
 __all__ = ["product", "product_kernel"]
 
@@ -76,8 +76,7 @@ def product(
     left: Tensor,
     right: Tensor,
     out: Tensor,
-    tiles: tuple[Tile, ...],
-    processors: int,
+    tile: Tile,
     *,
     plus: Tensor | None = None,
     beta: float = 0.0,
@@ -88,13 +87,11 @@ def product(
         left: [b, k, k] with unit last stride.
         right: [b, k, l] with unit last stride.
         out: [b, k, l], any strides; shares no memory with the others.
-        tiles: to choose from.
-        processors: of the device.
+        tile: of the result.
         plus: [b, k, l] with unit last stride, or None.
         beta: multiplies ``plus``.
     """
     matrices, rows, cols = right.shape
-    tile = choose(tiles, rows, cols, matrices, processors, triangle=False)
     summand = right if plus is None else plus
     return Launch(
         product_kernel,

@@ -1,9 +1,13 @@
 """Symmetric products: one triangle is computed, the other is its mirror image.
 
-    C = α L Rᵀ + β P      L, R [b, k, d], P, C [b, k, k]
+    C = α X Xᵀ            X [b, k, d], C [b, k, k]
+    C = α L R + β P       L, R, P, C [b, k, k]
 
-where L Rᵀ is symmetric up to rounding: X Xᵀ and A A (L = R), and in the gram form R Z and Z S. Accumulated in float32,
-rounded once. C is bitwise symmetric whatever the inputs: the lower triangle is what is computed, of P too.
+where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Accumulated in float32, rounded once.
+Squares below the diagonal are computed, of P too, and written twice. A square on the diagonal is written as it comes
+out, symmetric to rounding: mirroring it in registers as well would double the instructions behind the loop. So R Z and
+Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z, which
+is the order that iterations.py warns of: twice the error where the squares are half of the matrix.
 """
 
 import triton
@@ -11,29 +15,33 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launch
+from .model import Tile, ceildiv
 from .operands import constants, load_tile, operand, place_of
-from .tiles import Tile, ceildiv, choose
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
 
 
 @triton.jit
-def _store(start, value, row, col, size, row_stride, SIDE: tl.constexpr):
-    """A square of the result, and its mirror image; nothing above the diagonal.
-
-    No mask here differs from entry to entry: that would make every store two bytes wide.
-    """
-    if col <= row:
+def _store(
+    out, value, matrix, row, col, size, matrix_stride, row_stride, SIDE: tl.constexpr, DESCRIPTORS: tl.constexpr
+):
+    """A square of the result and its mirror image; one on the diagonal once, and nothing above it."""
+    if DESCRIPTORS:
+        if col <= row:
+            out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
+        if col < row:
+            out.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
+    else:
         i = tl.arange(0, SIDE)[:, None]
         j = tl.arange(0, SIDE)[None, :]
+        # No mask here differs from entry to entry: that would make every store two bytes wide.
         inside = (row + i < size) & (col + j < size)
-        if col == row:
-            value = tl.where(i >= j, value, value.T)
         # Within a square 32 bits are enough, and half the registers.
-        straight = start + row.to(tl.int64) * row_stride + col
-        mirrored = start + col.to(tl.int64) * row_stride + row
-        tl.store(straight + i * row_stride + j, value, mask=inside)
-        tl.store(mirrored + j * row_stride + i, value, mask=inside)
+        start = out + matrix.to(tl.int64) * matrix_stride
+        if col < row:
+            tl.store(start + col.to(tl.int64) * row_stride + row + j * row_stride + i, value, mask=inside)
+        if col <= row:
+            tl.store(start + row.to(tl.int64) * row_stride + col + i * row_stride + j, value, mask=inside)
 
 
 @triton.jit
@@ -55,6 +63,7 @@ def symmetric_kernel(
     alpha: tl.float32,
     initial: tl.float32,
     PLUS: tl.constexpr,
+    OUTER: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -79,64 +88,73 @@ def symmetric_kernel(
         a = load_tile(
             left, matrix, row, k, size, depth, left_matrix_stride, left_row_stride, ROWS, DEPTH, DESCRIPTORS, WIDEN
         )
-        b = load_tile(
-            right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride, COLS, DEPTH, DESCRIPTORS, WIDEN
-        )
-        sums = tl.dot(a, b.T, sums, input_precision="ieee")
+        if OUTER:
+            rows = load_tile(
+                right, matrix, col, k, size, depth, right_matrix_stride, right_row_stride,
+                COLS, DEPTH, DESCRIPTORS, WIDEN,
+            )  # fmt: skip
+            b = rows.T
+        else:
+            b = load_tile(
+                right, matrix, k, col, depth, size, right_matrix_stride, right_row_stride,
+                DEPTH, COLS, DESCRIPTORS, WIDEN,
+            )  # fmt: skip
+        sums = tl.dot(a, b, sums, input_precision="ieee")
 
-    value = (alpha * sums).to(out.dtype.element_ty)
-    start = out + matrix.to(tl.int64) * out_matrix_stride
+    value = (alpha * sums).to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
     if COLS == ROWS:
-        _store(start, value, row, col, size, out_row_stride, ROWS)
+        _store(out, value, matrix, row, col, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
     else:
         tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
         first, second = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        _store(start, first, row, col, size, out_row_stride, ROWS)
-        _store(start, second, row, col + ROWS, size, out_row_stride, ROWS)
+        _store(out, first, matrix, row, col, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+        _store(out, second, matrix, row, col + ROWS, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
 
 
 def symmetric_product(
     left: Tensor,
-    right: Tensor,
+    right: Tensor | None,
     out: Tensor,
-    tiles: tuple[Tile, ...],
-    processors: int,
+    tile: Tile,
     *,
     alpha: float = 1.0,
     plus: Tensor | None = None,
     beta: float = 0.0,
 ) -> Launch:
-    """out ← α left rightᵀ + β plus.
+    """out ← α left right + β plus, or α left leftᵀ + β plus where ``right`` is None.
 
     Args:
-        left, right: [b, k, d] with unit last strides.
+        left: [b, k, d] with unit last stride.
+        right: [b, k, k] likewise; then d = k.
         out: [b, k, k] with unit last stride; shares no memory with the others.
-        tiles: to choose from.
-        processors: of the device.
+        tile: of the result.
         alpha: not 0.
         plus: [b, k, k] with unit last stride, or None.
         beta: multiplies ``plus``.
     """
     matrices, size, depth = left.shape
-    tile = choose(tiles, size, size, matrices, processors, triangle=True)
     summand = left if plus is None else plus
+    if right is None:
+        other, second = left, operand(left, tile, tile.cols, tile.depth)
+    else:
+        other, second = right, operand(right, tile, tile.depth, tile.cols)
     return Launch(
         symmetric_kernel,
         matrices * ceildiv(size, tile.rows) * ceildiv(size, tile.cols),
         out,
         (
             operand(left, tile, tile.rows, tile.depth),
-            operand(right, tile, tile.cols, tile.depth),
+            second,
             None if plus is None else operand(plus, tile, tile.rows, tile.cols),
-            out,
+            operand(out, tile, tile.rows, tile.rows),
             size,
             depth,
             *left.stride()[:2],
-            *right.stride()[:2],
+            *other.stride()[:2],
             *summand.stride()[:2],
             *out.stride()[:2],
             alpha,
             beta / alpha,
         ),
-        constants(tile, plus=plus is not None),
+        constants(tile, plus=plus is not None) | {"OUTER": right is None},
     )

@@ -1,11 +1,12 @@
-"""Tile shapes of the two matrix-product kernels, from ``tiles.json``: which runs is decided by how it fills the device.
+"""Tile shapes of the matrix-product kernels, from ``tiles.json``, and the choice among them by ``model.seconds``.
 
-The file holds, for each architecture, where its numbers come from and, for each kernel, tiles from the largest to the
-smallest. A large tile reads less memory per operation but leaves multiprocessors idle when there are few of them.
+The file holds, for each architecture, what is assumed of the device, where that comes from, and for each kernel tiles
+from the largest to the smallest. A large tile reads less memory per operation but leaves multiprocessors idle when
+there are few of them.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -13,64 +14,95 @@ from typing import Any
 
 import torch
 
-__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "ceildiv", "choose", "load_tables", "work"]
+from .model import Device, Result, Tile, ceildiv, seconds
 
+__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "ceildiv", "choose", "load_tables", "served"]
+
+#: (matrices, k, l)
+Shape = tuple[int, int, int]
+
+_MANY = 64  # matrices of one shape leave no multiprocessor idle
 _FILE = Path(__file__).with_name("tiles.json")
 
 
 @dataclass(frozen=True)
-class Tile:
-    """What one program makes of a result, and how.
-
-    Args:
-        rows, cols: of the result.
-        depth: of the summed dimension at a time.
-        group: rows of tiles that are walked together, so that their operands stay in the L2 cache.
-        stages, warps: Triton's num_stages and num_warps.
-        rate: what a multiprocessor does of such tiles in a second, relative to the table's fastest.
-        descriptors: operands come through the tensor memory accelerator.
-        specialize: loads and products run in warps of their own.
-    """
-
-    rows: int
-    cols: int
-    depth: int
-    group: int
-    stages: int
-    warps: int
-    rate: float = 1.0
-    descriptors: bool = False
-    specialize: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
-    """The tiles of one architecture, and the smallest problem worth them; cuBLAS runs smaller ones.
+    """The tiles of one architecture, and what is known of it.
 
     Args:
         source: what the numbers were taken on, when and how.
-        smallest: smaller dim from which Triton runs a matrix.
-        smallest_batched, batch: the same in a batch of ``batch`` or more.
+        device: what the model assumes.
         symmetric, product: tiles of either kernel, from the largest to the smallest.
+        cublas: tiles of a product in cuBLAS, as far as the model needs them.
     """
 
     source: str
-    smallest: int
-    smallest_batched: int
-    batch: int
+    device: Device
     symmetric: tuple[Tile, ...]
     product: tuple[Tile, ...]
+    cublas: tuple[Tile, ...]
 
-    def serves(self, matrices: int, smaller_dim: int) -> bool:
-        """Whether Triton is expected to be at least as fast as cuBLAS."""
-        return smaller_dim >= (self.smallest_batched if matrices >= self.batch else self.smallest)
+    def triton_seconds(self, shapes: Sequence[Shape], processors: int) -> float:
+        """Expected time of one standard step, ``XXᵀ``, ``bA + cA²`` and ``aX + BX``, of all matrices in three launches.
+
+        Args:
+            shapes: of the matrices.
+            processors: of the device.
+        """
+        return sum(
+            self._seconds(self.symmetric if triangle else self.product, results, processors, triangle=triangle)
+            for results, triangle in _products_of(shapes)
+        )
+
+    def cublas_seconds(self, shapes: Sequence[Shape], processors: int) -> float:
+        """The same on cuBLAS, where each shape has three launches of its own and squares are computed whole."""
+        return sum(
+            self._seconds(self.cublas, results, processors, triangle=False)
+            for shape in shapes
+            for results, _ in _products_of([shape])
+        )
+
+    def _seconds(
+        self, tiles: tuple[Tile, ...], results: tuple[Result, ...], processors: int, *, triangle: bool
+    ) -> float:
+        if len(results) > 1:
+            tiles = tuple(tile.in_list for tile in tiles)
+        tile = choose(tiles, self.device, results, processors, triangle=triangle)
+        return seconds(tile, self.device, results, processors, triangle=triangle)
+
+
+@lru_cache(maxsize=1024)
+def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bool, ...]:
+    """For each shape of a list, whether its matrices are expected to be done sooner by Triton than by cuBLAS.
+
+    Shapes of which a large batch would be are taken together, for they share launches, and each by itself where that
+    does not pay.
+    """
+
+    def pays(chosen: Sequence[Shape]) -> bool:
+        return table.triton_seconds(chosen, processors) <= table.cublas_seconds(chosen, processors)
+
+    if not table.cublas:
+        return tuple(True for _ in shapes)
+    worthwhile = tuple(pays([(_MANY, *shape[1:])]) for shape in shapes)
+    together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
+    if together and pays(together):
+        return worthwhile
+    return tuple(pays([shape]) for shape in shapes)
+
+
+def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], bool]]:
+    """The three products of a standard step, and whether a triangle of each is enough."""
+    yield tuple((b, rows, rows, cols) for b, rows, cols in shapes), True
+    yield tuple((b, rows, rows, rows) for b, rows, _ in shapes), True
+    yield tuple((b, rows, cols, rows) for b, rows, cols in shapes), False
 
 
 _SMALL = Tile(rows=32, cols=32, depth=32, group=2, stages=1, warps=4, descriptors=True)
 # With TRITON_INTERPRET=1 matrices of any size on the CPU go through the kernels, for whoever debugs them.
-INTERPRETER = Table(
-    source="Triton's interpreter", smallest=0, smallest_batched=0, batch=1, symmetric=(_SMALL,), product=(_SMALL,)
-)
+INTERPRETER = Table("Triton's interpreter", Device(), symmetric=(_SMALL,), product=(_SMALL,), cublas=())
+
+_KERNELS = ("symmetric", "product", "cublas")
 
 
 @cache
@@ -78,12 +110,13 @@ def load_tables(path: Path = _FILE) -> Mapping[str, Table]:
     """Tables by architecture, "sm_80" for one."""
     entries: Mapping[str, dict[str, Any]] = json.loads(path.read_text())
     return {
-        name: Table(**entry | {kernel: tuple(Tile(**tile) for tile in entry[kernel]) for kernel in _KERNELS})
+        name: Table(
+            source=entry["source"],
+            device=Device(**entry["device"]),
+            **{kernel: tuple(Tile(**tile) for tile in entry[kernel]) for kernel in _KERNELS},
+        )
         for name, entry in entries.items()
     }
-
-
-_KERNELS = ("symmetric", "product")
 
 
 @cache
@@ -97,31 +130,9 @@ def architecture(device: torch.device) -> str | None:
     return name if name in load_tables() else None
 
 
-def ceildiv(a: int, b: int) -> int:
-    """⌈a / b⌉; ``triton.cdiv`` serves kernels too, and on the host costs more than what it divides for."""
-    return -(-a // b)
-
-
 @lru_cache(maxsize=1024)
-def choose(tiles: tuple[Tile, ...], rows: int, cols: int, matrices: int, processors: int, *, triangle: bool) -> Tile:
-    """The tile that is expected to be done first; of equals the first in the table."""
-    return min(tiles, key=lambda tile: work(tile, rows, cols, matrices, processors, triangle=triangle) / tile.rate)
-
-
-def work(tile: Tile, rows: int, cols: int, matrices: int, processors: int, *, triangle: bool) -> int:
-    """Entries of the result that the busiest multiprocessor makes, whole tiles at a time.
-
-    On 132 of them the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three tiles,
-    where 128 × 128 are 528, four each: two thirds of the work.
-
-    Args:
-        tile: of the result.
-        rows, cols, matrices: of the results.
-        processors: that share the tiles.
-        triangle: counts only the tiles that hold some of a square result's lower triangle.
-    """
-    down, across = ceildiv(rows, tile.rows), ceildiv(cols, tile.cols)
-    programs = down * across
-    if triangle:
-        programs = sum(min(across, ceildiv((i + 1) * tile.rows, tile.cols)) for i in range(down))
-    return ceildiv(programs * matrices, processors) * tile.rows * tile.cols
+def choose(
+    tiles: tuple[Tile, ...], device: Device, results: tuple[Result, ...], processors: int, *, triangle: bool
+) -> Tile:
+    """The tile that is expected to be done first; of equals the first in the table. Arguments: ``model.seconds``."""
+    return min(tiles, key=lambda tile: seconds(tile, device, results, processors, triangle=triangle))

@@ -33,4 +33,6 @@ def newton_schulz(matrices: list[Tensor], settings: MuonSpec) -> list[Tensor]:
         settings.eps,
         settings.safety,
         list(settings.restarts),
+        settings.backend,
+        settings.memory_limit,
     )

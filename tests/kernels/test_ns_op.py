@@ -56,6 +56,16 @@ def test_real_outputs_look_like_the_fake_ones(shape, strided):
     assert real.storage_offset() == 0
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4, 6), 0), ((4, 3, 6), 1), ((2, 4, 6, 3), -1)])
+def test_vmap_is_one_more_dimension_of_a_stack(shape, dim):
+    x, alone = randn(*shape), randn(5, 5, seed=1)
+    stack = x.movedim(dim, 0)
+    assert torch.equal(torch.vmap(newton_schulz, in_dims=dim)(x), newton_schulz(stack))
+    both = torch.vmap(lambda a: tuple(newton_schulz_list([a, alone])), in_dims=dim, out_dims=(0, None))
+    mapped, shared = both(x)
+    assert torch.equal(mapped, newton_schulz(stack)) and torch.equal(shared, newton_schulz(alone))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_is_bitwise_eager(backend):
     """Opaque: whatever surrounds it, its bits do not change."""

@@ -352,6 +352,8 @@ KWARGS = {
     "ns_coefficients": ("you", "muon.ns.coefficients", "you"),
     "ns_method": ("gram", "muon.ns.method", "gram"),
     "ns_dtype": ("fp32", "muon.ns.dtype", "float32"),
+    "ns_backend": ("aten", "muon.ns.backend", "aten"),
+    "ns_memory_limit": (2**20, "muon.ns.memory_limit", 2**20),
     "stage": (3, "zero.stage", 3),
     "update": ("step", "zero.update", "step"),
     "exchange": ("owner", "zero.exchange", "owner"),
@@ -605,7 +607,7 @@ def test_contradictions(source, field, words):
         ({"zero_optimization": {"exchange": "owner"}}, "zero_optimization.exchange", ["optimizer.params.exchange"]),
         ({"bf16": {"enable": True}}, "bf16.enable", ["bf16.enabled"]),
         ({"compile": {"code_gen": "eager"}}, "compile.code_gen", ["compile.codegen"]),
-        ({"compile": {"backend_": 1}}, "compile.backend_", ["known here"]),
+        ({"compile": {"zzz": 1}}, "compile.zzz", ["known here"]),
         ({3: 4}, "3", ["known here"]),
         (params(lr="0.1"), "optimizer.params.lr", ["'0.1'", "str"]),
         (params(muon_lr=-1), "optimizer.params.muon_lr", ["-1"]),
@@ -831,7 +833,8 @@ def test_keys_of_muon_are_refused_with_adamw(key):
 
 
 def test_muon_keys_under_test_are_all_there_are():
-    expected = "momentum nesterov adjust_lr ns_steps ns_coefficients ns_method ns_dtype muon_params muon_lr exchange"
+    expected = "momentum nesterov adjust_lr muon_params muon_lr exchange ns_steps ns_coefficients ns_method ns_dtype"
+    expected += " ns_backend ns_memory_limit"
     assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
 
 

@@ -1,4 +1,4 @@
-"""test_kernels.py in Triton's interpreter, in a process of its own: Triton decides when a kernel is defined."""
+"""The tests of kernels in Triton's interpreter, in processes of their own: Triton decides when a kernel is defined."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
 
 @pytest.mark.skipif(OLD_TRITON and NEW_NUMPY, reason="the interpreter of Triton 3.6 needs numpy < 2.4")
-def test_every_kernel_in_the_interpreter():
+@pytest.mark.parametrize(("file", "least"), [("test_kernels.py", 150), ("test_grouped.py", 200)])
+def test_every_kernel_in_the_interpreter(file, least):
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(here / "test_kernels.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(here / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here.parents[2], timeout=800)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
-    assert passed and int(passed[1]) > 150, ran.stdout[-2000:]
+    assert passed and int(passed[1]) > least, ran.stdout[-2000:]

@@ -1,4 +1,4 @@
-"""The tile tables, and the choice among their tiles."""
+"""The tile tables, the model of a launch, and the choice among tiles that follows from it."""
 
 from __future__ import annotations
 
@@ -6,48 +6,84 @@ from dataclasses import replace
 
 import pytest
 
-from compile_muon.kernels.gpu.tiles import Table, Tile, choose, load_tables, work
+from compile_muon.kernels.gpu.model import Device, Tile, busiest, programs, seconds
+from compile_muon.kernels.gpu.tiles import INTERPRETER, choose, load_tables, served
 
 LARGE = Tile(rows=128, cols=256, depth=64, group=8, stages=3, warps=8)
 MIDDLE = Tile(rows=128, cols=128, depth=64, group=8, stages=4, warps=4, rate=0.85)
 SMALL = Tile(rows=64, cols=64, depth=64, group=8, stages=3, warps=4, rate=0.5)
+IDEAL = Device(rate=1.0)
 
 
-def busiest(tile: Tile, rows: int, cols: int, matrices: int, processors: int, triangle: bool) -> int:
-    """Entries that the first processor makes when tiles are dealt out one by one."""
-    tiles = [
-        (matrix, row, col)
-        for matrix in range(matrices) for row in range(0, rows, tile.rows) for col in range(0, cols, tile.cols)
+def starts(tile: Tile, rows: int, cols: int, triangle: bool) -> list[tuple[int, int]]:
+    return [
+        (row, col)
+        for row in range(0, rows, tile.rows) for col in range(0, cols, tile.cols)
         if not triangle or col < row + tile.rows
     ]  # fmt: skip
-    return len(tiles[::processors]) * tile.rows * tile.cols
 
 
 @pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (64, 64), (257, 257), (1000, 3000), (2048, 2048), (4100, 4100)])
+def test_programs_are_counted(rows, cols, tile):
+    assert programs(tile, rows, cols, triangle=False) == len(starts(tile, rows, cols, False))
+    if rows == cols:
+        assert programs(tile, rows, cols, triangle=True) == len(starts(tile, rows, cols, True))
+
+
+@pytest.mark.parametrize("tile", [LARGE, MIDDLE, SMALL])
 @pytest.mark.parametrize("matrices", [1, 5])
-def test_work_is_that_of_the_busiest_processor(matrices, rows, cols, tile):
+def test_on_an_ideal_device_the_busiest_processor_decides(matrices, tile):
     for processors in (1, 7, 132):
-        expected = busiest(tile, rows, cols, matrices, processors, triangle=False)
-        assert work(tile, rows, cols, matrices, processors, triangle=False) == expected
-        if rows == cols:
-            expected = busiest(tile, rows, cols, matrices, processors, triangle=True)
-            assert work(tile, rows, cols, matrices, processors, triangle=True) == expected
+        dealt = [place for _ in range(matrices) for place in starts(tile, 2048, 2048, True)][::processors]
+        expected = len(dealt) * 2 * tile.rows * tile.cols * 300 / tile.rate
+        found = seconds(tile, IDEAL, [(matrices, 2048, 2048, 300)], processors, triangle=True)
+        assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("processors", [1, 5, 132])
+def test_load_of_the_busiest_processor_over_a_list(processors):
+    tile, results = Tile(rows=16, cols=32, depth=16), [(2, 100, 300, 40), (1, 64, 64, 17), (3, 20, 33, 100)]
+    loads, count = [0] * processors, 0
+    for matrices, rows, cols, depth in results:
+        for _ in range(matrices * len(starts(tile, rows, cols, False))):
+            loads[count % processors] += 2 * 16 * 32 * depth
+            count += 1
+    assert busiest(tile, results, processors, triangle=False) == (max(loads), -(-count // processors))
+
+
+def test_blocks_side_by_side_hide_what_a_block_alone_waits_for():
+    device = Device(rate=1.0, solo=0.5, overhead=1e5, launch=1e3)
+    tile = Tile(rows=16, cols=16, resident=3)
+    work = 2 * 16 * 16 * 100
+
+    def of(matrices: int) -> float:
+        return seconds(tile, device, [(matrices, 16, 16, 100)], 1, triangle=False) - 1e3
+
+    assert of(1) == pytest.approx(work / 0.5 + 1e5)
+    assert of(2) == pytest.approx(2 * work / 0.75 + 1e5)
+    assert of(3) == pytest.approx(3 * work + 1e5)
+    assert of(4) == pytest.approx(4 * work + 2e5)
 
 
 def test_the_tile_that_is_done_first():
+    def chosen(tiles: tuple[Tile, ...], size: int, *, triangle: bool) -> Tile:
+        return choose(tiles, IDEAL, ((1, size, size, 512),), 132, triangle=triangle)
+
     choice = (LARGE, MIDDLE, SMALL)
-    assert choose(choice, 64, 64, 1, 132, triangle=False) == SMALL  # one program whichever is taken: the least work
-    assert choose(choice, 2048, 2048, 1, 132, triangle=False) == LARGE  # 128 programs, all at once
-    assert choose(choice, 4096, 4096, 1, 132, triangle=True) == MIDDLE  # 528, four each; LARGE has three of twice that
-    assert choose(choice, 8192, 8192, 1, 132, triangle=True) == LARGE  # what counts is the rate
-    assert choose((LARGE, replace(LARGE, warps=4)), 512, 512, 1, 132, triangle=False) == LARGE  # the first of equals
+    assert chosen(choice, 64, triangle=False) == SMALL  # one program whichever is taken: the least work
+    assert chosen(choice, 2048, triangle=False) == LARGE  # 128 programs, all at once
+    assert chosen(choice, 4096, triangle=True) == MIDDLE  # 528, four each; LARGE has three of twice that
+    assert chosen(choice, 8192, triangle=True) == LARGE  # what counts is the rate
+    assert chosen((LARGE, replace(LARGE, warps=4)), 512, triangle=False) == LARGE  # the first of equals
 
 
 @pytest.mark.parametrize("name", list(load_tables()))
 def test_tables_are_well_formed(name):
     table = load_tables()[name]
     assert table.source
+    assert 1e12 < table.device.rate < 1e14 and 0 < table.device.solo <= 1
+    assert 0 < table.device.overhead < 1e-4 and 0 < table.device.launch < 1e-4
     assert all(tile.cols in (tile.rows, 2 * tile.rows) for tile in table.symmetric)
     for tiles in (table.symmetric, table.product):
         assert max(tile.rate for tile in tiles) == 1
@@ -60,7 +96,18 @@ def test_tables_are_well_formed(name):
             assert not tile.specialize or name == "sm_100"
 
 
-def test_small_matrices_are_left_to_cublas():
-    table = Table("tests", smallest=1024, smallest_batched=512, batch=4, symmetric=(SMALL,), product=(SMALL,))
-    assert table.serves(1, 1024) and not table.serves(1, 1023)
-    assert table.serves(4, 512) and not table.serves(3, 512) and not table.serves(64, 511)
+@pytest.mark.parametrize("name", list(load_tables()))
+def test_cublas_keeps_what_leaves_multiprocessors_idle(name):
+    table = load_tables()[name]
+
+    def alone(*shape: int) -> bool:
+        return served(table, (shape,), 132)[0]
+
+    assert alone(1, 8192, 8192) and alone(64, 4096, 14336)
+    assert not alone(1, 256, 256)
+    assert not alone(1, 1024, 1024)  # 36 tiles of 128 × 128 in a triangle, 64 in a square: one each
+    # An owner's list fills what one matrix leaves idle, but a tiny one is no better off in it.
+    assert served(table, ((32, 1024, 1024), (1, 64, 64)), 132) == (True, False)
+    faster = replace(table, cublas=tuple(replace(tile, rate=100.0) for tile in table.cublas))
+    assert served(faster, ((1, 8192, 8192), (64, 4096, 4096)), 132) == (False, False)
+    assert served(INTERPRETER, ((1, 1, 1),), 1) == (True,)

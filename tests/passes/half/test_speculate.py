@@ -117,7 +117,9 @@ def compare(rank, specs, wanted, lowered, plain):
         assert (extra.directions[i].dtype, extra.directions[i].shape) == (direction.dtype, spec.local_shape)
         if returned[i].numel():
             assert not torch.equal(extra.directions[i].float(), returned[i])
-        torch.testing.assert_close(extra.directions[i], direction, atol=1e-6, rtol=1e-6)
+        # `lerp` by a tensor, in the graph, and by a number differ in the last bit in torch 2.11.
+        tolerance = max(1e-5, torch.finfo(direction.dtype).eps)
+        torch.testing.assert_close(extra.directions[i], direction, atol=tolerance, rtol=1e-6)
         row = wanted.speculated.index(i)
         assert torch.equal(extra.fingerprints[row], fingerprint([total])[0])
     return True

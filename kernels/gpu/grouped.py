@@ -1,0 +1,183 @@
+"""Newton-Schulz of a list of matrices of unequal shapes: each product of all of them is one launch."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ..chunks import Stack, chunked
+from ..iterations import gram, standard
+from ..plan import Plan
+from . import newton_schulz
+from .arena import Layout, Matrices, work_bytes
+from .grouped_product import grouped_product
+from .grouped_symmetric import grouped_symmetric
+from .model import Tile
+from .normalize import normalize
+from .product import product
+from .schedule import results_of
+from .tiles import Table, choose
+
+__all__ = ["GroupedProducts", "orthogonalize_list"]
+
+# Entries of a matrix up to which tensors of one shape are copied together: three launches of its own take the host
+# about as long as a GPU needs for all of a matrix 1024 × 4096. An estimate, like the tile tables.
+SMALL = 2**22
+
+Pair = tuple[Tensor, Tensor]  # matrices [b, k, l] with k ≤ l, and what takes their results
+
+
+@dataclass(frozen=True)
+class GroupedProducts:
+    """The two matrix products of a device of all matrices of a list, ``iterations.Products`` over ``Matrices``."""
+
+    table: Table
+    processors: int
+
+    def outer(self, x: Matrices) -> Matrices:
+        """``x xᵀ``, k × k, new."""
+        return self._symmetric(x, x, alpha=1.0, plus=None, beta=0.0)
+
+    def symmetric(
+        self, left: Matrices, right: Matrices, *, plus: Matrices, beta: float, alpha: float = 1.0
+    ) -> Matrices:
+        """``alpha left right + beta plus``, k × k, new: the lower triangles, mirrored."""
+        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+            assert plus.flat is not None
+            return replace(plus, flat=plus.flat * beta)
+        return self._symmetric(left, right, alpha=alpha, plus=plus, beta=beta)
+
+    def _symmetric(
+        self, left: Matrices, right: Matrices, *, alpha: float, plus: Matrices | None, beta: float
+    ) -> Matrices:
+        out = left.new(square=True)
+        tile = self._tile(self.table.symmetric, left, triangle=True)
+        grouped_symmetric(left, right, out, tile, self.processors, alpha=alpha, plus=plus, beta=beta).run()
+        return out
+
+    def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool) -> Tile:
+        results = results_of(operand.layout, triangle=triangle, square=operand.square)
+        tiles = tuple(tile.in_list for tile in tiles)
+        return choose(tiles, self.table.device, results, self.processors, triangle=triangle)
+
+    def general(
+        self,
+        left: Matrices,
+        right: Matrices,
+        *,
+        plus: Matrices | None = None,
+        beta: float = 0.0,
+        out: Matrices | None = None,
+    ) -> Matrices:
+        """``left right + beta plus`` in ``out`` where given, else new.
+
+        ``out`` are tensors of results, of which a table would have to hold the addresses, other ones at every call: so
+        each has a launch of its own.
+        """
+        if out is None:
+            out = right.new(square=right.square)
+            tile = self._tile(self.table.product, right, triangle=False)
+            grouped_product(left, right, out, tile, self.processors, plus=plus, beta=beta).run()
+            return out
+        summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
+        operands = zip(left.parts(out.results), right.parts(out.results), out.results, summands, strict=True)
+        for factor, x, result, summand in operands:
+            results = (*result.shape, factor.shape[2])
+            tile = choose(self.table.product, self.table.device, (results,), self.processors, triangle=False)
+            product(factor, x, result, tile, plus=summand, beta=beta).run()
+        return out
+
+    def add_to_diagonal(self, x: Matrices, a: float) -> None:
+        """``x + aI``, in place."""
+        for view in x.views:
+            view.diagonal(dim1=-2, dim2=-1).add_(a)
+
+
+def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz.Products) -> list[Tensor]:
+    """Newton-Schulz of every matrix of a list. Allocates and launches only, so a CUDA graph can capture it, once it
+    has run on matrices of these shapes and the tables of ``schedule`` are on the device.
+
+    Args:
+        xs: [..., m, n], none empty, in float16, bfloat16 or float32, any strides, on one device, unmodified.
+        plan: with method "standard" or "gram", dtype float16 or bfloat16. Matrices are worked on in chunks that stay
+            under its ``memory_limit``; one matrix that exceeds it by itself is a chunk.
+        products: of the device.
+    Returns:
+        New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
+    """
+    results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
+    inputs = [_wide(x) for x in xs]
+    outputs = [_wide(result) for result in results]
+    stacks = [Stack(len(x), _work_bytes(x, plan)) for x in inputs]
+    for chunk in chunked(stacks, plan.memory_limit):
+        pairs = [(inputs[p.index][p.start : p.stop], outputs[p.index][p.start : p.stop]) for p in chunk]
+        _orthogonalize_chunk(pairs, plan, products)
+    return results
+
+
+def _orthogonalize_chunk(pairs: list[Pair], plan: Plan, products: newton_schulz.Products) -> None:
+    alike: dict[Hashable, list[Pair]] = {}
+    for i, (x, out) in enumerate(pairs):
+        small = x.shape[1] * x.shape[2] <= SMALL
+        alike.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out))
+    together = [_together(same) if len(same) > 1 else same[0] for same in alike.values()]
+    if len(together) == 1:
+        # Nothing to fill a launch with: the kernels that know their one shape when they are compiled.
+        newton_schulz.orthogonalize_into(*together[0], plan, products)
+    else:
+        _orthogonalize_pairs(together, plan, products)
+    for same, (_, stack) in zip(alike.values(), together, strict=True):
+        if len(same) > 1:
+            torch._foreach_copy_([out for _, out in same], list(stack.split([len(x) for x, _ in same])))
+
+
+def _together(pairs: list[Pair]) -> Pair:
+    """Pairs of one shape as a single one: a copy of the inputs, and room for their results."""
+    turned = _turned(pairs[0][1])
+    x = torch.cat([x.mT if turned else x for x, _ in pairs])
+    out = torch.empty(x.shape, dtype=pairs[0][1].dtype, device=x.device)
+    return (x.mT, out.mT) if turned else (x, out)
+
+
+def _turned(x: Tensor) -> bool:
+    """Whether a column is what lies together in memory."""
+    return x.stride(1) < x.stride(2)
+
+
+def _orthogonalize_pairs(pairs: list[Pair], plan: Plan, products: newton_schulz.Products) -> None:
+    # Tiles with the longest sums first: when only short ones are left, programs end at nearly the same time.
+    pairs = sorted(pairs, key=lambda pair: (-pair[0].shape[2], -pair[0].shape[1]))
+    matrices: dict[tuple[int, int], int] = {}
+    for x, _ in pairs:
+        b, *shape = x.shape
+        matrices[shape[0], shape[1]] = matrices.get((shape[0], shape[1]), 0) + b
+    layout = Layout(tuple((b, *shape) for shape, b in matrices.items()))
+    out = Matrices(layout, None, square=False, results=tuple(out for _, out in pairs))
+    grouped = GroupedProducts(products.table, products.processors)
+    with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
+        # No name holds the normalized matrices: their memory is free again after the first step.
+        if plan.method == "standard":
+            standard(_normalized(pairs, out, plan), plan.steps, grouped, out=out)
+        else:
+            gram(_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out)
+
+
+def _normalized(pairs: list[Pair], out: Matrices, plan: Plan) -> Matrices:
+    wide = out.layout.new(plan.dtype, out.results[0].device, square=False, zero=True)
+    for (x, _), part in zip(pairs, wide.parts(out.results), strict=True):
+        normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part)
+    return wide
+
+
+def _wide(x: Tensor) -> Tensor:
+    """[..., m, n] as [b, k, l] with k ≤ l."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.mT if x.shape[1] > x.shape[2] else x
+
+
+def _work_bytes(x: Tensor, plan: Plan) -> int:
+    _, k, l = x.shape  # noqa: E741
+    copied = k * l * (x.dtype.itemsize + plan.dtype.itemsize) if k * l <= SMALL else 0
+    return copied + work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)

@@ -1,0 +1,112 @@
+"""What the two grouped kernels share: a row of their table, and operands by pointers or by descriptors of one shape.
+
+Rows of arenas are padded with zeros to a multiple of 16 elements, and bounds along a row are the padded ones. Pitches
+and starts come from a table, so Triton is told what it could not know: that they are multiples of 16 and 64.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .model import Tile
+
+__all__ = ["grouped_constants", "load_part", "place_in_list", "read_shape", "source_of"]
+
+
+@triton.jit
+def read_shape(table, shape, SQUARE: tl.constexpr):
+    """Of a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
+
+    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: schedule.FIELDS.
+
+    Volatile: the kernels read this anew for every tile, and for its store once more. Kept from tile to tile, it and all
+    address arithmetic that follows from it would hold registers that the sums need, and spill.
+    """
+    row = table + shape * 8
+    end = tl.load(row, volatile=True).to(tl.int32)
+    matrices = tl.load(row + 1, volatile=True).to(tl.int32)
+    k = tl.load(row + 2, volatile=True).to(tl.int32)
+    square = tl.multiple_of(tl.load(row + 4, volatile=True), 64)
+    square_pitch = tl.multiple_of(tl.load(row + 5, volatile=True).to(tl.int32), 16)
+    if SQUARE:
+        return end, matrices, k, k, square, square_pitch, square, square_pitch
+    else:
+        wide = tl.multiple_of(tl.load(row + 6, volatile=True), 64)
+        wide_pitch = tl.multiple_of(tl.load(row + 7, volatile=True).to(tl.int32), 16)
+        return end, matrices, k, tl.load(row + 3, volatile=True).to(tl.int32), square, square_pitch, wide, wide_pitch
+
+
+@triton.jit
+def place_in_list(places, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """(matrix, first row, first column) of a tile."""
+    matrix = tl.load(places + tile * 3, volatile=True)
+    row = tl.load(places + tile * 3 + 1, volatile=True)
+    col = tl.load(places + tile * 3 + 2, volatile=True)
+    return matrix, row * ROWS, col * COLS
+
+
+@triton.jit
+def source_of(
+    start,
+    matrices,
+    rows,
+    cols,
+    pitch,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """What ``load_part`` loads [ROWS, COLS] tiles from, of matrices [matrices, rows, cols] that begin at ``start``."""
+    if DESCRIPTORS:
+        return tl.make_tensor_descriptor(
+            start,
+            shape=[matrices, rows, cols],
+            strides=[rows.to(tl.int64) * pitch, pitch.to(tl.int64), 1],
+            block_shape=[1, ROWS, COLS],
+        )
+    else:
+        return start
+
+
+@triton.jit
+def load_part(
+    source,
+    matrix,
+    row,
+    col,
+    rows,
+    pitch,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """[ROWS, COLS] of matrix ``matrix`` from (row, col) on, zero outside."""
+    if DESCRIPTORS:
+        part = source.load([matrix, row, col]).reshape(ROWS, COLS)
+    else:
+        i = tl.arange(0, ROWS)[:, None]
+        j = tl.arange(0, COLS)[None, :]
+        # 64 bits: an arena may have more elements than an int32 counts.
+        start = source + (matrix.to(tl.int64) * rows + row) * pitch + col
+        part = tl.load(start + i * pitch + j, mask=(row + i < rows) & (col + j < pitch), other=0.0)
+    if WIDEN:
+        part = part.to(tl.float32)
+    return part
+
+
+def grouped_constants(tile: Tile, *, plus: bool, square: bool) -> dict[str, Any]:
+    """The compile-time arguments of either grouped kernel; WIDEN as in ``operands.constants``."""
+    return {
+        "SQUARE": square,
+        "PLUS": plus,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "DEPTH": tile.depth,
+        "DESCRIPTORS": tile.descriptors,
+        "SPECIALIZE": tile.specialize,
+        "WIDEN": bool(triton.knobs.runtime.interpret),
+        "num_stages": tile.stages,
+        "num_warps": tile.warps,
+    }

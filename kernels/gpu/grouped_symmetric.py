@@ -1,0 +1,155 @@
+"""The symmetric product of every matrix of a list, in one launch.
+
+    C = α X Xᵀ            for each shape (k, l): X [b, k, l], C [b, k, k]
+    C = α L R + β P       L, R, P, C [b, k, k]
+
+as in ``symmetric``, where it is said why it is L R and not L Rᵀ: squares below the diagonal are computed and mirrored,
+accumulated in float32, rounded once. Here programs stay, each going through every so-manieth tile of all triangles in
+the order of ``schedule.places``, which has none above a diagonal.
+
+On 9.0 and 10.0 results leave through descriptors too: next to the state of a program that stays, the addresses of two
+stores, straight and mirrored, spilled 40 to 240 bytes a thread.
+"""
+
+import triton
+import triton.language as tl
+
+from .arena import Matrices
+from .grouped_operands import grouped_constants, load_part, place_in_list, read_shape, source_of
+from .launch import Launch
+from .model import Tile
+from .schedule import tables
+
+__all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
+
+
+@triton.jit
+def _store(target, value, matrix, row, col, size, pitch, SIDE: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """A square of the result, padding included, and its mirror image; one on the diagonal once, nothing above it."""
+    if DESCRIPTORS:
+        if col <= row:
+            target.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
+        if col < row:
+            target.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
+    else:
+        i = tl.arange(0, SIDE)[:, None]
+        j = tl.arange(0, SIDE)[None, :]
+        start = target + matrix.to(tl.int64) * size * pitch
+        if col < row:
+            mirrored = start + col.to(tl.int64) * pitch + row
+            tl.store(mirrored + j * pitch + i, value, mask=(col + j < size) & (row + i < pitch))
+        if col <= row:
+            straight = start + row.to(tl.int64) * pitch + col
+            tl.store(straight + i * pitch + j, value, mask=(row + i < size) & (col + j < pitch))
+
+
+@triton.jit
+def grouped_symmetric_kernel(
+    left,
+    right,
+    plus,
+    out,
+    table,
+    places,
+    shapes,
+    alpha: tl.float32,
+    initial: tl.float32,
+    SQUARE: tl.constexpr,
+    PLUS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    SPECIALIZE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    programs = tl.num_programs(0)
+    first = tl.program_id(0)
+    for shape in range(shapes):
+        end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
+        if first < end:
+            lefts = source_of(left + wide, matrices, size, depth, wide_pitch, ROWS, DEPTH, DESCRIPTORS)
+            if SQUARE:
+                rights = source_of(right + wide, matrices, depth, size, wide_pitch, DEPTH, COLS, DESCRIPTORS)
+            else:
+                rights = source_of(right + wide, matrices, size, depth, wide_pitch, COLS, DEPTH, DESCRIPTORS)
+            if PLUS:
+                pluses = source_of(plus + square, matrices, size, size, square_pitch, ROWS, COLS, DESCRIPTORS)
+            # As wide as its pitch: the padding is written, with zeros.
+            target = source_of(out + square, matrices, size, square_pitch, square_pitch, ROWS, ROWS, DESCRIPTORS)
+            for tile in range(first, end, programs):
+                _, _, size, depth, _, square_pitch, _, wide_pitch = read_shape(table, shape, SQUARE)
+                matrix, row, col = place_in_list(places, tile, ROWS, COLS)
+                # The summand comes first: added at the end it would hold registers that the sums need, and spill.
+                if PLUS:
+                    sums = initial * load_part(
+                        pluses, matrix, row, col, size, square_pitch, ROWS, COLS, DESCRIPTORS, WIDEN
+                    ).to(tl.float32)
+                else:
+                    sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
+                for i in tl.range(0, tl.cdiv(depth, DEPTH), warp_specialize=SPECIALIZE):
+                    k = i * DEPTH
+                    a = load_part(lefts, matrix, row, k, size, wide_pitch, ROWS, DEPTH, DESCRIPTORS, WIDEN)
+                    if SQUARE:
+                        b = load_part(rights, matrix, k, col, size, wide_pitch, DEPTH, COLS, DESCRIPTORS, WIDEN)
+                    else:
+                        b = load_part(rights, matrix, col, k, size, wide_pitch, COLS, DEPTH, DESCRIPTORS, WIDEN).T
+                    sums = tl.dot(a, b, sums, input_precision="ieee")
+
+                value = (alpha * sums).to(out.dtype.element_ty)
+                _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
+                matrix, row, col = place_in_list(places, tile, ROWS, COLS)
+                if COLS == ROWS:
+                    _store(target, value, matrix, row, col, size, square_pitch, ROWS, DESCRIPTORS)
+                else:
+                    tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
+                    one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
+                    _store(target, one, matrix, row, col, size, square_pitch, ROWS, DESCRIPTORS)
+                    _store(target, two, matrix, row, col + ROWS, size, square_pitch, ROWS, DESCRIPTORS)
+            first += tl.cdiv(end - first, programs) * programs
+
+
+def grouped_symmetric(
+    left: Matrices,
+    right: Matrices,
+    out: Matrices,
+    tile: Tile,
+    processors: int,
+    *,
+    alpha: float = 1.0,
+    plus: Matrices | None = None,
+    beta: float = 0.0,
+) -> Launch:
+    """out ← α left right + β plus of every k × k matrix, or α left leftᵀ + β plus of every k × l one.
+
+    Args:
+        left: an arena.
+        right: an arena of the same layout, k × k as left is; left itself where that is k × l.
+        out: an arena of its k × k matrices; shares no memory with the others.
+        tile: of all results.
+        processors: of the device.
+        alpha: not 0.
+        plus: an arena of its k × k matrices, or None.
+        beta: multiplies ``plus``.
+    """
+    assert left.flat is not None and right.flat is not None and out.flat is not None
+    layout, square = left.layout, left.square
+    found = tables(layout, tile, out.flat.device, triangle=True, square=square)
+    return Launch(
+        grouped_symmetric_kernel,
+        min(found.tiles, processors * tile.resident),
+        out.flat,
+        (
+            left.flat,
+            right.flat,
+            None if plus is None else plus.flat,
+            out.flat,
+            found.shapes,
+            found.places,
+            len(layout.shapes),
+            alpha,
+            beta / alpha,
+        ),
+        grouped_constants(tile, plus=plus is not None, square=square),
+        scratch=tile.descriptors,
+    )

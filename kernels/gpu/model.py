@@ -1,0 +1,161 @@
+"""How long a launch of a matrix-product kernel should take: a model of few numbers, each replaced by one measurement.
+
+A launch makes the tiles of one result or of many. They are dealt to the multiprocessors, of which the busiest gets q
+tiles and runs up to ``tile.resident`` of them side by side:
+
+    seconds = launch + operations(q tiles) / rate(min(q, resident)) + ⌈q / resident⌉ · overhead
+    rate(r) = device.rate · tile.rate · (solo + (1 - solo) (r - 1) / (resident - 1)),   rate · tile.rate if resident = 1
+
+So a block alone on its multiprocessor runs at a part ``solo`` of the rate, because nothing fills the gaps between its
+loads, products and stores; and what a block does before and after its loop, ``overhead``, is hidden behind the blocks
+beside it. Memory is no limit of these kernels: from 512 up each of their operands is read from L2.
+
+What is assumed, and by what it would be replaced, stands in ``tiles.json`` under ``device``; for all three
+architectures it is **estimated**: rates from published figures of Triton and cuBLAS on large products, overhead and
+launch from the latencies of a pipeline's first loads and of a graph's kernel nodes. ``benchmarks/tune_tiles.py``
+measures rates. ``python -m compile_muon.kernels.gpu.model`` prints what follows for common sizes.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Device", "Result", "Tile", "busiest", "ceildiv", "programs", "seconds"]
+
+#: (matrices, rows, columns, summed dimension)
+Result = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program makes of a result, and how.
+
+    Args:
+        rows, cols: of the result.
+        depth: of the summed dimension at a time.
+        group: rows of tiles that are walked together, so that their operands stay in the L2 cache.
+        stages, warps: Triton's num_stages and num_warps.
+        rate: what a multiprocessor does of such tiles in a second, relative to the table's fastest.
+        descriptors: operands come through the tensor memory accelerator.
+        specialize: loads and products run in warps of their own.
+        resident: programs that one multiprocessor holds, by registers and shared memory.
+        resident_in_list: the same of the kernel for lists, which stores through shared memory; 0 for as many.
+    """
+
+    rows: int
+    cols: int
+    depth: int = 64
+    group: int = 8
+    stages: int = 3
+    warps: int = 4
+    rate: float = 1.0
+    descriptors: bool = False
+    specialize: bool = False
+    resident: int = 1
+    resident_in_list: int = 0
+
+    @property
+    def in_list(self) -> "Tile":
+        """The tile as the kernel for lists has it."""
+        return replace(self, resident=self.resident_in_list or self.resident)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Assumptions about one architecture.
+
+    Args:
+        rate: operations a second of one multiprocessor on the fastest tile of the table, dense, half precision.
+        solo: part of a tile's rate that one block reaches alone, where several could be resident.
+        overhead: seconds that a block spends before and after its loop.
+        launch: seconds from the end of one kernel of a CUDA graph to the start of the next.
+    """
+
+    rate: float = 1.0
+    solo: float = 1.0
+    overhead: float = 0.0
+    launch: float = 0.0
+
+
+def ceildiv(a: int, b: int) -> int:
+    """⌈a / b⌉; ``triton.cdiv`` serves kernels too, and on the host costs more than what it divides for."""
+    return -(-a // b)
+
+
+def programs(tile: Tile, rows: int, cols: int, *, triangle: bool) -> int:
+    """Tiles of one result; with ``triangle`` only those that hold some of a square result's lower triangle."""
+    down, across = ceildiv(rows, tile.rows), ceildiv(cols, tile.cols)
+    if not triangle:
+        return down * across
+    return sum(min(across, ceildiv((i + 1) * tile.rows, tile.cols)) for i in range(down))
+
+
+def busiest(tile: Tile, results: Sequence[Result], processors: int, *, triangle: bool) -> tuple[int, int]:
+    """(operations, tiles) of the busiest multiprocessor when the tiles of all results are dealt out in order."""
+    loads = [0] * processors
+    first = 0
+    for matrices, rows, cols, depth in results:
+        end = first + matrices * programs(tile, rows, cols, triangle=triangle)
+        cost = 2 * tile.rows * tile.cols * depth
+        for p in range(processors):
+            loads[p] += (ceildiv(end - p, processors) - ceildiv(first - p, processors)) * cost
+        first = end
+    return max(loads), ceildiv(first, processors)
+
+
+def seconds(tile: Tile, device: Device, results: Sequence[Result], processors: int, *, triangle: bool) -> float:
+    """Expected time of one launch.
+
+    On 132 multiprocessors the 272 tiles of 128 × 256 in the triangle of a 4096 × 4096 result keep some busy for three
+    tiles, where 128 × 128 are 528, four each: two thirds of the work.
+
+    Args:
+        tile: of all results.
+        device: assumptions.
+        results: (matrices, rows, columns, summed dimension), in order.
+        processors: multiprocessors that share the tiles.
+        triangle: counts only the tiles that hold some of a square result's lower triangle.
+    """
+    operations, tiles = busiest(tile, results, processors, triangle=triangle)
+    beside = min(tiles, tile.resident)
+    filled = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (beside - 1) / (tile.resident - 1)
+    loop = operations / (device.rate * tile.rate * filled)
+    return device.launch + loop + ceildiv(tiles, tile.resident) * device.overhead
+
+
+def main() -> None:
+    """Print what the model says of Newton-Schulz steps, against cuBLAS."""
+    from rich.console import Console
+    from rich.table import Table as Picture
+
+    from .tiles import choose, load_tables
+
+    parser = argparse.ArgumentParser(description="expected time of one standard Newton-Schulz step")
+    parser.add_argument("architecture", nargs="?", default="sm_90", choices=list(load_tables()))
+    parser.add_argument("--processors", type=int, default=132)
+    options = parser.parse_args()
+    table = load_tables()[options.architecture]
+    title = f"{options.architecture}, {options.processors} multiprocessors, modelled: {table.source}"
+    picture = Picture(title=title)
+    for heading in ("matrices", "k × l", "XXᵀ tile", "ours µs", "cuBLAS µs", "cuBLAS / ours", "% of cuBLAS", "runs on"):
+        picture.add_column(heading, justify="right")
+    fastest = options.processors * table.device.rate * max(tile.rate for tile in table.cublas)
+    for matrices in (1, 4, 16):
+        for k, l in (  # noqa: E741
+            (512, 512), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)
+        ):  # fmt: skip
+            shapes = ((matrices, k, l),)
+            ours = table.triton_seconds(shapes, options.processors)
+            theirs = table.cublas_seconds(shapes, options.processors)
+            tile = choose(table.symmetric, table.device, ((matrices, k, k, l),), options.processors, triangle=True)
+            least = matrices * (3.0 * k * k * l + 1.0 * k**3)  # symmetric products once
+            picture.add_row(
+                str(matrices), f"{k} × {l}", f"{tile.rows}×{tile.cols}", f"{1e6 * ours:.1f}", f"{1e6 * theirs:.1f}",
+                f"{theirs / ours:.2f}", f"{100 * least / ours / fastest:.0f}",
+                "Triton" if ours <= theirs else "cuBLAS",
+            )  # fmt: skip
+    Console(width=140).print(picture)
+
+
+if __name__ == "__main__":
+    main()
