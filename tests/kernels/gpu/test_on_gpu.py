@@ -7,13 +7,21 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from compile_muon.kernels import COEFFICIENTS, muon_apply, muon_momentum, newton_schulz, reference  # noqa: E402
+from compile_muon.kernels import (  # noqa: E402
+    COEFFICIENTS,
+    muon_apply,
+    muon_momentum,
+    newton_schulz,
+    newton_schulz_list,
+    reference,
+)
 from compile_muon.kernels.dispatch import triton_kernels  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 
@@ -41,9 +49,11 @@ def launched(function) -> set[str]:
 
 
 def test_large_matrices_run_on_triton_and_small_ones_on_cublas(gpu):
-    assert "symmetric_kernel" in launched(lambda: newton_schulz(randn(2048, 2048)))
+    assert "symmetric_kernel" in launched(lambda: newton_schulz(randn(8192, 8192)))
     assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(256, 256)))
-    assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(2048, 2048), dtype="float32"))
+    assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(8192, 8192), dtype="float32"))
+    assert "symmetric_kernel" in launched(lambda: newton_schulz(randn(256, 256), backend="triton"))
+    assert "symmetric_kernel" not in launched(lambda: newton_schulz(randn(8192, 8192), backend="aten"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,6 +71,40 @@ def test_error_is_no_larger_than_cublas(method, shape, name, dtype, gpu):
     error, bar = ((y.double() - exact).norm() / exact.norm() for y in (ours, theirs))
     assert error <= 1.02 * bar, (error, bar)  # two orders of summation differ by a percent either way
     assert torch.equal(ours, gpu.orthogonalize(x, plan, gpu.products_on(x.device)))
+
+
+LIST = [(1024, 1024), (4096, 1024), (1408, 2048), (3, 600, 1111), (1024, 1024), (77, 91)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_a_list_is_as_accurate_as_cublas(method, dtype, gpu):
+    xs = [randn(*shape, seed=i) for i, shape in enumerate(LIST)]
+    options = {"method": method, "coefficients": "you", "dtype": dtype}
+    run = partial(newton_schulz_list, xs, **options, backend="triton")
+    assert "grouped_symmetric_kernel" in launched(run)
+    ours, theirs = run(), newton_schulz_list(xs, **options, backend="aten")
+    for x, y, z, again in zip(xs, ours, theirs, run(), strict=True):
+        exact = newton_schulz(x.double(), method="standard", coefficients="you", dtype="float64")
+        error, bar = ((result.double() - exact).norm() / exact.norm() for result in (y, z))
+        assert error <= 1.05 * bar, (x.shape, error, bar)
+        assert torch.equal(y, again)
+    limited = newton_schulz_list(xs, **options, backend="triton", memory_limit=2**24)
+    assert all((a.double() - b.double()).norm() <= 0.02 * a.double().norm() for a, b in zip(ours, limited, strict=True))
+
+
+def test_a_list_is_captured_once_its_tables_are_there(gpu):
+    xs = [randn(*shape, seed=i) for i, shape in enumerate(LIST)]
+    run = partial(newton_schulz_list, xs, dtype="float16", backend="triton")
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    others = [randn(640, 1280), randn(1280, 1280)]
+    with pytest.raises(RuntimeError, match="before capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        newton_schulz_list(others, dtype="float16", backend="triton")
 
 
 def test_batches_beyond_32_bit_offsets(gpu):
@@ -106,10 +150,12 @@ def test_capture_and_replay(method, gpu):
 
 def test_no_host_synchronization(gpu):
     x = randn(1024, 1024)
-    newton_schulz(x)
+    xs = [x, randn(1024, 2048)]
+    newton_schulz_list(xs, backend="triton")
     torch.cuda.set_sync_debug_mode("error")
     try:
         newton_schulz(x)
+        newton_schulz_list(xs, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -119,9 +165,11 @@ def test_compute_sanitizer_finds_nothing(gpu):
     if tool is None:
         pytest.skip("compute-sanitizer is not on PATH")
     code = (
-        "import torch; from compile_muon.kernels import newton_schulz;"
-        "[newton_schulz(torch.randn(s, device='cuda'), method=m, dtype='float16')"
-        " for s in ((1030, 1111), (4, 600, 520)) for m in ('standard', 'gram')]; torch.cuda.synchronize()"
+        "import torch; from compile_muon.kernels import newton_schulz, newton_schulz_list;"
+        "xs = [torch.randn(s, device='cuda') for s in ((1030, 1111), (4, 600, 520))];"
+        "how = [{'method': m, 'dtype': 'float16', 'backend': 'triton'} for m in ('standard', 'gram')];"
+        "[newton_schulz(x, **h) for x in xs for h in how];"
+        "[newton_schulz_list([*xs, xs[1][0]], **h) for h in how]; torch.cuda.synchronize()"
     )
     # In blocks of the caching allocator an access out of bounds is one to memory that is allocated.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
