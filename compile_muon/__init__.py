@@ -5,15 +5,24 @@
 or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_zero")``.
 """
 
-from compile_muon.checkpoint import load_checkpoint, save_checkpoint
+from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import Config, load_config
-from compile_muon.errors import ConfigError, LedgerError, MuonZeroError, NonFiniteError, UnsupportedModelError
+from compile_muon.errors import (
+    CheckpointError,
+    ConfigError,
+    LedgerError,
+    MuonZeroError,
+    NonFiniteError,
+    UnsupportedModelError,
+)
 from compile_muon.initialize import initialize
 from compile_muon.model.full_parameters import full_parameters
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
 
 __all__ = [
+    "CheckpointError",
+    "Checkpointer",
     "Config",
     "ConfigError",
     "LedgerError",
@@ -24,9 +33,7 @@ __all__ = [
     "UnsupportedModelError",
     "full_parameters",
     "initialize",
-    "load_checkpoint",
     "load_config",
-    "save_checkpoint",
 ]
 
 __version__ = "0.1.0"

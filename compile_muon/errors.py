@@ -13,6 +13,7 @@ import torch
 from compile_muon.passes.errors import MuonZeroError, PassContractError, VerificationError
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "LedgerError",
     "MuonZeroError",
@@ -28,6 +29,10 @@ __all__ = [
 
 _LIBRARIES = tuple(str(Path(module).parent) for module in (__file__, torch.__file__))
 _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that explains it
+
+
+class CheckpointError(MuonZeroError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit; model and optimizer are as they were."""
 
 
 class LedgerError(MuonZeroError, RuntimeError):

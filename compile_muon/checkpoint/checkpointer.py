@@ -1,0 +1,414 @@
+"""``Checkpointer``: save and load, with a promise.
+
+A checkpoint is there as a whole or not at all; a load changes all of model and optimizer or nothing; and what goes
+wrong on one rank is the same error on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_muon.checkpoint.background import Background
+from compile_muon.checkpoint.contents import Contents, Fit, HostCopies, contents_of, described, empty_like, fit
+from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
+from compile_muon.checkpoint.manifest import DamagedError, Manifest, describe_file, raise_damage
+from compile_muon.checkpoint.randomness import random_state, set_random_state
+from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.checkpoint.storage import read_tensors, write_tensors
+from compile_muon.checkpoint.values import Values
+from compile_muon.config.checks import check_boolean, check_integer
+from compile_muon.errors import CheckpointError, warn_user
+from compile_muon.optimizer import MuonZero
+from compile_muon.runtime.shards import local_tensor
+
+__all__ = ["Checkpointer"]
+
+#: further problems of a checkpoint that does not fit are counted, not told
+_TOLD = 30
+
+
+@dataclass
+class _Snapshot:
+    """What one rank contributes to a checkpoint.
+
+    Args:
+        tensors: on the CPU; what other ranks hold too is theirs and ours alike.
+        values: of rank 0 what all ranks have, of others what they have differently.
+        own: this rank's alone.
+        manifest: all but the files.
+    """
+
+    tensors: dict[str, Tensor]
+    values: Values
+    own: Values
+    manifest: Manifest
+
+
+class Checkpointer:
+    """Checkpoints of one training run in one folder, which all ranks must see.
+
+    Args:
+        folder: made by the first save; each checkpoint is a folder ``step-N`` in it.
+        keep_last: how many to keep; older ones go once a new one is complete.
+        asynchronous: ``save`` returns when everything is copied to host memory; a thread writes it behind training. One
+            at a time: the next ``save`` waits for it, and raises what went wrong.
+    Raises:
+        ConfigError: ``keep_last`` or ``asynchronous`` is not what it may be.
+    """
+
+    def __init__(self, folder: str | os.PathLike, keep_last: int = 3, asynchronous: bool = False) -> None:
+        self._folder = Folder(folder)
+        self._keep_last = check_integer("keep_last", keep_last, low=1)
+        self._background = Background() if check_boolean("asynchronous", asynchronous) else None
+        self._ranks: Ranks | None = None
+        self._copies: HostCopies | None = None
+
+    def steps(self) -> list[int]:
+        """The steps there is a checkpoint of, ascending. What is still being written is not among them."""
+        return self._folder.steps()
+
+    def wait(self) -> None:
+        """Return once nothing is being written any more; call it where training ends.
+
+        Raises:
+            CheckpointError: the last ``asynchronous`` save failed.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: MuonZero,
+        *,
+        scheduler: Any = None,
+        loader: Any = None,
+        **extra: Any,
+    ) -> None:
+        """Save everything a run needs to go on, bit for bit; collective over the optimizer's ranks.
+
+        That is weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and
+
+        Args:
+            step: names the checkpoint; one of that step is replaced.
+            scheduler: ``state_dict()`` of it is saved.
+            loader: the same, of each rank's data loader.
+            extra: JSON values (tuples, and keys of any JSON type, too) and tensors. What differs between ranks is
+                kept for each.
+        Raises:
+            CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are. With
+                ``asynchronous`` this may be about the save before.
+        """
+        self.wait()
+        step = check_integer("step", step, low=0)
+        ranks = self._ranks_of(optimizer)
+        doing = f"checkpoint of step {step} was not saved"
+        with ranks.together(doing):
+            snapshot = self._snapshot(step, ranks, model, optimizer, scheduler, loader, extra)
+        digests = ranks.gather((step, snapshot.values.digests()))
+        others = sorted({other for other, _ in digests} - {step})
+        ranks.agree(doing, CheckpointError(f"step = {step}: other ranks save step {others[0]}") if others else None)
+        for name, digest in digests[ranks.rank][1].items():
+            known = name.startswith("buffer.") if ranks.rank == 0 else digests[0][1].get(name) == digest
+            if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
+                snapshot.values.drop(name)
+        job = partial(self._write, doing, ranks, snapshot)
+        if self._background is None:
+            job()
+        else:
+            self._background.start(job)
+
+    def _snapshot(
+        self,
+        step: int,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizer: MuonZero,
+        scheduler: Any,
+        loader: Any,
+        extra: dict[str, Any],
+    ) -> _Snapshot:
+        contents = contents_of(model, optimizer)
+        values, own = Values(), Values()
+        for name, value in extra.items():
+            values.put(f"extra.{name}", value)
+        if scheduler is not None:
+            values.put("scheduler", scheduler.state_dict())
+        if loader is not None:
+            values.put("loader", loader.state_dict())
+        for name, value in contents.module_state.items():
+            values.put(f"module.{name}", value)
+        for algorithm, group in contents.groups.items():
+            values.put(f"group.{algorithm}", group)
+        own.put("random", random_state())
+        tensors = dict(contents.tensors)
+        for key in contents.buffers:  # they may come of a rank's own batches
+            values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
+        if self._copies is None:
+            self._copies = HostCopies(ranks.mesh, keep=self._background is not None)
+        return _Snapshot(self._copies.take(tensors), values, own, _manifest(step, ranks, contents, optimizer))
+
+    def _write(self, doing: str, ranks: Ranks, snapshot: _Snapshot) -> None:
+        folder, step = self._folder, snapshot.manifest.step
+        place = folder.unfinished(step)
+        with ranks.together(doing):
+            if ranks.rank == 0:
+                folder.begin(step)
+        facts = {}
+        with ranks.together(doing):
+            if not place.is_dir():
+                raise CheckpointError(f"{place}: rank 0 made it, and it is not here; use a folder that all ranks share")
+        with ranks.together(doing):
+            files = write_tensors(place / TENSORS, snapshot.tensors, ranks.group)
+            files += snapshot.values.write(place / STATE / _values_of(ranks.rank))
+            files += snapshot.own.write(place / STATE / f"own-{ranks.rank:05}")
+            for path in files:
+                _flush(path)
+                facts[path.relative_to(place).as_posix()] = describe_file(path)
+        everything = ranks.gather(facts)
+        with ranks.together(doing):
+            if ranks.rank == 0:
+                files_of_all = {name: fact for part in everything for name, fact in part.items()}
+                for name, fact in files_of_all.items():
+                    if (place / name).stat().st_size != fact.size:
+                        raise CheckpointError(f"{place / name}: has another size than when it was written")
+                replace(snapshot.manifest, files=files_of_all).write(place)
+                folder.commit(step)
+        if ranks.rank == 0:
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        """Too many checkpoints are no reason to fail."""
+        try:
+            later = [other for other in self._folder.steps() if other > step]
+            self._folder.prune(self._keep_last, step)
+        except OSError as error:
+            warn_user(f"{self._folder.path}: old checkpoints stay there: {error}")
+            return
+        if later:
+            warn_user(
+                f"{self._folder.path}: step {step} was saved, and step {later[-1]} of another run is there, which "
+                "load() would take; remove it, or save into another folder"
+            )
+
+    # ------------------------------------------------------------------ loading
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: MuonZero,
+        *,
+        scheduler: Any = None,
+        loader: Any = None,
+        step: int | None = None,
+        strict: bool = True,
+    ) -> dict[str, Any] | None:
+        """Load the newest whole checkpoint; collective over the optimizer's ranks.
+
+        It may come from another number of ranks and another ZeRO stage. Random number generators go on where they were
+        on this rank, and where the checkpoint has no such rank they are left alone, with a warning.
+
+        Args:
+            scheduler, loader: what was saved of them goes into their ``load_state_dict()``.
+            step: take this one, and no other.
+            strict: whether a checkpoint that does not fit is an error; else what fits is loaded, and a warning lists
+                the rest.
+        Returns:
+            The ``extra`` values, tensors on the CPU; None if there is no checkpoint, and then nothing was done.
+        Raises:
+            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters that are
+                missing or unexpected, other shapes, dtypes or algorithms, all listed. On every rank alike; model,
+                optimizer, scheduler and loader are as they were.
+        """
+        self.wait()
+        ranks = self._ranks_of(optimizer)
+        manifest = self._choose(ranks, step)
+        if manifest is None:
+            return None
+        place = self._folder.at(manifest.step)
+        doing = f"{place}: was not loaded"
+        with ranks.together(doing):
+            contents = contents_of(model, optimizer)
+            fitting = fit(contents, manifest)
+            values = self._values(place, manifest, ranks)
+            problems = [*fitting.problems, *_unsaved(values, scheduler, loader)]
+            if problems and strict:
+                raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
+            staged = {source: empty_like(contents.tensors[key], ranks.mesh) for key, source in fitting.sources.items()}
+            read_tensors(place / TENSORS, staged)
+            self._own_buffers(staged, fitting, contents, values)
+            extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
+            groups = {name: values.get(f"group.{name}") for name in contents.groups if f"group.{name}" in values}
+            random = values.get("random") if "random" in values else None
+        with ExitStack() as undo:
+            with ranks.together(doing):  # other people's code: the last that can fail
+                for what, target in (("scheduler", scheduler), ("loader", loader)):
+                    if target is not None and what in values:
+                        undo.callback(target.load_state_dict, copy.deepcopy(target.state_dict()))
+                        target.load_state_dict(values.get(what))
+                self._set_module_state(model, contents, values, undo)
+            undo.pop_all()
+        with torch.no_grad():
+            for key, source in fitting.sources.items():
+                local_tensor(contents.tensors[key]).copy_(local_tensor(staged[source]))
+        for group in optimizer.param_groups:
+            group.update(groups.get(group["algorithm"], {}))
+        optimizer.loaded()
+        if problems:
+            warn_user(f"{place}: {_list(problems, 'all else was loaded')}")
+        if loader is not None and manifest.world != ranks.world:
+            warn_user(
+                f"{place}: was saved by {manifest.world} ranks and loaded on {ranks.world}: the loader of a rank goes "
+                "on where that of the same rank was, and where there was none, as rank 0's did"
+            )
+        if random is not None:
+            set_random_state(random)
+        else:
+            warn_user(
+                f"{place}: was saved by {manifest.world} ranks: rank {ranks.rank} keeps its random numbers, and of "
+                "what else differs between ranks gets rank 0's"
+            )
+        return extra
+
+    def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
+        """The newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
+        # Ranks may look at different moments; the first one's view counts.
+        present = ranks.gather(self.steps() if ranks.rank == 0 else [])[0]
+        if step is not None and step not in present:
+            there = f"there are {', '.join(map(str, present))}" if present else "there is none"
+            raise CheckpointError(f"step = {step!r}: {self._folder.path} has no checkpoint of it; {there}")
+        damage: list[str] = []
+        for candidate in [step] if step is not None else reversed(present):
+            place = self._folder.at(candidate)
+            try:
+                manifest = None
+                with ranks.together("damaged checkpoint"):
+                    manifest = Manifest.read(place)
+                assert manifest is not None
+                with ranks.together("damaged checkpoint"):
+                    if manifest.step != candidate:
+                        raise DamagedError(f"{place}: holds the checkpoint of step {manifest.step}")
+                    raise_damage(manifest.problems(place, ranks.rank, ranks.world))
+            except DamagedError as error:
+                damage.append(str(error))
+                if step is not None:
+                    raise
+                continue
+            if damage:
+                warn_user(f"{'; '.join(damage)}; the checkpoint of step {candidate} is loaded instead")
+            return manifest
+        if damage:
+            raise DamagedError(
+                f"{self._folder.path}: no checkpoint is whole; repair one, or begin anew in another folder: "
+                + "; ".join(damage)
+            )
+        return None
+
+    @staticmethod
+    def _values(place: Path, manifest: Manifest, ranks: Ranks) -> Values:
+        """What all ranks have, and on top of it what this rank had, where there was such a rank."""
+        values = Values.read(place / STATE / _values_of(0))
+        if ranks.rank < manifest.world:
+            if ranks.rank:
+                values.update(Values.read(place / STATE / _values_of(ranks.rank)))
+            values.update(Values.read(place / STATE / f"own-{ranks.rank:05}"))
+        return values
+
+    @staticmethod
+    def _own_buffers(staged: dict[str, Tensor], fitting: Fit, contents: Contents, values: Values) -> None:
+        for key in contents.buffers:
+            source = fitting.sources.get(key)
+            if source is not None and f"buffer.{source}" in values:
+                own = values.get(f"buffer.{source}")
+                if (own.shape, own.dtype) != (staged[source].shape, staged[source].dtype):
+                    raise CheckpointError(f"{source}: has another shape or dtype on this rank than on rank 0")
+                staged[source] = own
+
+    @staticmethod
+    def _set_module_state(model: nn.Module, contents: Contents, values: Values, undo: ExitStack) -> None:
+        modules = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
+        modules[""] = model
+        for key, before in contents.module_state.items():
+            if f"module.{key}" in values:
+                module = modules[key.rpartition(".")[0]]
+                undo.callback(module.set_extra_state, copy.deepcopy(before))
+                module.set_extra_state(values.get(f"module.{key}"))
+
+    # ------------------------------------------------------------------ ranks
+
+    def _ranks_of(self, optimizer: MuonZero) -> Ranks:
+        if self._ranks is None:
+            self._ranks = Ranks(optimizer._group)
+            place = optimizer._ledger.accounts[0].spec
+            if (place.rank, place.world) != (self._ranks.rank, self._ranks.world):
+                raise CheckpointError(
+                    f"mesh: rank {self._ranks.rank} is at place {place.rank} of it; checkpoints need a mesh whose "
+                    "ranks ascend"
+                )
+        return self._ranks
+
+
+def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) -> Manifest:
+    configuration = described(optimizer.config)
+    fingerprint = hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
+    return Manifest(
+        step=step,
+        world=ranks.world,
+        stage=optimizer.config.zero.stage,
+        written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        versions={"compile_muon": _our_version(), "torch": torch.__version__},
+        configuration=configuration,
+        fingerprint=fingerprint,
+        tensors=contents.facts(),
+        algorithms=contents.algorithms,
+        placements=contents.placements(),
+        aliases=contents.aliases,
+    )
+
+
+def _our_version() -> str:
+    try:
+        return version("compile_muon")
+    except PackageNotFoundError:  # a source tree on the path
+        return "unknown"
+
+
+def _values_of(rank: int) -> str:
+    return f"rank-{rank:05}"
+
+
+def _flush(path: Path) -> None:
+    """Have a file on the disk, whoever wrote it."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _unsaved(values: Values, scheduler: Any, loader: Any) -> list[str]:
+    found = []
+    for what, target in (("scheduler", scheduler), ("loader", loader)):
+        if target is not None and what not in values:
+            found.append(f"{what}: none was saved")
+        if target is None and what in values:
+            found.append(f"{what}: one was saved, and load() was given none")
+    return found
+
+
+def _list(problems: list[str], remedy: str) -> str:
+    told = problems[:_TOLD] + ([f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else [])
+    return "\n  ".join((f"{len(problems)} things do not fit; {remedy}:", *told))

@@ -1,0 +1,103 @@
+"""``python -m compile_muon checkpoint list | verify | inspect | export FOLDER``: without a GPU, without the model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from compile_muon.checkpoint.export import export
+from compile_muon.checkpoint.folder import Folder
+from compile_muon.checkpoint.manifest import Manifest
+from compile_muon.errors import CheckpointError
+
+__all__ = ["add_commands", "run"]
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands and their arguments."""
+    commands = parser.add_subparsers(dest="action", title="commands", metavar="COMMAND", required=True)
+    for name, (_, text) in _ACTIONS.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder", type=Path, help="the folder of a Checkpointer")
+        if name != "list":
+            which = "all" if name == "verify" else "the newest"
+            command.add_argument("--step", type=int, help=f"default: {which}")
+        if name == "export":
+            command.add_argument("--out", type=Path, required=True, help="a new folder for the weights")
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Carry out a parsed command; the exit code is 1 where something is damaged or not there."""
+    folder = Folder(chosen.folder)
+    wanted = getattr(chosen, "step", None)
+    present = folder.steps()
+    steps = present if wanted is None else [wanted]
+    if not steps or not set(steps) <= set(present):
+        print(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
+        return 1
+    try:
+        return _ACTIONS[chosen.action][0](chosen, folder, steps)
+    except (CheckpointError, OSError) as error:
+        print(error)
+        return 1
+
+
+def _list(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
+    failed = 0
+    print(f"{'step':>10}  {'written (UTC)':25}  {'MiB':>10}  world  stage")
+    for step in steps:
+        try:
+            found = Manifest.read(folder.at(step))
+        except CheckpointError as error:
+            print(f"{step:10}  {error}")
+            failed = 1
+            continue
+        size = sum(file.size for file in found.files.values()) / 2**20
+        print(f"{step:10}  {found.written:25}  {size:10,.1f}  {found.world:5}  {found.stage:5}")
+    return failed
+
+
+def _verify(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
+    failed = 0
+    for step in steps:
+        try:
+            manifest = Manifest.read(folder.at(step))
+            manifest.verify(folder.at(step))
+            print(f"step {step}: whole, {len(manifest.files)} files")
+        except CheckpointError as error:
+            print(f"step {step}: damaged: {error}")
+            failed = 1
+    return failed
+
+
+def _inspect(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
+    found = Manifest.read(folder.at(steps[-1]))
+    print(f"step {found.step}, written {found.written} by {found.world} ranks at ZeRO stage {found.stage}")
+    print(", ".join(f"{name} {number}" for name, number in sorted(found.versions.items())))
+    print(f"configuration {found.fingerprint[:16]}: {found.configuration}")
+    weights = {key.removeprefix("model/"): facts for key, facts in found.tensors.items() if key.startswith("model/")}
+    elements = sum(math.prod(facts.shape) for facts in weights.values())
+    print(f"{elements:,} elements in {len(weights)} weights and buffers")
+    width = max(map(len, weights), default=0)
+    for name, facts in weights.items():
+        kind, placement = found.algorithms.get(name, "buffer"), found.placements.get(name, "whole")
+        print(f"  {name:{width}}  {kind:7}  {placement:9}  {facts.dtype:9}  {list(facts.shape)}")
+    for alias, name in found.aliases.items():
+        print(f"  {alias:{width}}  is {name}")
+    return 0
+
+
+def _export(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
+    count, size = export(folder.at(steps[-1]), chosen.out)
+    print(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
+    return 0
+
+
+_ACTIONS: dict[str, tuple[Callable[[argparse.Namespace, Folder, list[int]], int], str]] = {
+    "list": (_list, "which checkpoints there are"),
+    "verify": (_verify, "read every file and compare its checksum; exit code 1 if one is damaged"),
+    "inspect": (_inspect, "what is in a checkpoint"),
+    "export": (_export, "whole weights as one Hugging Face-style safetensors folder"),
+}

@@ -1,0 +1,233 @@
+"""What of a model and its optimizer is in a checkpoint, by name, and whether a checkpoint fits them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from compile_muon.checkpoint.manifest import Manifest, TensorFacts
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.optimizer import MuonZero
+from compile_muon.passes.spec import encode_dtype
+from compile_muon.runtime.shards import local_tensor
+
+__all__ = ["Contents", "Fit", "HostCopies", "contents_of", "described", "empty_like", "fit"]
+
+_EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
+
+
+@dataclass
+class Contents:
+    """Live references to all there is to save, or to load into.
+
+    Args:
+        tensors: ``model/NAME`` to a parameter or a buffer, ``optimizer/NAME/SLOT`` to state.
+        algorithms: parameter to "muon", "adamw" or "frozen".
+        buffers: names of ``tensors`` that are no parameters; ranks may hold different ones.
+        aliases: further names of tied weights to the first.
+        module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
+        groups: hyperparameters by algorithm.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    algorithms: dict[str, str] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    module_state: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, TensorFacts]:
+        """Shape and dtype of each whole tensor."""
+        return {key: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for key, t in self.tensors.items()}
+
+    def placements(self) -> dict[str, str]:
+        """How this optimizer's ranks hold each parameter."""
+        found = {}
+        for name in self.algorithms:
+            tensor = self.tensors[f"model/{name}"]
+            sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
+            found[name] = "shard(0)" if sharded else "whole"
+        return found
+
+
+def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
+    """Gather references; nothing is copied.
+
+    Raises:
+        CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
+    """
+    found = Contents()
+    algorithm: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        algorithm |= {id(param): group["algorithm"] for param in group["params"]}
+        found.groups[group["algorithm"]] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
+    live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    names: dict[int, str] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        # torch.compile(model) is the same model, by other names.
+        name = key.replace("_orig_mod.", "")
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
+            found.module_state[name] = value
+            continue
+        if id(value) not in live:
+            raise CheckpointError(
+                f"{name}: is in model.state_dict(), and is neither a parameter nor a buffer: it could not be loaded in "
+                "place; give it to save() among the extra values"
+            )
+        if names.setdefault(id(value), name) != name:
+            found.aliases[name] = names[id(value)]
+            continue
+        found.tensors[f"model/{name}"] = value.detach()
+        if id(value) in sharded:
+            found.algorithms[name] = algorithm.get(id(value), "frozen")
+            for slot, state in optimizer.state.get(cast("nn.Parameter", value), {}).items():
+                if not isinstance(state, Tensor):
+                    raise CheckpointError(
+                        f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
+                    )
+                found.tensors[f"optimizer/{name}/{slot}"] = state.detach()
+        else:
+            found.buffers.append(f"model/{name}")
+    if foreign := [name for key, name in sharded.items() if key not in names]:
+        raise CheckpointError(
+            f"model: does not hold {listed(foreign)}, which the optimizer trains; give the model that the optimizer "
+            "was made with, outside of full_parameters()"
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------ host memory
+
+
+class HostCopies:
+    """Copies in host memory, whose memory the next copy uses again.
+
+    Args:
+        mesh: of the ranks, on the CPU; None for one process.
+        keep: copy even what is on the CPU, because training goes on while it is written.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, *, keep: bool) -> None:
+        self._mesh = mesh
+        self._keep = keep
+        self._memory: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors on the CPU, once all are there; DTensors by their shards."""
+        found, waiting = {}, False
+        for key, tensor in tensors.items():
+            local = local_tensor(tensor).detach()
+            if self._keep or not local.is_cpu:
+                waiting |= not local.is_cpu
+                local = self._room(key, local).copy_(local, non_blocking=True)
+            found[key] = _like(tensor, local.contiguous(), self._mesh)
+        if waiting:
+            torch.accelerator.synchronize()
+        return found
+
+    def _room(self, key: str, local: Tensor) -> Tensor:
+        kept = self._memory.get(key)
+        if kept is None or kept.shape != local.shape or kept.dtype != local.dtype:
+            # From pinned memory, the copy is the device's and waits for nothing.
+            kept = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            if self._keep:
+                self._memory[key] = kept
+        return kept
+
+
+def _like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return local
+    assert mesh is not None
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def empty_like(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """New host memory for what this rank holds of ``tensor``."""
+    local = local_tensor(tensor)
+    return _like(tensor, torch.empty(local.shape, dtype=local.dtype), mesh)
+
+
+# ------------------------------------------------------------------------------------------ does it fit
+
+
+@dataclass
+class Fit:
+    """What of a checkpoint fits.
+
+    Args:
+        sources: key of a tensor here to its key in the checkpoint.
+        problems: what does not fit, one sentence each.
+    """
+
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def fit(contents: Contents, manifest: Manifest) -> Fit:
+    """Compare names, shapes, dtypes and algorithms."""
+    found = Fit()
+    ours, theirs = contents.facts(), manifest.tensors
+    used = set()
+    for name in [key.removeprefix("model/") for key in ours if key.startswith("model/")]:
+        # Weights that were tied, under any of their names, still are where a checkpoint of them is.
+        further = [alias for alias, first in contents.aliases.items() if first == name]
+        stored = next((n for n in _names(name, further, manifest) if f"model/{n}" in theirs), None)
+        what = "parameter" if name in contents.algorithms else "buffer"
+        if stored is None:
+            found.problems.append(f"{name}: the checkpoint has no such {what}")
+            continue
+        used.add(stored)
+        wanted, saved = ours[f"model/{name}"], theirs[f"model/{stored}"]
+        if wanted != saved:
+            for field_name in ("shape", "dtype"):
+                mine, other = getattr(wanted, field_name), getattr(saved, field_name)
+                if mine != other:
+                    mine, other = (list(x) if isinstance(x, tuple) else x for x in (mine, other))
+                    found.problems.append(f"{name}: {field_name} is {other} in the checkpoint, {mine} in the model")
+            continue
+        found.sources[f"model/{name}"] = f"model/{stored}"
+        trained, now = manifest.algorithms.get(stored), contents.algorithms.get(name)
+        if trained != now:
+            found.problems.append(f"{name}: was {trained or 'a buffer'} in the checkpoint, is {now or 'a buffer'} now")
+            continue
+        slots = [key.rpartition("/")[2] for key in ours if key.rpartition("/")[0] == f"optimizer/{name}"]
+        for slot in slots:
+            mine, other = f"optimizer/{name}/{slot}", f"optimizer/{stored}/{slot}"
+            if theirs.get(other) == ours[mine]:
+                found.sources[mine] = other
+            else:
+                found.problems.append(f"{name}: its {slot} in the checkpoint is {theirs.get(other)}, not {ours[mine]}")
+    stored_names = [key.removeprefix("model/") for key in theirs if key.startswith("model/")]
+    found.problems += [f"{name}: is not in the model" for name in stored_names if name not in used]
+    return found
+
+
+def _names(name: str, aliases: Iterable[str], manifest: Manifest) -> list[str]:
+    """Names a weight may be stored under."""
+    candidates = [name, *aliases]
+    return candidates + [manifest.aliases[n] for n in candidates if n in manifest.aliases]
+
+
+def described(settings: Any) -> Any:
+    """A configuration as JSON, to be read and compared by people and fingerprints; nothing is made of it again."""
+    if dataclasses.is_dataclass(settings):
+        return {f.name: described(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+    if isinstance(settings, (list, tuple)):
+        return [described(item) for item in settings]
+    if isinstance(settings, torch.dtype):
+        return encode_dtype(settings)
+    if callable(settings):
+        return getattr(settings, "__qualname__", type(settings).__qualname__)
+    return settings

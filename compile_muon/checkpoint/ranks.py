@@ -1,0 +1,80 @@
+"""The ranks that checkpoint together: what fails on one of them fails on all, in the same place, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_muon.checkpoint.manifest import DamagedError
+from compile_muon.errors import CheckpointError
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of an optimizer, with a Gloo group of their own: a writer's collectives never meet training's.
+
+    Args:
+        group: the optimizer's process group, None for one process. Collective over it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.rank, self.world = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        self.mesh: DeviceMesh | None = None
+        if group is None:
+            return
+        self.rank, self.world = group.rank(), group.size()
+        members = dist.get_process_group_ranks(group)
+        everyone = len(members) == dist.get_world_size()
+        self.group = dist.new_group(members, backend="gloo", use_local_synchronization=not everyone)
+        self.mesh = DeviceMesh.from_group(self.group, "cpu")
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointError(f"a rank did not answer while a checkpoint was made or loaded: {error}") from error
+        return found
+
+    def agree(self, doing: str, error: Exception | None) -> None:
+        """Raise on all ranks if there is an ``error`` on any.
+
+        Raises:
+            CheckpointError: starting with ``doing``, with what each rank says. DamagedError if all is about damage.
+        """
+        said = None if error is None else (_text(error), isinstance(error, DamagedError))
+        answers = {rank: answer for rank, answer in enumerate(self.gather(said)) if answer is not None}
+        if not answers:
+            return
+        texts = {rank: text for rank, (text, _) in answers.items()}
+        if len(texts) == self.world and len(set(texts.values())) == 1:
+            message = texts[0]
+        else:
+            message = "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
+        kind = DamagedError if all(damaged for _, damaged in answers.values()) else CheckpointError
+        raise kind(f"{doing}: {message}") from error
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """``with ranks.together("..."):`` raises on all ranks where the block raises on any; see :meth:`agree`."""
+        found: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            found = error
+        self.agree(doing, found)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,164 @@
+"""Python values as JSON and tensors: no pickle, so that a file can say what a value is, but run nothing.
+
+Whatever JSON cannot tell apart (tuples, keys that are no strings, inf and nan) is an object with one reserved key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compile_muon.errors import CheckpointError
+
+__all__ = ["Values", "write_bytes"]
+
+_MARK = "!"
+_DICTS = (dict, OrderedDict, defaultdict)
+_SHOWN = 80  # characters of a value in an error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a new file and have it on the disk before this returns."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass
+class Values:
+    """Named values in encoded form.
+
+    Args:
+        encoded: name -> JSON; a tensor is ``{"!": "tensor", "at": key}``.
+        tensors: key -> tensor on the CPU, memory of its own.
+    """
+
+    encoded: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def put(self, name: str, value: object) -> None:
+        """Encode ``value`` under ``name``.
+
+        Raises:
+            CheckpointError: it holds something that is neither JSON nor a tensor; the message says where.
+        """
+        self.encoded[name] = self._encode(value, name)
+
+    def get(self, name: str) -> Any:
+        """The value put under ``name``, new objects each time; tensors are on the CPU."""
+        return self._decode(self.encoded[name])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.encoded
+
+    def drop(self, name: str) -> None:
+        """Forget ``name`` and its tensors."""
+        for key in self._keys(self.encoded.pop(name)):
+            del self.tensors[key]
+
+    def update(self, other: Values) -> None:
+        """Take what ``other`` has."""
+        for name in other.encoded:
+            if name in self:
+                self.drop(name)
+            self.encoded[name] = other.encoded[name]
+        self.tensors |= other.tensors
+
+    def digests(self) -> dict[str, str]:
+        """Name -> a digest that is equal where values are, bit for bit."""
+        found = {}
+        for name, encoded in self.encoded.items():
+            text = json.dumps(encoded, sort_keys=True).encode()
+            tensors = save({key: self.tensors[key] for key in self._keys(encoded)})
+            found[name] = hashlib.sha256(len(text).to_bytes(8, "big") + text + tensors).hexdigest()
+        return found
+
+    # ------------------------------------------------------------------ files
+
+    def write(self, base: Path) -> list[Path]:
+        """Write ``base.json``, and ``base.safetensors`` if there are tensors; returns the files."""
+        files = [base.with_suffix(".json")]
+        write_bytes(files[0], json.dumps(self.encoded, allow_nan=False).encode())
+        if self.tensors:
+            files.append(base.with_suffix(".safetensors"))
+            write_bytes(files[1], save(self.tensors))
+        return files
+
+    @classmethod
+    def read(cls, base: Path) -> Values:
+        """What :meth:`write` wrote.
+
+        Raises:
+            ValueError, OSError: the files are not what it writes.
+        """
+        encoded = json.loads(base.with_suffix(".json").read_bytes())
+        tensors = base.with_suffix(".safetensors")
+        found = cls(encoded, load_file(tensors) if tensors.exists() else {})
+        if not isinstance(encoded, dict) or not set(found._keys(encoded)) <= found.tensors.keys():
+            raise ValueError(f"{base.name}.json does not fit {base.name}.safetensors")
+        return found
+
+    # ------------------------------------------------------------------ one value
+
+    def _encode(self, value: object, where: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if isinstance(value, float) and kind is float:
+            return value if math.isfinite(value) else {_MARK: "float", "value": str(value)}
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            self.tensors[where] = value.detach().to("cpu", copy=True).contiguous()
+            return {_MARK: "tensor", "at": where}
+        if isinstance(value, (list, tuple)) and kind in (list, tuple):
+            items = [self._encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return items if kind is list else {_MARK: "tuple", "items": items}
+        if isinstance(value, dict) and kind in (*_DICTS, Counter):
+            plain = kind is not Counter and all(type(key) is str and key != _MARK for key in value)
+            if plain:
+                return {key: self._encode(item, f"{where}.{key}") for key, item in value.items()}
+            pairs = [
+                [self._encode(key, f"{where}, a key"), self._encode(item, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ]
+            return {_MARK: "counter" if kind is Counter else "dict", "items": pairs}
+        shown = repr(value)
+        raise CheckpointError(
+            f"{where} = {shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + '...'}: a {kind.__qualname__} is "
+            "neither JSON nor a tensor, and checkpoints hold nothing else; convert it, e.g. with float(), list(), "
+            "full_tensor() or torch.from_numpy()"
+        )
+
+    def _decode(self, encoded: Any) -> Any:
+        if isinstance(encoded, list):
+            return [self._decode(item) for item in encoded]
+        if not isinstance(encoded, dict):
+            return encoded
+        kind = encoded.get(_MARK)
+        if kind is None:
+            return {key: self._decode(item) for key, item in encoded.items()}
+        if kind == "float":
+            return float(encoded["value"])
+        if kind == "tensor":
+            return self.tensors[encoded["at"]].clone()
+        if kind == "tuple":
+            return tuple(self._decode(item) for item in encoded["items"])
+        pairs = {self._decode(key): self._decode(item) for key, item in encoded["items"]}
+        return Counter(pairs) if kind == "counter" else pairs
+
+    def _keys(self, encoded: Any) -> list[str]:
+        """The keys of all tensors in an encoded value."""
+        if isinstance(encoded, dict) and encoded.get(_MARK) == "tensor":
+            return [encoded["at"]]
+        inner = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
+        return [key for item in inner for key in self._keys(item)]
