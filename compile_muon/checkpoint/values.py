@@ -68,11 +68,11 @@ class Values:
             del self.tensors[key]
 
     def update(self, other: Values) -> None:
-        """Take what ``other`` has."""
-        for name in other.encoded:
-            if name in self:
-                self.drop(name)
-            self.encoded[name] = other.encoded[name]
+        """Take what ``other`` has, in the order there is here."""
+        for name, encoded in other.encoded.items():
+            for key in self._keys(self.encoded.get(name)):
+                del self.tensors[key]
+            self.encoded[name] = encoded
         self.tensors |= other.tensors
 
     def digests(self) -> dict[str, str]:

@@ -343,16 +343,13 @@ def _steps(model: nn.Module, optimizer: compile_muon.MuonZero, first: int, count
         optimizer.zero_grad()
 
 
-def save_and_go_on(folder: str, stage: int, way: str) -> None:
+def save_and_go_on(folder: str, stage: int) -> None:
     model = tiny()
     optimizer = optimizer_of(model, stage=stage)
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.013, 1e-4
     _steps(model, optimizer, 0, 2)
-    if way == "ours":
-        compile_muon.save_checkpoint(folder, model, optimizer, step=2)
-    else:
-        weights, states = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     saved = _snapshot(model, optimizer)
     _steps(model, optimizer, 2, 2)
     later = _snapshot(model, optimizer)
@@ -360,19 +357,15 @@ def save_and_go_on(folder: str, stage: int, way: str) -> None:
         torch.save((saved, later), f"{folder}.pt")
 
 
-def load_and_go_on(folder: str, stage: int, way: str) -> tuple[bool, list[float], float]:
+def load_and_go_on(folder: str, stage: int) -> tuple[bool, list[float], float]:
     torch.manual_seed(1)  # nothing of the initial weights may survive
     model = Tiny()
     optimizer = optimizer_of(model, stage=stage)
     _steps(model, optimizer, 50, 1)
-    if way == "ours":
-        extra = compile_muon.load_checkpoint(folder, model, optimizer)
-        assert extra == {"step": 2}
-    else:
-        weights, states = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": states}
-        dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
     saved, later = torch.load(f"{folder}.pt")
     loaded = _same(saved, _snapshot(model, optimizer))
     _steps(model, optimizer, 2, 2)
@@ -381,12 +374,11 @@ def load_and_go_on(folder: str, stage: int, way: str) -> tuple[bool, list[float]
     return loaded, [group["lr"] for group in optimizer.param_groups], distance
 
 
-@pytest.mark.parametrize("way", ["ours", "torch.distributed.checkpoint"])
-def test_a_checkpoint_loads_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path, way: str) -> None:
+def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    ranks(2).run(save_and_go_on, folder=folder, stage=3, way=way)
+    ranks(2).run(save_and_go_on, folder=folder, stage=3)
     for world, stage in ((1, 0), (3, 1), (2, 2)):
-        for loaded, rates, distance in ranks(world).run(load_and_go_on, folder=folder, stage=stage, way=way):
+        for loaded, rates, distance in ranks(world).run(load_and_go_on, folder=folder, stage=stage):
             assert loaded, f"world {world}: weights, momentum or moments differ from what was saved"
             assert rates == [0.013, 1e-4]
             assert distance <= 1e-6

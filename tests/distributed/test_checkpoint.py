@@ -1,0 +1,426 @@
+"""Checkpoints of several ranks: bit for bit, on any world and stage, and what fails on one rank fails on all."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full, world_and_rank
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import compile_muon
+from compile_muon import Checkpointer, CheckpointError
+from compile_muon.__main__ import main
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Net(nn.Module):
+    """Uneven and empty shards, a scalar, a tie, statistics that differ between ranks, and dropout."""
+
+    def __init__(self, rows: int = 9) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, rows)
+        self.norm = nn.BatchNorm1d(rows)
+        self.thin = nn.Linear(rows, 1)
+        self.down = nn.Linear(1, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.head.weight
+        self.low = nn.Linear(6, 5, dtype=torch.bfloat16)
+        self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = nn.functional.dropout(torch.tanh(self.norm(self.up(x))), 0.3)
+        h = self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
+        return self.low(h.bfloat16()).float() + self.frozen.sum()
+
+
+class Loader:
+    """Batches of a rank, in an order of its own."""
+
+    def __init__(self) -> None:
+        self.dice = torch.Generator().manual_seed(7 + world_and_rank()[1])
+        self.taken = 0
+
+    def __next__(self) -> Tensor:
+        self.taken += 1
+        return torch.randn(5, 6, generator=self.dice)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dice": self.dice.get_state(), "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dice.set_state(state["dice"])
+        self.taken = state["taken"]
+
+
+class Run:
+    """A model in training."""
+
+    def __init__(self, stage: int, seed: int = 0, rows: int = 9, codegen: str | None = None, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Net(rows)
+        settings.setdefault("muon_params", ["up.weight", "down.weight", "low.weight"])
+        self.optimizer = compile_muon.MuonZero(self.model, stage=stage, ns_dtype="float32", **settings)
+        self.forward: Any = self.model
+        if codegen is not None:
+            self.forward = torch.compile(self.model, backend="muon_zero", options={"codegen": codegen})
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
+        self.loader = Loader()
+        torch.manual_seed(100 + world_and_rank()[1])  # every rank has dropout of its own
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward(next(self.loader)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def parts(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "loader": self.loader}
+
+    def state(self, *, whole: bool = False) -> dict[str, Tensor]:
+        """All tensors; as this rank has them, or put together."""
+        found: dict[str, Any] = dict(self.model.state_dict())
+        for group in self.optimizer.param_groups:
+            for name, param in zip(group["param_names"], group["params"], strict=True):
+                found |= {f"{name}/{slot}": value for slot, value in self.optimizer.state[param].items()}
+            found[f"{group['algorithm']} lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+        bare = full if whole else (lambda t: t.to_local() if isinstance(t, DTensor) else t)
+        return {name: bare(value).detach().clone() for name, value in found.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """Names of what is not equal, bit for bit."""
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    return [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+# ------------------------------------------------------------------------------------- going on, bit for bit
+
+
+def save_and_go_on(folder: str, stage: int, asynchronous: bool, codegen: str | None) -> dict[str, Any]:
+    rank = world_and_rank()[1]
+    run = Run(stage, codegen=codegen)
+    random.seed(rank)
+    numpy.random.seed(rank)
+    run.train(3)
+    checkpointer = Checkpointer(folder, asynchronous=asynchronous)
+    extra = {"losses": [1.0, float("nan")], "mine": torch.arange(rank + 2), "pair": (1, {2: "two"})}
+    checkpointer.save(3, run.model, run.optimizer, **run.parts(), **extra)
+    run.train(3)  # over what a copy that is none would read
+    checkpointer.wait()
+    state = run.state() | {"taken": torch.tensor(run.loader.taken)}
+    return {"state": state, "dice": (random.random(), numpy.random.rand(), torch.rand(3))}
+
+
+def load_and_go_on(folder: str, stage: int, asynchronous: bool, codegen: str | None) -> dict[str, Any]:
+    rank = world_and_rank()[1]
+    run = Run(stage, seed=5, codegen=codegen)
+    run.train(1)
+    extra = Checkpointer(folder).load(run.model, run.optimizer, **run.parts())
+    assert extra is not None and list(extra) == ["losses", "mine", "pair"]
+    assert extra["losses"][0] == 1.0 and extra["losses"][1] != extra["losses"][1]
+    assert torch.equal(extra["mine"], torch.arange(rank + 2)) and extra["pair"] == (1, {2: "two"})
+    run.train(3)
+    state = run.state() | {"taken": torch.tensor(run.loader.taken)}
+    return {"state": state, "dice": (random.random(), numpy.random.rand(), torch.rand(3))}
+
+
+@STAGES
+def test_a_run_goes_on_as_if_never_stopped(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
+    how = {"folder": str(tmp_path), "stage": stage, "asynchronous": stage in (1, 3)}
+    how["codegen"] = "eager" if stage in (0, 3) else None
+    going_on = ranks(2).run(save_and_go_on, **how)
+    for stopped, never in zip(ranks(2).run(load_and_go_on, **how), going_on, strict=True):
+        assert not same(stopped["state"], never["state"])
+        assert stopped["dice"][:2] == never["dice"][:2] and torch.equal(stopped["dice"][2], never["dice"][2])
+
+
+# ----------------------------------------------------------------------------------- other worlds and stages
+
+
+def save_for_others(folder: str, stage: int) -> None:
+    run = Run(stage)
+    run.train(2)
+    Checkpointer(folder).save(2, run.model, run.optimizer, **run.parts(), rank=world_and_rank()[1])
+    whole = run.state(whole=True)
+    if world_and_rank()[1] == 0:
+        torch.save(whole, f"{folder}.pt")
+
+
+def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], int]:
+    run = Run(stage, seed=3)
+    rank = world_and_rank()[1]
+    before = torch.get_rng_state()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        extra = Checkpointer(folder).load(run.model, run.optimizer, **run.parts())
+    kept = [str(w.message) for w in caught if f"rank {rank} keeps its random numbers" in str(w.message)]
+    assert len(kept) == (rank >= saved_by) and torch.equal(before, torch.get_rng_state()) == (rank >= saved_by)
+    assert extra is not None and extra["rank"] == (rank if rank < saved_by else 0)
+    state = run.state(whole=True)
+    saved = torch.load(f"{folder}.pt")
+    statistics = [name for name in state if name.startswith("norm.running")] if 0 < rank < saved_by else []
+    for name in statistics:  # this rank's own
+        del state[name], saved[name]
+    run.train(1)
+    return same(saved, state), len(statistics)
+
+
+def test_any_world_and_stage_loads_what_another_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for saved_by, stage, targets in (
+        (2, 3, ((3, 1), (1, 0), (1, 3), (3, 3), (2, 2))),
+        (3, 1, ((2, 3), (1, 0))),
+        (1, 0, ((2, 3), (3, 0))),
+    ):
+        folder = str(tmp_path / f"{saved_by}x{stage}")
+        ranks(saved_by).run(save_for_others, folder=folder, stage=stage)
+        for world, other in targets:
+            found = ranks(world).run(load_elsewhere, folder=folder, stage=other, saved_by=saved_by)
+            assert not any(different for different, _ in found), (saved_by, stage, world, other, found)
+
+
+# --------------------------------------------------------------------------------------- what does not fit
+
+
+def load_what_does_not_fit(folder: str) -> tuple[str, str, bool, bool]:
+    run = Run.__new__(Run)
+    torch.manual_seed(4)
+    model: Any = Net(rows=10)
+    run.model = model
+    model.more = nn.Linear(2, 2)
+    del model.frozen
+    model.register_buffer("frozen", torch.zeros(3, 2))
+    run.optimizer = compile_muon.MuonZero(model, stage=3, muon_params=["low.weight"])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [9], gamma=0.1)
+    checkpointer = Checkpointer(folder)
+    before = run.state() | {"dice": torch.get_rng_state()}
+    message = error_of(checkpointer.load, model, run.optimizer, scheduler=scheduler)
+    untouched = not same(before, run.state() | {"dice": torch.get_rng_state()}) and scheduler.gamma == 0.1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpointer.load(model, run.optimizer, scheduler=scheduler, strict=False)
+    (warning,) = (str(w.message) for w in caught if "do not fit" in str(w.message))
+    saved, now = torch.load(f"{folder}.pt"), run.state(whole=True)
+    fits = ("head.weight", "low.weight/momentum_buffer", "down.weight", "scale", "scale/exp_avg", "low.bias")
+    loaded = all(torch.equal(saved[name], now[name]) for name in fits) and scheduler.gamma == 0.5
+    loaded &= torch.equal(before["up.bias"], run.state()["up.bias"])
+    return message, warning, untouched, loaded
+
+
+def test_what_does_not_fit_is_listed_and_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks(2).run(save_for_others, folder=folder, stage=2)
+    for message, warning, untouched, loaded in ranks(2).run(load_what_does_not_fit, folder=folder):
+        for text in (message, warning):
+            assert "up.weight: shape is [9, 6] in the checkpoint, [10, 6] in the model" in text
+            assert "down.weight: was muon in the checkpoint, is adamw now" in text
+            assert "frozen: was frozen in the checkpoint, is a buffer now" in text
+            assert "more.weight: the checkpoint has no such parameter" in text
+            assert "loader: one was saved, and load() was given none" in text
+        assert "strict=False" in message and "all else was loaded" in warning
+        assert untouched and loaded
+
+
+def load_with_a_broken_scheduler(folder: str) -> tuple[str, bool]:
+    run = Run(2, seed=4)
+    run.train(1)
+    before, taken = run.state(), run.loader.taken
+
+    def broken(state: dict[str, Any]) -> None:
+        type(run.loader).load_state_dict(run.loader, state)
+        if dist.get_rank() == 1 and state["taken"] != taken:
+            raise ValueError("on purpose")
+
+    run.loader.load_state_dict = broken  # type: ignore[method-assign]
+    last = run.scheduler.last_epoch
+    message = error_of(Checkpointer(folder).load, run.model, run.optimizer, **run.parts())
+    return message, not same(before, run.state()) and run.loader.taken == taken and run.scheduler.last_epoch == last
+
+
+def test_a_loader_that_fails_on_one_rank_changes_nothing_on_any(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    ranks(2).run(save_for_others, folder=folder, stage=2)
+    for message, untouched in ranks(2).run(load_with_a_broken_scheduler, folder=folder):
+        assert "rank 1: ValueError: on purpose" in message
+        assert untouched
+
+
+# ------------------------------------------------------------------------------- what fails on one rank only
+
+
+def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[int], str]:
+    from compile_muon.checkpoint import checkpointer as module
+    from compile_muon.checkpoint import storage
+
+    run = Run(3)
+    checkpointer = Checkpointer(folder, asynchronous=asynchronous)
+    checkpointer.save(1, run.model, run.optimizer)
+    checkpointer.wait()
+    run.train(1)
+    failing = dist.get_rank() == 1
+    write, flush = storage._Writer.write_data, module._flush
+
+    def full_disk(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    extra = {"thing": object() if failing and how == "value" else 1}
+    step = 3 if failing and how == "step" else 2
+    if failing and how == "tensors":
+        storage._Writer.write_data = full_disk  # type: ignore[method-assign]
+    if failing and how == "flush":
+        module._flush = full_disk
+    try:
+        message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
+        if message == "no error":
+            message = error_of(checkpointer.save, 2, run.model, run.optimizer)
+    finally:
+        storage._Writer.write_data, module._flush = write, flush  # type: ignore[method-assign]
+    there = checkpointer.steps()
+    dist.barrier()
+    checkpointer.save(4, run.model, run.optimizer)
+    checkpointer.wait()
+    dist.barrier()
+    return message, there, " ".join(sorted(path.name for path in Path(folder).iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("how", "asynchronous", "said"),
+    [
+        ("tensors", False, "No space left"),
+        ("flush", False, "No space left"),
+        ("flush", True, "No space left"),
+        ("value", False, "extra.thing = <object object"),
+        ("step", True, "other ranks save step"),
+    ],
+)
+def test_what_fails_on_one_rank_is_one_error_on_all(
+    ranks: Callable[[int], Ranks], tmp_path: Path, how: str, asynchronous: bool, said: str
+) -> None:
+    results = ranks(2).run(fail_to_save, folder=str(tmp_path), asynchronous=asynchronous, how=how)
+    for message, there, after in results:
+        assert said in message and "rank 1" in message and "was not saved" in message
+        assert there == [1]
+        assert after == "step-1 step-4"
+
+
+# ------------------------------------------------------------------------------------------------ behind training
+
+
+def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
+    """Training, with collectives, while a writer is held up; then the same checkpoint written in front."""
+    from compile_muon.checkpoint import checkpointer as module
+
+    run = Run(3)
+    run.train(1)
+    held = threading.Event()
+    write = module.write_tensors
+
+    def slowly(*args: Any) -> Any:
+        assert held.wait(30)
+        return write(*args)
+
+    behind, front = Checkpointer(f"{folder}/behind", asynchronous=True), Checkpointer(f"{folder}/front")
+    front.save(1, run.model, run.optimizer, **run.parts(), note="x")
+    module.write_tensors = slowly
+    try:
+        behind.save(1, run.model, run.optimizer, **run.parts(), note="x")
+        run.train(2)
+        during = behind.steps()
+        began = time.monotonic()
+        threading.Timer(0.3, held.set).start()
+        behind.save(3, run.model, run.optimizer)  # one in flight: waits for the first
+        waited = time.monotonic() - began > 0.25
+    finally:
+        module.write_tensors = write
+    behind.wait()
+    dist.barrier()
+    names = [path.relative_to(f"{folder}/front") for path in Path(folder, "front/step-1").glob("*/*")]
+    # Compared by content: safetensors writes a file's metadata in any order.
+    equal = len(names) >= 6 and all(content(Path(folder, "front", n)) == content(Path(folder, "behind", n)) for n in names)
+    return waited, equal, during, behind.steps()
+
+
+def content(path: Path) -> Any:
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    return {name: (str(value.dtype), value.tolist()) for name, value in load_file(path).items()}
+
+
+def test_saving_behind_training_writes_the_same_files(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for waited, equal, during, after in ranks(2).run(save_behind, folder=str(tmp_path)):
+        assert waited and equal
+        assert during == [] and after == [1, 3]
+
+
+# --------------------------------------------------------------------------------------------------- export
+
+
+def save_and_tell(folder: str) -> dict[str, Tensor]:
+    run = Run(3)
+    run.train(1)
+    Checkpointer(folder).save(1, run.model, run.optimizer)
+    return {name: full(value).detach() for name, value in run.model.state_dict().items()}
+
+
+def test_export_is_the_whole_model(
+    ranks: Callable[[int], Ranks], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, _ = ranks(2).run(save_and_tell, folder=str(tmp_path / "saved"))
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 0
+    assert not same(load_file(tmp_path / "out" / "model.safetensors"), whole)
+    fresh = Net()
+    fresh.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    assert main(["checkpoint", "inspect", str(tmp_path / "saved")]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["tied.weight", "is", "head.weight"] in printed
+    assert ["up.weight", "muon", "shard(0)", "float32", "[9,", "6]"] in printed
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 1
+
+
+# ----------------------------------------------------------------------------------------------- SIGKILL
+
+
+def kill_while_saving(folder: Path, runs: int) -> None:
+    """See killed_saver.py; it forks, which a process with threads (this one) must not."""
+    script = Path(__file__).parent / "killed_saver.py"
+    command = [sys.executable, "-W", "ignore", str(script), str(folder), str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30 + 10 * runs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["runs"] == runs and report["unfinished"] > runs // 4, report  # else no kill met a save
+
+
+def test_no_kill_harms_a_checkpoint(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 20)
+
+
+@pytest.mark.campaign
+def test_no_kill_harms_a_checkpoint_in_200(tmp_path: Path) -> None:
+    kill_while_saving(tmp_path, 200)
