@@ -363,7 +363,8 @@ def save_behind(folder: str) -> tuple[bool, bool, list[int], list[int]]:
     dist.barrier()
     names = [path.relative_to(f"{folder}/front") for path in Path(folder, "front/step-1").glob("*/*")]
     # Compared by content: safetensors writes a file's metadata in any order.
-    equal = len(names) >= 6 and all(content(Path(folder, "front", n)) == content(Path(folder, "behind", n)) for n in names)
+    pairs = [(content(Path(folder, "front", name)), content(Path(folder, "behind", name))) for name in names]
+    equal = len(pairs) >= 6 and all(a == b for a, b in pairs)
     return waited, equal, during, behind.steps()
 
 

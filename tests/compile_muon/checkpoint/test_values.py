@@ -1,0 +1,76 @@
+"""Values survive as they were, or are refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from compile_muon import CheckpointError
+from compile_muon.checkpoint.values import Values
+
+EXAMPLES: dict[str, Any] = {
+    "none": None,
+    "numbers": [True, 0, -(2**70), 1.5, 1e-320, -0.0],
+    "text": "ä\ud800\n",
+    "tuple": (1, (2, []), ["x"]),
+    "keys": {1: "a", (2, 3): "b", None: {"c": 1.0}},
+    "reserved": {"!": "tensor", "at": "nowhere"},
+    "milestones": Counter({30: 1, 60: 2}),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_values_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    values = Values()
+    values.put(name, EXAMPLES[name])
+    values.write(tmp_path / "x")
+    found = Values.read(tmp_path / "x").get(name)
+    assert found == EXAMPLES[name] and type(found) is type(EXAMPLES[name])
+    assert str(found) == str(EXAMPLES[name])  # True and 1, 0.0 and -0.0
+
+
+def test_tensors_and_what_json_has_no_word_for(tmp_path: Path) -> None:
+    tensors = [torch.tensor(2.5), torch.zeros(0, 3), torch.randn(4, 3).T, torch.ones(2, dtype=torch.bfloat16)]
+    values = Values()
+    values.put("all", OrderedDict(tensors=tensors, odd=[math.inf, -math.inf, math.nan]))
+    values.write(tmp_path / "x")
+    text = (tmp_path / "x.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    found = Values.read(tmp_path / "x").get("all")
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(tensors, found["tensors"], strict=True))
+    assert found["odd"][:2] == [math.inf, -math.inf] and math.isnan(found["odd"][2])
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (object(), "it"),
+        ([1, {"a": (set(),)}], "it[1].a[0]"),
+        (numpy.float64(1.0), "it"),
+        ({"x": Path()}, "it.x"),
+        ({b"k": 1}, "it, a key"),
+        (lambda: 0, "it"),
+    ],
+)
+def test_other_types_are_refused_by_name(value: object, where: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Values().put("it", value)
+    assert str(caught.value).startswith(f"{where} = ") and "convert it" in str(caught.value)
+
+
+def test_digests_tell_bits_apart() -> None:
+    def digest(value: object) -> str:
+        values = Values()
+        values.put("x", value)
+        return values.digests()["x"]
+
+    different = [1, 1.0, True, "1", (1,), [1], torch.ones(1), torch.ones(1, 1), torch.ones(1).int(), torch.zeros(1)]
+    assert len({digest(value) for value in different}) == len(different)
+    assert digest([torch.ones(2), 3]) == digest([torch.ones(2), 3])
