@@ -1,5 +1,6 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
+# make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
 # make test | lint | bench | clean
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
 #

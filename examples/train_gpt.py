@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=2 examples/train_gpt.py    # two ranks: one per GPU (NCCL), or on CPU (Gloo)
 
 The text is the source code of Python's own standard library, which every machine has; --data takes your own.
+Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps.
 """
 
 import argparse
@@ -128,8 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=Path(__file__).parent / "config.json", help="optimizer and ZeRO stage")
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text file or folder")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="where the checkpoint and the plot go")
-    parser.add_argument("--resume", type=Path, help="the checkpoint folder to go on from")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where checkpoints and the plot go")
     for name, default in dict(steps=500, batch=4, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
@@ -143,13 +143,13 @@ def main() -> None:
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), args.config)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
-    train, val = [], {}
-    if args.resume:
-        saved = compile_muon.load_checkpoint(args.resume, model, optimizer)
-        train, val = saved["train"], dict(saved["val"])
-        schedule.load_state_dict(saved["schedule"])
+    checkpointer = compile_muon.Checkpointer(args.out / "checkpoints", asynchronous=True)
+    saved = checkpointer.load(model, optimizer, scheduler=schedule) or {"train": [], "val": {}}
+    train, val = saved["train"], saved["val"]
 
     seconds, sent, console = [], 0, Console(quiet=rank != 0)
+    if train:
+        console.print(f"going on from step {len(train)}: {args.out}/checkpoints")
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=rank != 0) as progress:
         bar = progress.add_task("compiling", total=args.steps, completed=len(train))
@@ -172,9 +172,9 @@ def main() -> None:
                     losses = [model(*windows(val_text, args, (i, rank), device)).item() for i in range(4)]
                 val[step + 1] = mean(every_rank(mean(losses)))
                 console.print(f"step {step + 1:5}   training {mean(train[-10:]):.3f}   validation {val[step + 1]:.3f}")
+                checkpointer.save(step + 1, model, optimizer, scheduler=schedule, train=train, val=val)
 
-    state = dict(train=train, val=list(val.items()), schedule=schedule.state_dict())
-    compile_muon.save_checkpoint(args.out / "checkpoint", model, optimizer, **state)
+    checkpointer.wait()
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peaks = every_rank(torch.cuda.max_memory_allocated() if device.type == "cuda" else resident)
     sample = generate(model, b"def ", args, device)
@@ -188,7 +188,7 @@ def main() -> None:
         table.add_row("peak memory per rank", " | ".join(f"{peak / 2**20:,.0f} MiB" for peak in peaks))
         table.add_row("parameters by Muon | AdamW", f"{summary.muon_parameters:,} | {summary.adamw_parameters:,}")
         table.add_row("loss: training | validation", f"{mean(train[-10:]):.3f} | {list(val.values())[-1]:.3f}")
-        table.add_row("saved", f"{args.out}/checkpoint | {args.out}/loss.png")
+        table.add_row("saved", f"{args.out}/checkpoints | {args.out}/loss.png")
         console.print(table)
         console.print(sample, markup=False, highlight=False, emoji=False)
     if dist.is_initialized():

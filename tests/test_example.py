@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compile_muon import load_config
+from compile_muon import Checkpointer, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -68,19 +68,20 @@ def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
     (sent,) = (line for line in printed.splitlines() if "sent per step and rank" in line)
     assert " 0 bytes" not in sent
     assert (tmp_path / "runs" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert any((tmp_path / "runs" / "checkpoint").iterdir())
+    assert Checkpointer(tmp_path / "runs" / "checkpoints").steps() == [1, 2, 3]
 
 
 def test_one_process_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"abcdefgh" * 1000)
-    common = ("--config", settings(tmp_path, compile=False), "--data", str(text))
-    first = losses(train(*common, "--steps", "16", "--out", str(tmp_path / "first"), ranks=None))
+    common = ("--config", settings(tmp_path, compile=False), "--data", str(text), "--out", str(tmp_path / "runs"))
+    first = losses(train(*common, "--steps", "16", ranks=None))
     assert list(first) == [2, 4, 6, 8, 10, 12, 14, 16]
     assert first[16] < first[2] - 0.5
 
-    checkpoint = str(tmp_path / "first" / "checkpoint")
-    then = losses(train(*common, "--steps", "32", "--out", str(tmp_path / "then"), "--resume", checkpoint, ranks=None))
+    printed = train(*common, "--steps", "32", ranks=None)
+    then = losses(printed)
+    assert "going on from step 16" in printed
     assert list(then) == [20, 24, 28, 32]  # the first 16 steps are not done again
     assert then[20] < first[16]  # nor forgotten
     assert then[32] < first[16] - 0.5
