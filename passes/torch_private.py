@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "mark_save",
     "order_saved_values",
     "storage_holders",
+    "timeout_of",
     "trace_artifact",
     "unobserved",
     "will_execute",
@@ -92,6 +94,14 @@ class _Partitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         # Inductor hashes its configuration by pickling it; what the function does is in the graphs themselves.
         return type(self), (None, self._identity)
+
+
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """How long a collective of ``group`` on ``device`` may take; None if the backend does not say."""
+    try:
+        return cast("timedelta", group._get_backend(device).options._timeout)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def make_partitioner(function: PartitionFunction, identity: bytes) -> CustomPartitionerFn:

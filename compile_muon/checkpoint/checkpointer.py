@@ -179,7 +179,6 @@ class Checkpointer:
             files += snapshot.values.write(place / STATE / _values_of(ranks.rank))
             files += snapshot.own.write(place / STATE / f"own-{ranks.rank:05}")
             for path in files:
-                _flush(path)
                 facts[path.relative_to(place).as_posix()] = describe_file(path)
         everything = ranks.gather(facts)
         with ranks.together(doing):
@@ -354,7 +353,7 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(optimizer._group)
+            self._ranks = Ranks(optimizer._group, optimizer._hyper.device)
             place = optimizer._ledger.accounts[0].spec
             if (place.rank, place.world) != (self._ranks.rank, self._ranks.world):
                 raise CheckpointError(
@@ -391,12 +390,6 @@ def _our_version() -> str:
 
 def _values_of(rank: int) -> str:
     return f"rank-{rank:05}"
-
-
-def _flush(path: Path) -> None:
-    """Have a file on the disk, whoever wrote it."""
-    with open(path, "rb+") as file:
-        os.fsync(file.fileno())
 
 
 def _unsaved(values: Values, scheduler: Any, loader: Any) -> list[str]:

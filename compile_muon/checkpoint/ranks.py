@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.checkpoint.manifest import DamagedError
 from compile_muon.errors import CheckpointError
+from compile_muon.passes.torch_private import timeout_of
 
 __all__ = ["Ranks"]
 
@@ -21,10 +23,13 @@ class Ranks:
     """The ranks of an optimizer, with a Gloo group of their own: a writer's collectives never meet training's.
 
     Args:
-        group: the optimizer's process group, None for one process. Collective over it.
+        group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
+        device: that ``group`` works on.
+    Raises:
+        CheckpointError: another rank is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None
@@ -33,7 +38,12 @@ class Ranks:
         self.rank, self.world = group.rank(), group.size()
         members = dist.get_process_group_ranks(group)
         everyone = len(members) == dist.get_world_size()
-        self.group = dist.new_group(members, backend="gloo", use_local_synchronization=not everyone)
+        # new_group's own default is half an hour, however short the group's; ranks meet in it at once.
+        timeout = timeout_of(group, device)
+        try:
+            self.group = dist.new_group(members, timeout, "gloo", use_local_synchronization=not everyone)
+        except RuntimeError as error:
+            raise CheckpointError(f"a rank did not come to save or load a checkpoint: {error}") from error
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
 
     def gather(self, value: T) -> list[T]:

@@ -9,6 +9,7 @@ asynchronously. Prints a report as JSON.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -59,7 +61,7 @@ def load(folder: Path) -> int:
 def save_for_ever(folder: Path, rank: int, world: int, asynchronous: bool, ready: int, meeting: Path) -> None:
     if world > 1:
         store = dist.FileStore(str(meeting), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=5))
     step = load(folder)
     model, optimizer = build()
     checkpointer = Checkpointer(folder, keep_last=2, asynchronous=asynchronous)
@@ -76,6 +78,7 @@ def one_run(folder: Path, world: int, asynchronous: bool, dice: random.Random, m
     ranks = []
     for rank in range(world):
         if (child := os.fork()) == 0:
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
             try:
                 save_for_ever(folder, rank, world, asynchronous, ready, meeting)
             except CheckpointError:
@@ -101,6 +104,8 @@ def one_run(folder: Path, world: int, asynchronous: bool, dice: random.Random, m
         while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
             if time.monotonic() > deadline:
                 for other in ranks[rank:]:
+                    os.kill(other, signal.SIGUSR1)  # where it hangs
+                    time.sleep(1.0)
                     os.kill(other, signal.SIGKILL)
                 raise AssertionError(f"rank {rank} hangs after {doomed} were killed")
             time.sleep(0.01)
@@ -119,7 +124,7 @@ def main(folder: Path, runs: int) -> None:
         for step in steps:
             Manifest.read(Folder(folder).at(step)).verify(Folder(folder).at(step))
         step = load(folder)
-        assert step == steps[-1] >= last, (run, step, steps, last)
+        assert step == max(steps, default=0) >= last, (run, step, steps, last)
         last = step
     print(json.dumps({"runs": runs, "unfinished": unfinished, "steps": last}))
 

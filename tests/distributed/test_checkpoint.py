@@ -285,7 +285,7 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     checkpointer.wait()
     run.train(1)
     failing = dist.get_rank() == 1
-    write, flush = storage._Writer.write_data, module._flush
+    write, describe = storage._Writer.write_data, module.describe_file
 
     def full_disk(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
@@ -294,14 +294,14 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     step = 3 if failing and how == "step" else 2
     if failing and how == "tensors":
         storage._Writer.write_data = full_disk  # type: ignore[method-assign]
-    if failing and how == "flush":
-        module._flush = full_disk
+    if failing and how == "read back":
+        module.describe_file = full_disk
     try:
         message = error_of(checkpointer.save, step, run.model, run.optimizer, **extra)
         if message == "no error":
             message = error_of(checkpointer.save, 2, run.model, run.optimizer)
     finally:
-        storage._Writer.write_data, module._flush = write, flush  # type: ignore[method-assign]
+        storage._Writer.write_data, module.describe_file = write, describe  # type: ignore[method-assign]
     there = checkpointer.steps()
     dist.barrier()
     checkpointer.save(4, run.model, run.optimizer)
@@ -314,8 +314,8 @@ def fail_to_save(folder: str, asynchronous: bool, how: str) -> tuple[str, list[i
     ("how", "asynchronous", "said"),
     [
         ("tensors", False, "No space left"),
-        ("flush", False, "No space left"),
-        ("flush", True, "No space left"),
+        ("read back", False, "No space left"),
+        ("read back", True, "No space left"),
         ("value", False, "extra.thing = <object object"),
         ("step", True, "other ranks save step"),
     ],

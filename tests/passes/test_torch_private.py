@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -283,3 +285,13 @@ def test_versions_are_those_checked():
     found = tuple(map(int, major_minor.split(".")))
     if not low <= found <= high:
         pytest.skip(f"torch {major_minor} is newer or older than {private.CHECKED_VERSIONS}; the tests above decide")
+
+
+def test_a_process_group_says_its_timeout(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=33))
+    try:
+        found = private.timeout_of(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert found == timedelta(seconds=33), moved("ProcessGroup._get_backend().options._timeout", "is not there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -90,6 +91,9 @@ def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="step 5 was saved, and step 10 of another run"):
         checkpointer.save(5, run.model, run.optimizer, at=5)
     assert checkpointer.steps() == [5, 10]
+    with pytest.warns(UserWarning, match="step 10 of another run"):
+        Checkpointer(tmp_path, keep_last=1).save(6, run.model, run.optimizer, at=6)
+    assert checkpointer.steps() == [6, 10]  # the one just saved is not the one to go
 
 
 def test_a_step_can_be_saved_again_and_a_crash_within_loses_nothing(tmp_path: Path) -> None:
@@ -260,31 +264,31 @@ def foreign_files(place: Path, dice: random.Random) -> None:
     (place / "tensors" / name).write_bytes(save({"model/0.bias": torch.ones(6)}) if name.startswith("s") else data)
 
 
+def facts_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def resign(place: Path, change: Callable[[dict[str, Any]], None] = lambda body: None) -> None:
     """What somebody would do who means it."""
-    import hashlib
-
     body = json.loads((place / "manifest.json").read_text())
     for name in body["files"]:
-        data = (place / name).read_bytes()
-        body["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        body["files"][name] = facts_of(place / name)
     change(body)
     del body["sha256"]
     (place / "manifest.json").write_text(json.dumps({**body, "sha256": _digest_of(body)}))
 
 
 def leave_the_folder(place: Path, dice: random.Random) -> None:
+    """Files that exist, with the checksums they have."""
+    outside = place.with_name("step-1") / "manifest.json"
+    within = next(place.glob("tensors/*"))
     names = [
-        "../step-1/manifest.json",
-        "/etc/hostname",
-        "tensors/../../x",
-        "tensors/a/b",
-        "state/..",
-        "x",
-        "tensors/.x",
-    ]
-    secret = {"size": 1, "sha256": "0"}
-    resign(place, lambda body: body["files"].update({dice.choice(names): secret}))
+        "../step-1/manifest.json", "tensors/../../step-1/manifest.json", str(outside),
+        f"tensors/./{within.name}", f"state/../tensors/{within.name}",
+    ]  # fmt: skip
+    resign(place, lambda body: body["files"].update({dice.choice(names): facts_of(outside)}))
+    resign(place)
 
 
 def link(place: Path, dice: random.Random) -> None:
