@@ -188,6 +188,7 @@ class Driver:
         folder = self._tuned if step.tuned else self._package
         path = os.pathsep.join(filter(None, (str(folder), self._environment.get("PYTHONPATH"))))
         environment = self._environment | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
+        shutil.rmtree(self._out / step.name, ignore_errors=True)  # else the example goes on from its end
         started = time.monotonic()
         with open(log, "w") as stream:
             stream.write(f"$ {shown}\n")

@@ -5,7 +5,8 @@
 or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_zero")``.
 """
 
-from compile_muon.checkpoint import Checkpointer
+from typing import TYPE_CHECKING, Any
+
 from compile_muon.config import Config, load_config
 from compile_muon.errors import (
     CheckpointError,
@@ -19,6 +20,9 @@ from compile_muon.initialize import initialize
 from compile_muon.model.full_parameters import full_parameters
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
+
+if TYPE_CHECKING:
+    from compile_muon.checkpoint import Checkpointer
 
 __all__ = [
     "CheckpointError",
@@ -37,3 +41,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Checkpoints bring in torch.distributed.checkpoint and safetensors, for those who save any."""
+    if name == "Checkpointer":
+        from compile_muon.checkpoint import Checkpointer
+
+        return Checkpointer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

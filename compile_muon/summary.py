@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import bytes_sent, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Row", "Summary", "summarize"]
 
@@ -75,6 +76,8 @@ class Summary:
         return self._count("adamw")
 
     def __rich__(self) -> Table:
+        from rich.table import Table
+
         table = Table(
             title=f"MuonZero: stage {self.stage}, world {self.world_size}, update in {self.update}; "
             f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements"
@@ -88,6 +91,8 @@ class Summary:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         buffer = io.StringIO()
         Console(file=buffer, width=160).print(self)
         return buffer.getvalue()

@@ -52,6 +52,7 @@ def test_importing_us_stays_lean(tmp_path: Path) -> None:
     imported = set(in_a_fresh_process(code, tmp_path).split())
     assert "compile_muon" in imported
     assert not imported & {"matplotlib", "transformers", "deepspeed", "pytest", "hypothesis"}
+    assert not imported & {"rich", "safetensors"}  # for whoever prints a summary, or saves a checkpoint
 
 
 def test_importing_us_first_leaves_transformers_its_kernels_package(tmp_path: Path) -> None:
