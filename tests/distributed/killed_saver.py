@@ -30,7 +30,8 @@ from compile_muon import Checkpointer, CheckpointError
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
 
-PATIENCE = 20.0  # seconds until a survivor must have ended
+TIMEOUT = timedelta(seconds=5)
+PATIENCE = 40.0  # seconds until a survivor must have ended: while a group is made, Gloo takes the time-out four times
 
 
 def everything(optimizer: compile_muon.MuonZero) -> Iterator[torch.Tensor]:
@@ -61,7 +62,7 @@ def load(folder: Path) -> int:
 def save_for_ever(folder: Path, rank: int, world: int, asynchronous: bool, ready: int, meeting: Path) -> None:
     if world > 1:
         store = dist.FileStore(str(meeting), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=5))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     step = load(folder)
     model, optimizer = build()
     checkpointer = Checkpointer(folder, keep_last=2, asynchronous=asynchronous)
