@@ -28,6 +28,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.deepspeed import _SECTIONS
 from compile_muon.errors import (
+    CheckpointError,
     ConfigError,
     LedgerError,
     MuonZeroError,
@@ -84,6 +85,7 @@ def test_error_cuts_long_values_and_survives_pickling():
         (UnsupportedModelError, ValueError),
         (LedgerError, RuntimeError),
         (NonFiniteError, ArithmeticError),
+        (CheckpointError, RuntimeError),
         (PassContractError, Exception),
         (VerificationError, Exception),
     ],
@@ -99,7 +101,7 @@ def test_every_error_is_ours_and_python_s(kind, builtin):
 def test_the_errors_under_test_are_all_there_are():
     defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
     tested = {ConfigError, UnsupportedModelError, LedgerError, NonFiniteError, PassContractError, VerificationError}
-    assert defined == tested | {MuonZeroError}
+    assert defined == tested | {CheckpointError, MuonZeroError}
     assert not issubclass(MuonZeroError, (RuntimeError, ValueError))
 
 
