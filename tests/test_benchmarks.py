@@ -275,7 +275,7 @@ def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
     tuning.run()
     table = tuning.table("here", BEFORE)
     rate = 2 * 8192**3 / 4 / (8192 / 128 * 1e-3)  # of 128 × 128, a fourth of them on each of 4 processors
-    assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-6)}
+    assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-4)}
     assert [tile["rate"] for tile in table["cublas"]] == [2.0, 1.0]  # 32 ms instead of 64, and the ratio between them
 
 

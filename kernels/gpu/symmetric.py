@@ -25,10 +25,9 @@ __all__ = ["symmetric_kernel", "symmetric_product"]
 def _store(
     out, value, matrix, row, col, size, matrix_stride, row_stride, SIDE: tl.constexpr, DESCRIPTORS: tl.constexpr
 ):
-    """A square of the result and its mirror image; one on the diagonal once, and nothing above it."""
+    """A square of the result below the diagonal and its mirror image, or one on the diagonal."""
     if DESCRIPTORS:
-        if col <= row:
-            out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
+        out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
         if col < row:
             out.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
     else:
@@ -40,8 +39,7 @@ def _store(
         start = out + matrix.to(tl.int64) * matrix_stride
         if col < row:
             tl.store(start + col.to(tl.int64) * row_stride + row + j * row_stride + i, value, mask=inside)
-        if col <= row:
-            tl.store(start + row.to(tl.int64) * row_stride + col + i * row_stride + j, value, mask=inside)
+        tl.store(start + row.to(tl.int64) * row_stride + col + i * row_stride + j, value, mask=inside)
 
 
 @triton.jit
@@ -108,7 +106,8 @@ def symmetric_kernel(
         tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
         first, second = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
         _store(out, first, matrix, row, col, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-        _store(out, second, matrix, row, col + ROWS, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+        if col + ROWS <= row:
+            _store(out, second, matrix, row, col + ROWS, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
 
 
 def symmetric_product(
