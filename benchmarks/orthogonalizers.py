@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from compile_muon.kernels import newton_schulz, newton_schulz_list, resolve_coefficients
+from compile_muon.kernels import newton_schulz, newton_schulz_list, quack, resolve_coefficients
 from compile_muon.kernels.operations import gram_flops, standard_flops
 
 STEPS = 5
@@ -292,37 +292,11 @@ def _quack(device: torch.device) -> Run:
     if device.type != "cuda":
         raise Missing("it has kernels for GPUs only")
     try:
-        from quack.gemm_interface import gemm_add, gemm_symmetric
+        quack.products()
     except ImportError as error:
         raise Missing(f"it is not installed ({error})") from None
-    from compile_muon.kernels.batching import one_batch_per_shape
-    from compile_muon.kernels.iterations import standard
-    from compile_muon.kernels.newton_schulz import make_plan
-    from compile_muon.kernels.plan import Plan
-    from compile_muon.kernels.reference import normalize
-
-    class Products:
-        def outer(self, x: Tensor) -> Tensor:
-            return gemm_symmetric(x, x.mT)
-
-        def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-            return gemm_symmetric(left, right, C=plus, alpha=alpha, beta=beta)
-
-        def general(
-            self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: object = None
-        ) -> Tensor:
-            assert plus is not None and out is None  # as the standard form calls it without out
-            return gemm_add(left, right, C=plus, beta=beta)
-
-    def orthogonalize(x: Tensor, plan: Plan) -> Tensor:
-        batch = x if x.ndim == 3 else x[None]
-        tall = x.shape[-2] > x.shape[-1]
-        wide = normalize(batch.mT if tall else batch, dtype=plan.dtype, eps=plan.eps, safety=plan.safety).contiguous()
-        y = standard(wide, plan.steps, Products())
-        return (y.mT.contiguous() if tall else y).view(x.shape)
-
-    plan = make_plan("standard", "jordan", STEPS, torch.bfloat16, device, 1e-7)
-    return lambda xs: one_batch_per_shape(xs, plan, orthogonalize)
+    options = {"method": "standard", "coefficients": "jordan", "steps": STEPS, "dtype": torch.bfloat16}
+    return lambda xs: newton_schulz_list(xs, **options, backend="quack")
 
 
 def _torch_grouped(device: torch.device) -> Run:

@@ -16,7 +16,7 @@ from compile_muon.checkpoint.manifest import Manifest, TensorFacts
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.shards import like_parameter, local_tensor
 
 __all__ = ["Contents", "Fit", "HostCopies", "contents_of", "described", "empty_like", "fit"]
 
@@ -129,7 +129,7 @@ class HostCopies:
             if self._keep or not local.is_cpu:
                 waiting |= not local.is_cpu
                 local = self._room(key, local).copy_(local, non_blocking=True)
-            found[key] = _like(tensor, local.contiguous(), self._mesh)
+            found[key] = like_parameter(tensor, local.contiguous(), self._mesh)
         if waiting:
             torch.accelerator.synchronize()
         return found
@@ -144,19 +144,10 @@ class HostCopies:
         return kept
 
 
-def _like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    if not isinstance(tensor, DTensor):
-        return local
-    assert mesh is not None
-    return DTensor.from_local(
-        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-
-
 def empty_like(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """New host memory for what this rank holds of ``tensor``."""
     local = local_tensor(tensor)
-    return _like(tensor, torch.empty(local.shape, dtype=local.dtype), mesh)
+    return like_parameter(tensor, torch.empty(local.shape, dtype=local.dtype), mesh)
 
 
 # ------------------------------------------------------------------------------------------ does it fit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 __all__ = ["edits_of", "like_parameter", "local_tensor"]
@@ -18,10 +19,14 @@ def edits_of(tensor: Tensor) -> int:
     return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
 
-def like_parameter(param: Tensor, shard: Tensor) -> Tensor:
-    """``shard`` as the kind of tensor that ``param.grad`` is."""
+def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """``shard`` as the kind of tensor that ``param.grad`` is.
+
+    Args:
+        mesh: of the same ranks, on the shard's device; default: that of ``param``.
+    """
     if not isinstance(param, DTensor):
         return shard
     return DTensor.from_local(
-        shard, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        shard, mesh or param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

@@ -28,10 +28,11 @@ from .arena import Layout
 from .grouped_product import grouped_product
 from .grouped_symmetric import grouped_symmetric
 from .launch import Launch
+from .model import Tile
 from .operands import empty_matrices
 from .product import product
 from .symmetric import symmetric_product
-from .tiles import Table, Tile, load_tables
+from .tiles import Table, load_tables
 
 __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 

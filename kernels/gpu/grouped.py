@@ -16,9 +16,8 @@ from .grouped_product import grouped_product
 from .grouped_symmetric import grouped_symmetric
 from .model import Tile
 from .normalize import normalize
-from .product import product
 from .schedule import results_of
-from .tiles import Table, choose
+from .tiles import choose
 
 __all__ = ["GroupedProducts", "orthogonalize_list"]
 
@@ -31,10 +30,13 @@ Pair = tuple[Tensor, Tensor]  # matrices [b, k, l] with k ≤ l, and what takes 
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """The two matrix products of a device of all matrices of a list, ``iterations.Products`` over ``Matrices``."""
+    """The two matrix products of a device of all matrices of a list, ``iterations.Products`` over ``Matrices``.
 
-    table: Table
-    processors: int
+    Args:
+        alone: those of one tensor of matrices.
+    """
+
+    alone: newton_schulz.Products
 
     def outer(self, x: Matrices) -> Matrices:
         """``x xᵀ``, k × k, new."""
@@ -53,14 +55,14 @@ class GroupedProducts:
         self, left: Matrices, right: Matrices, *, alpha: float, plus: Matrices | None, beta: float
     ) -> Matrices:
         out = left.new(square=True)
-        tile = self._tile(self.table.symmetric, left, triangle=True)
-        grouped_symmetric(left, right, out, tile, self.processors, alpha=alpha, plus=plus, beta=beta).run()
+        tile = self._tile(self.alone.table.symmetric, left, triangle=True)
+        grouped_symmetric(left, right, out, tile, self.alone.processors, alpha=alpha, plus=plus, beta=beta).run()
         return out
 
     def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool) -> Tile:
         results = results_of(operand.layout, triangle=triangle, square=operand.square)
         tiles = tuple(tile.in_list for tile in tiles)
-        return choose(tiles, self.table.device, results, self.processors, triangle=triangle)
+        return choose(tiles, self.alone.table.device, results, self.alone.processors, triangle=triangle)
 
     def general(
         self,
@@ -78,15 +80,13 @@ class GroupedProducts:
         """
         if out is None:
             out = right.new(square=right.square)
-            tile = self._tile(self.table.product, right, triangle=False)
-            grouped_product(left, right, out, tile, self.processors, plus=plus, beta=beta).run()
+            tile = self._tile(self.alone.table.product, right, triangle=False)
+            grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
         summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
         operands = zip(left.parts(out.results), right.parts(out.results), out.results, summands, strict=True)
         for factor, x, result, summand in operands:
-            results = (*result.shape, factor.shape[2])
-            tile = choose(self.table.product, self.table.device, (results,), self.processors, triangle=False)
-            product(factor, x, result, tile, plus=summand, beta=beta).run()
+            self.alone.general(factor, x, plus=summand, beta=beta, out=result)
         return out
 
     def add_to_diagonal(self, x: Matrices, a: float) -> None:
@@ -155,7 +155,7 @@ def _orthogonalize_pairs(pairs: list[Pair], plan: Plan, products: newton_schulz.
         matrices[shape[0], shape[1]] = matrices.get((shape[0], shape[1]), 0) + b
     layout = Layout(tuple((b, *shape) for shape, b in matrices.items()))
     out = Matrices(layout, None, square=False, results=tuple(out for _, out in pairs))
-    grouped = GroupedProducts(products.table, products.processors)
+    grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
         if plan.method == "standard":

@@ -9,9 +9,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .arena import Matrices
+from .launch import Launch
 from .model import Tile
+from .schedule import tables
 
-__all__ = ["grouped_constants", "load_part", "place_in_list", "read_shape", "source_of"]
+__all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of"]
 
 
 @triton.jit
@@ -96,7 +99,41 @@ def load_part(
     return part
 
 
-def grouped_constants(tile: Tile, *, plus: bool, square: bool) -> dict[str, Any]:
+def grouped_launch(
+    kernel: Any,
+    left: Matrices,
+    right: Matrices,
+    plus: Matrices | None,
+    out: Matrices,
+    numbers: tuple[float, ...],
+    square: bool,
+    tile: Tile,
+    processors: int,
+    *,
+    triangle: bool,
+) -> Launch:
+    """Either grouped kernel on arenas of one layout.
+
+    Args:
+        kernel: takes these arenas, the tables, the number of shapes, and ``numbers``.
+        square, triangle: as for ``schedule.results_of``.
+        tile: of all results.
+        processors: of the device.
+    """
+    assert left.flat is not None and right.flat is not None and out.flat is not None
+    found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
+    arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
+    return Launch(
+        kernel,
+        min(found.tiles, processors * tile.resident),
+        out.flat,
+        (*arenas, found.shapes, found.places, len(out.layout.shapes), *numbers),
+        _constants(tile, plus=plus is not None, square=square),
+        scratch=tile.descriptors,
+    )
+
+
+def _constants(tile: Tile, *, plus: bool, square: bool) -> dict[str, Any]:
     """The compile-time arguments of either grouped kernel; WIDEN as in ``operands.constants``."""
     return {
         "SQUARE": square,

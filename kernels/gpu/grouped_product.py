@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_constants, load_part, place_in_list, read_shape, source_of
+from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
 from .launch import Launch
 from .model import Tile
-from .schedule import tables
 
 __all__ = ["grouped_product", "grouped_product_kernel"]
 
@@ -94,23 +93,6 @@ def grouped_product(
         plus: an arena like ``right``, or None.
         beta: multiplies ``plus``.
     """
-    assert left.flat is not None and right.flat is not None and out.flat is not None
-    layout, square = right.layout, right.square
-    found = tables(layout, tile, out.flat.device, triangle=False, square=square)
-    return Launch(
-        grouped_product_kernel,
-        min(found.tiles, processors * tile.resident),
-        out.flat,
-        (
-            left.flat,
-            right.flat,
-            None if plus is None else plus.flat,
-            out.flat,
-            found.shapes,
-            found.places,
-            len(layout.shapes),
-            beta,
-        ),
-        grouped_constants(tile, plus=plus is not None, square=square),
-        scratch=tile.descriptors,
+    return grouped_launch(
+        grouped_product_kernel, left, right, plus, out, (beta,), right.square, tile, processors, triangle=False
     )

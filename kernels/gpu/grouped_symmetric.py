@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_constants, load_part, place_in_list, read_shape, source_of
+from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
 from .launch import Launch
 from .model import Tile
-from .schedule import tables
 
 __all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
 
@@ -132,24 +131,7 @@ def grouped_symmetric(
         plus: an arena of its k × k matrices, or None.
         beta: multiplies ``plus``.
     """
-    assert left.flat is not None and right.flat is not None and out.flat is not None
-    layout, square = left.layout, left.square
-    found = tables(layout, tile, out.flat.device, triangle=True, square=square)
-    return Launch(
-        grouped_symmetric_kernel,
-        min(found.tiles, processors * tile.resident),
-        out.flat,
-        (
-            left.flat,
-            right.flat,
-            None if plus is None else plus.flat,
-            out.flat,
-            found.shapes,
-            found.places,
-            len(layout.shapes),
-            alpha,
-            beta / alpha,
-        ),
-        grouped_constants(tile, plus=plus is not None, square=square),
-        scratch=tile.descriptors,
+    numbers = (alpha, beta / alpha)
+    return grouped_launch(
+        grouped_symmetric_kernel, left, right, plus, out, numbers, left.square, tile, processors, triangle=True
     )

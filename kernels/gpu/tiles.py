@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .model import Device, Result, Tile, ceildiv, seconds
+from .model import Device, Result, Tile, seconds
 
-__all__ = ["INTERPRETER", "Table", "Tile", "architecture", "ceildiv", "choose", "load_tables", "served"]
+__all__ = ["INTERPRETER", "Table", "architecture", "choose", "load_tables", "served"]
 
 #: (matrices, k, l)
 Shape = tuple[int, int, int]
