@@ -14,6 +14,7 @@ from compile_muon.errors import (
     LedgerError,
     MuonZeroError,
     NonFiniteError,
+    PeerError,
     UnsupportedModelError,
 )
 from compile_muon.initialize import initialize
@@ -33,6 +34,7 @@ __all__ = [
     "MuonZero",
     "MuonZeroError",
     "NonFiniteError",
+    "PeerError",
     "Summary",
     "UnsupportedModelError",
     "full_parameters",

@@ -19,8 +19,10 @@ __all__ = [
     "MuonZeroError",
     "NonFiniteError",
     "PassContractError",
+    "PeerError",
     "UnsupportedModelError",
     "VerificationError",
+    "by_rank",
     "config_error",
     "join_errors",
     "listed",
@@ -41,6 +43,10 @@ class LedgerError(MuonZeroError, RuntimeError):
 
 class NonFiniteError(MuonZeroError, ArithmeticError):
     """A step would write inf or NaN: under ``nonfinite="error"`` in one step, under ``"skip"`` in too many in a row."""
+
+
+class PeerError(MuonZeroError, torch.distributed.DistError):
+    """A collective did not end: a rank is gone, hangs, or runs something else; the message says where each rank is."""
 
 
 class UnsupportedModelError(MuonZeroError, ValueError):
@@ -80,6 +86,19 @@ def listed(names: Sequence[str]) -> str:
     'a, b'
     """
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """Which ranks have which value, the rarest first.
+
+    >>> by_rank([2, 3, 2])
+    '3 on rank 1, 2 on ranks 0, 2'
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(str(rank))
+    rarest = sorted(ranks.items(), key=lambda item: len(item[1]))
+    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for value, r in rarest)
 
 
 def config_error(field: str, value: object, problem: str, remedy: str) -> ConfigError:

@@ -35,8 +35,11 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.agreement import Agreement, Copies
+from compile_muon.runtime.board import backend_of
 from compile_muon.runtime.commit import commit_adamw, commit_muon
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.place import Place
 from compile_muon.runtime.replicas import refresh_replicas
 from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculation
@@ -45,6 +48,9 @@ from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
 
 __all__ = ["MuonZero"]
+
+#: hyperparameters of parameter groups that may change between steps
+_RATES = ("lr", "momentum", "weight_decay", "betas", "eps")
 
 
 class MuonZero(Optimizer):
@@ -66,6 +72,7 @@ class MuonZero(Optimizer):
         gradient_clipping: global norm, or None.
         nonfinite: "error" or "skip" on inf or nan gradients.
         max_skipped_steps: how many steps in a row "skip" may leave out before NonFiniteError is raised.
+        check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         mesh: 1-D data-parallel ``DeviceMesh``; default: all ranks of the default process group.
@@ -100,6 +107,7 @@ class MuonZero(Optimizer):
         gradient_clipping: float | None = ZeroConfig.gradient_clipping,
         nonfinite: str = ZeroConfig.nonfinite,
         max_skipped_steps: int = ZeroConfig.max_skipped_steps,
+        check_replicas: int | None = ZeroConfig.check_replicas,
         param_dtype: torch.dtype | str | None = ZeroConfig.param_dtype,
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
         muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
@@ -136,6 +144,9 @@ class MuonZero(Optimizer):
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
         self._ledger.momentum_factor = math.nan
+        self._ledger.place = Place(self._group, device)
+        # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
+        self._compares = self._group is not None and backend_of(self._group, device) != "fake"
         self._ledger.accounts = shard_model(model, assignments, config, mesh, self._ledger, self._hyper)
         self._ledger.before_backward = self._sync_momentum
         self._ownership = Ownership(model, self._ledger.accounts)
@@ -256,27 +267,34 @@ class MuonZero(Optimizer):
                 ``"skip"`` has left out ``max_skipped_steps`` in a row. Parameters and state are unchanged.
             UnsupportedModelError: the model does not hold the parameters any more that were sharded, or a gathered copy
                 of one was edited.
-            LedgerError: some ranks have a gradient that others lack, another rank refused the step, or at stage 1 a
-                gradient was edited between micro-batches. Parameters and state are unchanged.
+            LedgerError: some ranks have a gradient that others lack, other hyperparameters, ran other frames or hold
+                other copies, or another rank refused the step; or at stage 1 a gradient was edited between
+                micro-batches. Parameters and state are unchanged.
+            PeerError: a rank did not come to the step; the message says where each rank is.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._ledger.place.at("the optimizer's step"):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         problem = self._model_problem()
         self._own_momenta()
         self._sync_momentum()
         self._whole_gradients()
         muon = [account for account in self._muon if account.param.grad is not None]
         rest = [account for account in self._adamw if account.param.grad is not None]
-        directions = self._directions(muon, self._survey(problem))
+        agreement = self._agreement() if self._compares else None
+        directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
             commit_muon(muon, directions, [self._scales[a.name] for a in muon], self._group_of("muon") if muon else {})
             directions.clear()  # their memory is free for what the refresh gathers
             commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
             self._ledger.count(refresh_replicas([*muon, *rest]))
         self._ledger.close([*muon, *rest])
-        return loss
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
@@ -315,7 +333,16 @@ class MuonZero(Optimizer):
                 account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
                 slots["momentum_buffer"] = account.momentum_buffer
 
-    def _survey(self, problem: UnsupportedModelError | None) -> Survey:
+    def _agreement(self) -> Agreement:
+        """What every rank must bring to this step alike."""
+        values = {f"{g['algorithm']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
+        scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        settings = {name: repr(value) for name, value in values.items() if name not in scalars}
+        step, every = self._ledger.place.step, self.config.zero.check_replicas
+        copies = Copies.of(self._ledger.accounts, self.state) if every and step % every == 0 else None
+        return Agreement(step, settings, scalars, self._ledger.trail, copies)
+
+    def _survey(self, problem: UnsupportedModelError | None, agreement: Agreement | None) -> Survey:
         """Ask everything that can be asked before directions are made; nothing is waited for.
 
         On every rank the same numbers in the same order, whatever gradients it has.
@@ -329,11 +356,15 @@ class MuonZero(Optimizer):
                 values = not_finite([local_tensor(self.state[account.param][slot]) for account in self._adamw])
                 survey.add(what, [account.name for account in self._adamw], values)
         for group in self.param_groups:
-            for key in ("lr", "momentum", "weight_decay", "betas", "eps"):
+            for key in _RATES:
                 survey.add_rate(f"{group['algorithm']} {key}", group.get(key, 0.0))
+        if agreement is not None:
+            agreement.put(survey)
         return survey
 
-    def _directions(self, muon: Sequence[Account], survey: Survey) -> list[Tensor] | None:
+    def _directions(
+        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
+    ) -> list[Tensor] | None:
         """Directions of these matrices: those of backward where they hold, the others made here.
 
         Waits for the device once, and again only where some were made in backward and others must be made here.
@@ -352,6 +383,7 @@ class MuonZero(Optimizer):
             self._clip(self.grad_norm)
             directions = self._orthogonalize(muon, survey)
         survey.wait()
+        self._check_agreement(survey, agreement)
         self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
         clipped = self._over_limit(self._norm)
         if self._ledger.speculating:
@@ -369,6 +401,24 @@ class MuonZero(Optimizer):
                 return None
         self._settle([account for account in muon if account.name in ready], held, clipped=clipped)
         return [directions[account.name] for account in muon]
+
+    def _check_agreement(self, survey: Survey, agreement: Agreement | None) -> None:
+        """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
+        if self._group is None:
+            return
+        if survey.names("refused"):
+            raise survey.refusal or LedgerError(
+                "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
+                "every rank what is done to it on one"
+            )
+        missing = [name for name, count in survey.numbers("missing").items() if 0 < count < self._group.size()]
+        if missing:
+            raise LedgerError(
+                f"gradient of {listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
+                "the same parameters in a step, e.g. by adding 0 * parameter.sum() to the loss where one is not used"
+            )
+        if agreement is not None:
+            agreement.check(survey, self._group)
 
     def _ready(self, account: Account) -> Speculation | None:
         """A direction of backward, if the momentum is what it was made with."""
@@ -421,18 +471,6 @@ class MuonZero(Optimizer):
         Args:
             directions: those that will be used; what has become of the others does not matter.
         """
-        if survey.names("refused"):
-            raise survey.refusal or LedgerError(
-                "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
-                "every rank what is done to it on one"
-            )
-        world = 1 if self._group is None else self._group.size()
-        missing = [name for name, count in survey.numbers("missing").items() if 0 < count < world]
-        if missing:
-            raise LedgerError(
-                f"gradient of {listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
-                "the same parameters in a step, e.g. by adding 0 * parameter.sum() to the loss where one is not used"
-            )
         gradients = survey.numbers("gradient").items()
         wrong = {"gradient": [name for name, square in gradients if not math.isfinite(square)]}
         wrong |= {what: sorted(survey.names(what)) for what in ("momentum", "first moment", "second moment", "rate")}

@@ -10,6 +10,9 @@ numbers. State travels as tensor arguments (never as a handle), static facts as 
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar, cast
 
@@ -22,7 +25,7 @@ from .exchange.orthogonalize import orthogonalize_group
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype
 
-__all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard"]
+__all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard", "watch"]
 
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -72,7 +75,26 @@ def _save_for_reduce(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, ou
 
 def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     state, hyper = ctx.saved_tensors  # type: ignore[attr-defined]
-    return REDUCE_GRAD(grad, state, hyper, ctx.spec), None, None, None, None  # type: ignore[attr-defined]
+    with watched(state):
+        return REDUCE_GRAD(grad, state, hyper, ctx.spec), None, None, None, None  # type: ignore[attr-defined]
+
+
+_WATCH = "_muon_zero_watch"
+
+
+def watch(state: Tensor, around: Callable[[], AbstractContextManager[object]]) -> None:
+    """Have the bound method ``around`` called for a context in which eager backwards reduce; held weakly.
+
+    Graphs are traced with other tensors than ``state`` itself, so nothing of it gets into one.
+    """
+    setattr(state, _WATCH, weakref.WeakMethod(around))
+
+
+def watched(state: Tensor) -> AbstractContextManager[object]:
+    """The context that :func:`watch` asked for, if it did."""
+    reference = getattr(state, _WATCH, None)
+    around = None if reference is None else reference()
+    return nullcontext() if around is None else around()
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)

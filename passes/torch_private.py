@@ -20,6 +20,7 @@ __all__ = [
     "SavedContext",
     "accumulator_of",
     "autograd_cache_disabled",
+    "collective_failed",
     "compile_fx",
     "compile_fx_inner",
     "compiled_autograd_active",
@@ -32,6 +33,7 @@ __all__ = [
     "mark_save",
     "order_saved_values",
     "storage_holders",
+    "store_of",
     "timeout_of",
     "trace_artifact",
     "unobserved",
@@ -102,6 +104,25 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
         return cast("timedelta", group._get_backend(device).options._timeout)
     except (AttributeError, RuntimeError):
         return None
+
+
+def store_of(group: Any) -> torch.distributed.Store | None:
+    """A connection of one's own to the store of ``group``, under the group's prefix; None if it cannot be shared."""
+    from torch.distributed.distributed_c10d import _get_process_group_store
+
+    try:
+        store: Any = _get_process_group_store(group)
+        return cast("torch.distributed.Store", store.clone())
+    except (KeyError, RuntimeError):  # stores in Python, and that of the fake group, are not cloned
+        return None
+
+
+def collective_failed(error: BaseException) -> bool:
+    """Whether ``error`` is what torch raises for a collective that did not end, or could not be started."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    # Gloo raises plain RuntimeErrors, which name its source file or its operation.
+    return type(error) is RuntimeError and any(word in str(error) for word in ("gloo/", "Gloo", "NCCL"))
 
 
 def make_partitioner(function: PartitionFunction, identity: bytes) -> CustomPartitionerFn:

@@ -178,6 +178,8 @@ class ZeroConfig(Checked):
         gradient_clipping: maximal global gradient norm, or None for no clipping.
         nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank.
         max_skipped_steps: how many steps in a row ``nonfinite="skip"`` may leave out before NonFiniteError is raised.
+        check_replicas: every how many steps what all ranks hold a copy of (stages 0 to 2: weights, at 0 also optimizer
+            state) is compared, or None for never.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
     """
@@ -189,8 +191,16 @@ class ZeroConfig(Checked):
     gradient_clipping: float | None = setting(None, _check_clipping, none=True)
     nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
     max_skipped_steps: int = setting(100, check_integer, low=1)
+    check_replicas: int | None = setting(None, check_integer, none=True, low=1)
     param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """A comparison of what does not exist."""
+        if self.check_replicas is not None and self.stage == 3:
+            problem = "compares what ranks hold copies of, and at stage 3 they hold none"
+            remedy = "leave it out, or use stage 2"
+            yield config_error("ZeroConfig.check_replicas", self.check_replicas, problem, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

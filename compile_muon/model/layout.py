@@ -16,6 +16,7 @@ from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dt
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
+from compile_muon.runtime.board import backend_of
 
 __all__ = ["describe", "resolve_mesh"]
 
@@ -89,8 +90,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, wor
 def _gather(mesh: DeviceMesh) -> str:
     # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same time:
     # its threads write the name of the last collective without a lock, and this name is too long for the string itself.
-    backends = dict(entry.split(":") for entry in dist.get_backend_config(mesh.get_group()).split(","))
-    return "all_to_all" if backends.get(mesh.device_type) == "gloo" else "all_gather"
+    return "all_to_all" if backend_of(mesh.get_group(), mesh.device_type) == "gloo" else "all_gather"
 
 
 def describe(param: Tensor, assignment: Assignment, config: Config, mesh: DeviceMesh | None) -> ParamSpec:

@@ -88,9 +88,13 @@ def _reader(name: str) -> property:
         if torch.compiler.is_compiling():
             return UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
         check_kind(account, shard)
-        keep_fresh(account)
-        account.watch()
-        whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+        ledger = account.ledger
+        with ledger.place.at("an eager read", "", [account]):
+            keep_fresh(account)
+            account.watch()
+            whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+        if account.spec.gathered:
+            ledger.trail.note("forward", "", [account])
         account.handouts.read(account.name, whole)
         return whole
 

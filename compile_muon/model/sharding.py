@@ -7,9 +7,6 @@ holds the shard, so ``parameters()``, ``state_dict()`` and checkpoints see DTens
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compile_muon.config import Config
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.model.agreement import agree
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.layout import describe
 from compile_muon.model.readers import install_readers
@@ -28,21 +25,6 @@ from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["shard_model"]
-
-
-def _same_everywhere(named: Iterable[tuple[str, Tensor]], mesh: DeviceMesh) -> None:
-    """Ranks that disagree on names or shapes would hang later; say so now."""
-    text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named)
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    mine = torch.tensor([digest], dtype=torch.int64, device=mesh.device_type)
-    everyone = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(everyone, mine, group=mesh.get_group())
-    differing = [rank for rank, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-    if differing:
-        raise UnsupportedModelError(
-            f"ranks {differing} built a model with other parameter names, shapes or requires_grad than rank 0; "
-            "build the same model on every rank"
-        )
 
 
 def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -118,8 +100,9 @@ def shard_model(
     named = dict(model.named_parameters())
     specs = {name: describe(param, assignments[name], config, mesh) for name, param in named.items()}
     if mesh is not None:
-        _same_everywhere(named.items(), mesh)
-        _broadcast(model, mesh)
+        with ledger.place.at("the sharding of the model"):
+            agree(model, config, specs, mesh, ledger.place.board)
+            _broadcast(model, mesh)
     accounts: dict[nn.Parameter, Account] = {}
     handouts = Handouts()
     for name, param in named.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.passes.markers import watch
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
@@ -32,7 +35,7 @@ class Account:
     """Everything the runtime knows of one parameter.
 
     Args:
-        name: qualified name in the model.
+        name: qualified name in the model; ``key`` is its bytes.
         param: the ``nn.Parameter`` users see (a DTensor where sharded).
         spec: static facts; ``text`` is their encoding, as markers carry it.
         momentum: of the shard (Muon), or an empty tensor. Every marker takes it: it identifies the parameter to the
@@ -60,14 +63,17 @@ class Account:
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
     refreshed_at: int = -1
+    key: bytes = field(init=False)
     momentum_buffer: Tensor = field(init=False)
     _watched: bool = False
 
     def __post_init__(self) -> None:
+        self.key = self.name.encode()
         self.text = self.spec.encode()
         self.refreshed_at = edits_of(self.param)
         self.momentum_buffer = like_parameter(self.param, self.momentum.detach())
         setattr(self.momentum, _ATTRIBUTE, weakref.ref(self))
+        watch(self.momentum, self.reducing)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
         """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
@@ -110,6 +116,14 @@ class Account:
         """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
         # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
         return will_execute(accumulator_of(self.param))
+
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around the reduction of an eager backward."""
+        with self.ledger.place.at("an eager backward", "", [self]):
+            yield
+        if self.spec.world > 1:
+            self.ledger.trail.note("backward", "", [self])
 
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""

@@ -74,6 +74,14 @@ def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]
     return accounts
 
 
+def _note(half: str, frame: str, accounts: Sequence[Account], detail: str) -> None:
+    """Leave a visit that met other ranks in the trail of every optimizer whose parameters it read."""
+    ledgers = {id(account.ledger): account.ledger for account in accounts}
+    for ledger in ledgers.values():
+        own = accounts if len(ledgers) == 1 else [account for account in accounts if account.ledger is ledger]
+        ledger.trail.note(half, frame, own, detail)
+
+
 class ForwardGraph:
     """Boxed callable of a forward or inference graph.
 
@@ -94,33 +102,41 @@ class ForwardGraph:
         trained: frozenset[str],
     ) -> None:
         self._options = options
+        self._frame = ctx.frame
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        self._read = sorted({placeholders[marker.state] for marker in Unshard.all(gm)})
+        unshards = Unshard.all(gm)
+        # In the order of their gathers, which every rank must keep.
+        self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
+        self._meets = any(marker.spec.gathered for marker in unshards)
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lower_and_compile(gm, inputs, ctx, codegen)
         self._visited = False
 
     def __call__(self, args: list[Any]) -> Any:
-        if self._read:
-            accounts = _accounts_at(args, self._read)
+        if not self._read:
+            return self._run(args)
+        accounts, trained = _accounts_at(args, self._read), _accounts_at(args, self._trained)
+        if trained and compiled_autograd_active():
+            raise MuonZeroError(
+                "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
+                "turn it off (torch._dynamo.config.compiled_autograd = False)"
+            )
+        ledger = accounts[0].ledger
+        with ledger.place.at("forward", self._frame, accounts):
             for account in accounts:
                 account.handouts.check()
                 keep_fresh(account)
                 account.ledger.options = self._options
-            ledger = accounts[0].ledger
-            ledger.count(self._traffic)
-            ledger.counters.graphs += not self._visited
-            self._visited = True
-        if self._trained:
-            if compiled_autograd_active():
-                raise MuonZeroError(
-                    "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
-                    "turn it off (torch._dynamo.config.compiled_autograd = False)"
-                )
-            for account in _accounts_at(args, self._trained):
+            for account in trained:
                 account.visits.forward()
                 account.watch()
-        return self._run(args)
+            results = self._run(args)
+        ledger.count(self._traffic)
+        ledger.counters.graphs += not self._visited
+        self._visited = True
+        if self._meets:
+            _note("forward", self._frame, accounts, str(self._options.bucket_bytes))
+        return results
 
 
 @dataclass
@@ -156,7 +172,14 @@ class BackwardGraph:
         self._outputs = len(self.gm.graph.output_node().args[0])
 
     def __call__(self, args: list[Any]) -> Any:
-        accounts, call = _accounts_at(args, [grad.state_index for grad in self.grads]), current_backward()
+        accounts = _accounts_at(args, [grad.state_index for grad in self.grads])
+        if not accounts:
+            return self._visit(args, accounts)
+        with accounts[0].ledger.place.at("backward", self.frame, accounts):
+            return self._visit(args, accounts)
+
+    def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:
+        call = current_backward()
         receives = [account.receives() for account in accounts]
         request = self._request(accounts, receives, call)
         variant = self._variant(request, accounts)
@@ -168,6 +191,9 @@ class BackwardGraph:
         self._hand_over(accounts, receives, request, call, results[self._outputs :])
         if accounts:
             accounts[0].ledger.count(variant.traffic)
+        if variant.traffic.collectives:
+            purposes = ",".join(purpose.value for purpose in request.purposes)
+            _note("backward", self.frame, accounts, f"{self.options.bucket_bytes} {purposes}")
         return results[: self._outputs]
 
     def _request(self, accounts: Sequence[Account], receives: Sequence[bool], call: int) -> BackwardRequest:

@@ -19,6 +19,8 @@ from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.place import Place
+from compile_muon.runtime.trail import Trail
 
 __all__ = ["Counters", "Ledger"]
 
@@ -64,6 +66,8 @@ class Ledger:
         momentum_factor: as graphs read it from ``Account.hyper``.
         before_backward: called before a backward graph runs.
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
+        place: where this rank is, for the others to read.
+        trail: visits since the last step that met other ranks.
     """
 
     accumulation_steps: int | None
@@ -74,6 +78,8 @@ class Ledger:
     before_backward: Callable[[], None] | None = None
     options: FrameOptions = FrameOptions(codegen="eager")
     counters: Counters = field(default_factory=Counters)
+    place: Place = field(default_factory=Place)
+    trail: Trail = field(default_factory=Trail)
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)
@@ -172,6 +178,8 @@ class Ledger:
             )
         for account in self.accounts:
             account.close()
+        self.trail.close()
+        self.place.step += 1
 
     def drop_gradients(self) -> None:
         """``zero_grad()``: nothing that belongs to the old gradients may reach the next step."""
@@ -181,6 +189,7 @@ class Ledger:
     def count(self, traffic: Traffic) -> None:
         """Add what a graph sent and computed."""
         self.counters.traffic = self.counters.traffic + traffic
+        self.place.collectives += sum(number for _, number in traffic.collectives)
 
     def balance(self) -> int:
         """Backward visits still owed, over all parameters."""

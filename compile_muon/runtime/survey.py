@@ -82,6 +82,32 @@ class Survey:
         """Put numbers that the host knows under ``what``."""
         self._facts += [(what, name, number) for name, number in facts.items()]
 
+    def add_each(self, what: str, numbers: Tensor | Sequence[float]) -> None:
+        """Put this rank's numbers where :meth:`each` finds them beside every other rank's.
+
+        Args:
+            numbers: fp32; the same number of them on every rank.
+        """
+        if self.group is None:
+            return
+        # A place for each rank, empty on the others: no sum rounds.
+        rank, world, width = self.group.rank(), self.group.size(), len(numbers)
+        names = [f"{r}.{i}" for r in range(world) for i in range(width)]
+        if isinstance(numbers, Tensor):
+            spread = torch.zeros(world, width, device=self.device)
+            spread[rank] = numbers.to(self.device, non_blocking=True)
+            self.add(what, names, spread.flatten())
+            return
+        before, after = [0.0] * (rank * width), [0.0] * ((world - rank - 1) * width)
+        self.add_facts(what, dict(zip(names, [*before, *numbers, *after], strict=True)))
+
+    def each(self, what: str) -> list[tuple[float, ...]]:
+        """Every rank's numbers under ``what``."""
+        numbers = list(self.numbers(what).values())
+        world = 1 if self.group is None else self.group.size()
+        width = len(numbers) // world
+        return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(world)]
+
     def add_gradients(self, accounts: Sequence[Account]) -> None:
         """Squared norms of all gradients (0 without one), and which are missing."""
         present = [account for account in accounts if account.param.grad is not None]

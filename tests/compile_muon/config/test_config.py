@@ -34,6 +34,7 @@ from compile_muon.errors import (
     MuonZeroError,
     NonFiniteError,
     PassContractError,
+    PeerError,
     UnsupportedModelError,
     VerificationError,
     config_error,
@@ -101,7 +102,7 @@ def test_every_error_is_ours_and_python_s(kind, builtin):
 def test_the_errors_under_test_are_all_there_are():
     defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
     tested = {ConfigError, UnsupportedModelError, LedgerError, NonFiniteError, PassContractError, VerificationError}
-    assert defined == tested | {CheckpointError, MuonZeroError}
+    assert defined == tested | {CheckpointError, MuonZeroError, PeerError}
     assert not issubclass(MuonZeroError, (RuntimeError, ValueError))
 
 
@@ -285,6 +286,7 @@ BAD_FIELDS = [
     (ZeroConfig, "nonfinite", "ignore", "'skip'"),
     (ZeroConfig, "max_skipped_steps", 0, "at least 1"),
     (ZeroConfig, "max_skipped_steps", None, "integer"),
+    (ZeroConfig, "check_replicas", 0, "at least 1"),
     (ZeroConfig, "param_dtype", "int8", "bfloat16"),
     (ZeroConfig, "param_dtype", torch.complex64, "bfloat16"),
     (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
@@ -363,6 +365,7 @@ KWARGS = {
     "gradient_clipping": (0.5, "zero.gradient_clipping", 0.5),
     "nonfinite": ("skip", "zero.nonfinite", "skip"),
     "max_skipped_steps": (7, "zero.max_skipped_steps", 7),
+    "check_replicas": (10, "zero.check_replicas", 10),
     "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
@@ -585,6 +588,7 @@ def test_saying_the_same_thing_twice_is_fine():
         ({**params(param_dtype="fp32"), "bf16": {"enabled": True}}, "bf16.enabled", ["torch.float32"]),
         ({**params(param_dtype="bf16"), "bf16": {"enabled": False}}, "bf16.enabled", ["optimizer.params.param_dtype"]),
         (params(adam_lr=0.1, adamw_lr=0.2), "optimizer.params.adamw_lr", ["optimizer.params.adam_lr = 0.1"]),
+        (params(stage=3, check_replicas=5), "optimizer.params.check_replicas", ["= 5", "use stage 2"]),
         (params(betas=[0.9, 0.9], adamw_betas=[0.9, 0.8]), "optimizer.params.adamw_betas", ["contradicts"]),
         (params(eps=1e-8, adamw_eps=1e-6), "optimizer.params.adamw_eps", ["contradicts"]),
     ],

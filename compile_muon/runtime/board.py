@@ -1,0 +1,219 @@
+"""The board: every rank's place, in the store of the process group.
+
+A thread of each rank publishes its place, ten times a second in a small world, through a connection of its own. Whoever
+is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
+
+Under Gloo a collective that fails raises, and what the board says is part of the error. NCCL ends the process instead:
+there the thread logs it, shortly before the group's time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from compile_muon.errors import PeerError
+from compile_muon.passes.torch_private import timeout_of
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.place import Place
+
+__all__ = ["Board", "Entry", "backend_of", "keep_up", "report"]
+
+_log = logging.getLogger("compile_muon")
+
+#: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
+_BEATS = 500.0
+_SHORTEST_INTERVAL = 0.1
+#: in worlds up to this size every rank remembers the others' places, should the store go with its host
+_SMALL_WORLD = 64
+_REMEMBER_EVERY = 1.0
+#: a store that answers no sooner is gone
+_STORE_TIMEOUT = timedelta(seconds=2)
+#: part of the group's time-out after which a rank says what it waits for, if its backend will not
+_PATIENCE = 0.9
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
+    """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(torch.device(device).type, "")
+
+
+class Entry(NamedTuple):
+    """One rank's place.
+
+    Args:
+        step: the step under way, from 1.
+        where: half, frame and module, as in "backward of frame 2 (blocks.4)"; empty before the first.
+        inside: whether the rank is there, or has gone on to code that is not ours.
+        collectives: how many were started before.
+        raised: the error it left with; "PeerError" if it has waited in vain.
+        ended: whether its optimizer or process has come to its end.
+        beat: grows as long as the rank lives.
+    """
+
+    step: int
+    where: str
+    inside: bool
+    collectives: int
+    raised: str = ""
+    ended: bool = False
+    beat: int = 0
+
+
+class Board:
+    """This rank's access to everyone's places.
+
+    Args:
+        store: of the process group; a connection of its own, so that whoever waits in the other stops nobody.
+        group: whose ranks these are.
+        device: that the group works on.
+    Attributes:
+        number: which of the group's optimizers this is, going by this rank; see :meth:`meet`.
+        interval: seconds between beats.
+    """
+
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank, self._world = group.rank(), group.size()
+        self._store = store
+        self._store.set_timeout(_STORE_TIMEOUT)
+        self._lock = threading.Lock()
+        self._beat = 0
+        self._last = Entry(1, "", False, 0)
+        self._seen: dict[int, Entry] = {}
+        self._remembered = 0.0
+        self.stopped = threading.Event()
+        self.interval = max(_SHORTEST_INTERVAL, self._world / _BEATS)
+        # Counted in the store and not in the process, which may have optimizers on other groups.
+        self.number = self._store.add(f"muon_zero/{self._rank}/optimizers", 1)
+        self.meet([self.number] * self._world)
+        timeout = timeout_of(group, device)
+        speaks = backend_of(group, device) == "gloo" or timeout is None
+        self.patience = float("inf") if speaks or timeout is None else _PATIENCE * timeout.total_seconds()
+
+    def meet(self, numbers: Collection[int]) -> None:
+        """Every rank's ``number``: one that once failed to make an optimizer counts otherwise than the others."""
+        self._keys = [f"muon_zero/{rank}/place/{number}" for rank, number in enumerate(numbers)]
+
+    def publish(self, entry: Entry) -> bool:
+        """Write this rank's place; False if the store, or the process group, is gone."""
+        with self._lock:
+            if self.stopped.is_set() or not dist.is_initialized():
+                return False
+            self._beat += 1
+            self._last = entry._replace(beat=self._beat)
+            try:
+                self._store.set(self._keys[self._rank], json.dumps(self._last))
+            except (RuntimeError, ValueError):
+                return False
+        return True
+
+    def end(self) -> None:
+        """The optimizer, or the process, is at its end."""
+        self.publish(self._last._replace(inside=False, ended=True))
+        self.stopped.set()
+
+    def read(self) -> dict[int, Entry] | None:
+        """The places of those ranks that have one; None if the store is gone."""
+        with self._lock:
+            if not dist.is_initialized():
+                return None
+            try:
+                there = dict(enumerate(self._keys))
+                if not self._store.check(self._keys):
+                    there = {rank: key for rank, key in there.items() if self._store.check([key])}
+                texts = self._store.multi_get(list(there.values()))
+            except (RuntimeError, ValueError):
+                return None
+        return {rank: Entry(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+
+    def remember(self) -> None:
+        """Read everyone's place now and then, should the store go with its host."""
+        now = time.monotonic()
+        if self._world <= _SMALL_WORLD and now - self._remembered >= _REMEMBER_EVERY:
+            self._remembered = now
+            self._seen = self.read() or self._seen
+
+    def ask(self, entry: Entry) -> str:
+        """Publish a place whose rank waits in vain, and say where everyone is; takes a few beats."""
+        self.publish(entry)
+        first = self.read()
+        time.sleep(3 * self.interval + 0.2)
+        self.publish(entry)
+        second = self.read()
+        if first is None or second is None:
+            known = report(self._world, {**self._seen, self._rank: entry}, [self._rank])
+            return (
+                "the store of the process group is gone with the process that hosts it: rank 0, or torchrun's agent. "
+                f"Going by what is remembered, {known}"
+            )
+        alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
+        return report(self._world, second, alive)
+
+
+def keep_up(reference: weakref.ref[Place], board: Board) -> None:
+    """Thread: publish the place as long as it lives, and speak up where the backend would end the process."""
+    spoken = False
+    while not board.stopped.wait(board.interval):
+        place = reference()
+        if place is None or not board.publish(place.told()):
+            return
+        board.remember()
+        late = place.waited() > board.patience
+        if late and not spoken:
+            _log.error("no collective has ended for %.0f s: %s", place.waited(), board.ask(place.told()))
+        spoken = late
+        del place
+
+
+def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> str:
+    """Who is where, those first for whom the others wait.
+
+    Args:
+        world: how many ranks there are.
+        places: by rank; none for those who have published none.
+        alive: ranks that have published something just now.
+
+    >>> lost, waiting = Entry(3, "backward of frame 2 (blocks.4)", True, 7), Entry(3, "forward of frame 5", True, 9)
+    >>> report(3, {0: waiting, 1: lost, 2: waiting}, [0, 2])
+    'rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5'
+    """
+    said: dict[tuple[int, str], list[int]] = {}
+    for rank in range(world):
+        said.setdefault(_sentence(places.get(rank), rank in alive), []).append(rank)
+    sentences = []
+    for (_, text), ranks in sorted(said.items()):
+        verb, _, rest = text.partition(" ")
+        singular, _, plural = verb.partition("/")
+        subject = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        sentences.append(f"{subject} {singular if len(ranks) == 1 else plural} {rest}")
+    return "; ".join(sentences)
+
+
+def _sentence(entry: Entry | None, alive: bool) -> tuple[int, str]:
+    """How urgent it is, and a predicate, its verb as ``singular/plural``."""
+    if entry is None:
+        return 0, "has/have not come so far"
+    place = f"step {entry.step}, {entry.where}" if entry.where else f"step {entry.step}"
+    at = f"in {place}" if entry.inside or not entry.where else f"after {place}"
+    if entry.raised == PeerError.__name__:
+        return 3, f"waits/wait {'in' if entry.inside else 'no more, after'} {place}"
+    if entry.raised:
+        return 1, f"raised/raised {entry.raised} in {place}"
+    if entry.ended:
+        return 1, f"ended/ended {at}"
+    if not alive:
+        return 1, f"was/were last seen {at}"
+    if not entry.inside:
+        return 2, f"runs/run the loop's own code {at}"
+    return 3, f"waits/wait {at}"

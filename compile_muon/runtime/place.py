@@ -1,0 +1,127 @@
+"""Where this rank is in training, and what it says when a collective does not end.
+
+A rank that is killed, hangs or raises stops the others in a collective, and what PyTorch then says names a socket. So
+every rank keeps its place (step, half, frame, collectives so far) where the others can read it
+(:mod:`compile_muon.runtime.board`), and whoever is stopped tells everyone's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from compile_muon.errors import PeerError
+from compile_muon.passes.torch_private import collective_failed, store_of
+from compile_muon.runtime.board import Board, Entry, keep_up
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.account import Account
+
+__all__ = ["Place"]
+
+
+class Place:
+    """Where this rank is; a context manager around whatever may wait for other ranks.
+
+    ``with place.at("forward", frame, accounts): ...``
+
+    Args:
+        group: of the optimizer; None for one process, which has nobody to tell.
+        device: that the group works on.
+    Attributes:
+        step: the step under way, from 1.
+        collectives: how many were started before.
+        board: where the others read it; None for one process, or if the group has no store.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+        self.step = 1
+        self.collectives = 0
+        self._at: tuple[int, str, str, Sequence[Account]] = (1, "", "", ())
+        self._entered: float | None = None
+        self._raised = ""
+        self.board: Board | None = None
+        store = None if group is None else store_of(group)
+        if store is not None and group is not None and device is not None:
+            self.board = Board(store, group, device)
+            self.board.publish(self.told())
+            weakref.finalize(self, self.board.end)
+            arguments = (weakref.ref(self), self.board)
+            threading.Thread(target=keep_up, args=arguments, name="muon_zero_place", daemon=True).start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        """A copied model has no optimizer, and meets nobody."""
+        return memo.setdefault(id(self), Place())
+
+    def at(self, half: str, frame: str = "", accounts: Sequence[Account] = ()) -> Place:
+        """Say where; ``with`` says for how long."""
+        self._at = (self.step, half, frame, accounts)
+        return self
+
+    def __enter__(self) -> Place:
+        self._raised = ""
+        self._entered = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave.
+
+        Raises:
+            PeerError: in place of the error of a collective, with everyone's place.
+        """
+        if error is None or self.board is None or isinstance(error, PeerError):
+            self._entered = None
+            return
+        try:
+            if not collective_failed(error):
+                self._raised = f"{type(error).__name__}: {_first_line(error)}"[:200]
+                self.board.publish(self.told())
+                return
+            # What torch said comes first: it is what users search for.
+            self._raised = PeerError.__name__
+            raise PeerError(f"{_first_line(error)}\n{self.board.ask(self.told())}") from error
+        finally:
+            self._entered = None
+
+    def told(self) -> Entry:
+        """The place as the others read it."""
+        step, half, name, accounts = self._at
+        frame = f" of frame {int(name[5:])}" if name.startswith("frame") else ""
+        where = f"{half}{frame}{_holder([account.name for account in accounts])}"
+        return Entry(step, where, self._entered is not None, self.collectives, self._raised)
+
+    def waited(self) -> float:
+        """Seconds since it was entered; 0 outside."""
+        entered = self._entered
+        return 0.0 if entered is None else time.monotonic() - entered
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _holder(names: Sequence[str]) -> str:
+    """The innermost module that holds all these parameters, in parentheses.
+
+    >>> _holder(["blocks.4.up.weight", "blocks.4.down.weight"])
+    ' (blocks.4)'
+    """
+    if not names:
+        return ""
+    shared: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    if not shared and len(names) > 1:
+        return f" ({names[0]} to {names[-1]})"
+    return f" ({'.'.join(shared) or names[0]})"

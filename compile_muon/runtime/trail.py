@@ -1,0 +1,81 @@
+"""The trail: which frames ran since the last step, in order, where running them meant meeting the other ranks.
+
+Collectives pair up by their order alone. A rank that runs two equal blocks in the other order, or one of them twice,
+exchanges one parameter's numbers for another's, and no size or count betrays it. So every visit that communicates is
+noted by the names of its parameters; ``step()`` compares a digest of the trail with every other rank's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.account import Account
+
+__all__ = ["Trail", "Visit"]
+
+#: visits that can still be named; the digest knows of all
+_REMEMBERED = 4096
+
+
+class Visit(NamedTuple):
+    """One visit of a frame.
+
+    Args:
+        half: "forward" or "backward".
+        frame: this rank's name of it, which recompilations may make another than the other ranks'; not compared.
+        names: its parameters, in the order in which the frame has them.
+        detail: what else decides how the frame communicates.
+    """
+
+    half: str
+    frame: str
+    names: tuple[str, ...]
+    detail: str
+
+    @property
+    def compared(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        return self.half, self.names, self.detail
+
+
+@dataclass
+class Trail:
+    """Visits since the last step.
+
+    Args:
+        count: of all of them.
+    """
+
+    count: int = 0
+    _last: deque[tuple[str, str, Sequence[Account], str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _hash: Any = field(default_factory=hashlib.blake2b)
+
+    def note(self, half: str, frame: str, accounts: Sequence[Account], detail: str = "") -> None:
+        """A frame with these parameters has run."""
+        self.count += 1
+        self._last.append((half, frame, accounts, detail))
+        self._hash.update(b"\n".join([half.encode(), detail.encode(), *(account.key for account in accounts), b"\0"]))
+
+    def digest(self) -> bytes:
+        """Of all visits so far."""
+        return self._hash.digest()
+
+    def visits(self) -> dict[int, Visit]:
+        """The last ones, by number from 0."""
+        first = self.count - len(self._last)
+        found = (
+            Visit(half, frame, tuple(account.name for account in accounts), detail)
+            for half, frame, accounts, detail in self._last
+        )
+        return dict(enumerate(found, first))
+
+    def close(self) -> None:
+        """End of a step."""
+        self.count = 0
+        self._last.clear()
+        self._hash = hashlib.blake2b()

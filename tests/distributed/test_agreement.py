@@ -1,0 +1,290 @@
+"""Ranks that differ: found before anything is sharded, or in the step in which they do, and named on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+import compile_muon
+
+WIDTH = 8
+ODD = 1  # the rank that does something else
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 5)
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def compile_as(model: Stack, how: str) -> None:
+    options = {"codegen": "eager"}
+    if how == "whole":
+        model.compile(backend="muon_zero", options=options)
+    elif how == "blocks":
+        for block in model.blocks:
+            block.compile(backend="muon_zero", options=options)
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x, y = torch.randn(6, WIDTH, generator=generator), torch.randint(0, 5, (6,), generator=generator)
+    return F.cross_entropy(model(x), y)
+
+
+def snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> list[Tensor]:
+    held = [full(param).detach().clone() for param in model.parameters()]
+    return held + [full(v).detach().clone() for slots in optimizer.state.values() for v in slots.values()]
+
+
+# ------------------------------------------------------------------------------------------- before sharding
+
+
+def build(difference: dict[str, Any]) -> str:
+    model = stack()
+    before = copy.deepcopy(model.state_dict())
+    settings: dict[str, Any] = {"stage": 2, **(difference if dist.get_rank() == ODD else {})}
+    if settings.pop("tied", False):
+        model.blocks[3].up.weight = model.blocks[2].up.weight
+    try:
+        compile_muon.MuonZero(model, **settings)
+    except compile_muon.MuonZeroError as error:
+        assert type(model.head) is nn.Linear
+        kept = [torch.equal(before[name], value) for name, value in model.state_dict().items()]
+        assert all(kept) or "tied" in difference
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def only_blocks(name: str, param: nn.Parameter) -> bool:
+    return "blocks.2" not in name
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ({"stage": 3}, "settings: zero.stage = 3 on rank 1, 2 on ranks 0, 2; nothing was changed; start every rank"),
+        ({"ns_steps": 3}, "settings: muon.ns.steps = 3 on rank 1, None on ranks 0, 2; "),
+        ({"exchange": "owner"}, "settings: zero.exchange = 'owner' on rank 1, 'auto' on ranks 0, 2; "),
+        ({"nesterov": False}, "settings: muon.nesterov = False on rank 1, True on ranks 0, 2; "),
+        ({"update": "step"}, "settings: zero.update = 'step' on rank 1, 'auto' on ranks 0, 2; "),
+        (
+            {"param_dtype": "bf16", "gradient_clipping": 1.0},
+            "settings: zero.gradient_clipping = 1.0 on rank 1, None on ranks 0, 2, zero.param_dtype = torch.bfloat16 "
+            "on rank 1, None on ranks 0, 2; ",
+        ),
+        ({"tied": True}, "parameters: blocks.3.up.weight = (absent) on rank 1, (12, 8) float32 on ranks 0, 2; "),
+    ],
+)
+def test_ranks_compare_settings_and_parameters(
+    ranks: Callable[[int], Ranks], difference: dict[str, Any], said: str
+) -> None:
+    first, *others = ranks(3).run(build, difference=difference)
+    kind = "ConfigError" if said.startswith("settings") else "UnsupportedModelError"
+    assert first.startswith(f"{kind}: ranks disagree on {said}"), first
+    assert others == [first, first]
+
+
+def build_with_predicates() -> str:
+    model = stack()
+    chosen = only_blocks if dist.get_rank() == ODD else lambda name, param: True
+    try:
+        compile_muon.MuonZero(model, muon_params=chosen)
+    except compile_muon.MuonZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_predicates_are_compared_by_what_they_choose(ranks: Callable[[int], Ranks]) -> None:
+    first, *others = ranks(3).run(build_with_predicates)
+    said = ", ".join(f"blocks.2.{m}.weight algorithm = adamw on rank 1, muon on ranks 0, 2" for m in ("up", "down"))
+    assert first.startswith(f"UnsupportedModelError: ranks disagree on layouts: {said}; nothing was changed; build the")
+    assert others == [first, first]
+
+
+def build_with_other_versions() -> str:
+    from compile_muon.model import agreement
+
+    real = agreement.version
+    if dist.get_rank() == ODD:
+        agreement.version = lambda name: "0.0.9" if name == "compile_muon" else real(name)
+    try:
+        compile_muon.MuonZero(stack())
+    except compile_muon.MuonZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        agreement.version = real
+    return "no error"
+
+
+def test_ranks_compare_library_versions(ranks: Callable[[int], Ranks]) -> None:
+    first, *others = ranks(3).run(build_with_other_versions)
+    said = f"compile_muon = 0.0.9 on rank 1, {compile_muon.__version__} on ranks 0, 2; nothing was changed"
+    assert first.startswith(f"ConfigError: ranks disagree on library versions: {said}")
+    assert others == [first, first]
+
+
+# ------------------------------------------------------------------------------------------------- in a step
+
+
+def diverge(stage: int, how: str, fault: str) -> tuple[str, bool, int]:
+    """The error of the fourth step, whether anything changed in it, and the collectives of the third one's step()."""
+    model = stack()
+    optimizer = compile_muon.MuonZero(model, stage=stage, check_replicas=2 if fault.startswith("edit") else None)
+    compile_as(model, how)
+    scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    odd = dist.get_rank() == ODD
+    for step in range(1, 4):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    muon = optimizer.param_groups[0]
+    if odd and fault in muon:
+        muon[fault] *= 0.5
+    elif odd and fault == "adamw betas":
+        optimizer.param_groups[1]["betas"] = (0.9, 0.9)
+    elif odd and fault == "scheduler":
+        scheduler.step()
+    elif fault == "tensor lr":
+        muon["lr"] = torch.tensor(0.01 if odd else 0.02)
+    elif odd and fault == "swapped":
+        model.order = [0, 2, 1, 3]
+    elif odd and fault.startswith("edit"):
+        param: Any = model.blocks[2].up._parameters["weight"]
+        shard = param._local_tensor if isinstance(param, DTensor) else param
+        if fault == "edit of a momentum":
+            shard = optimizer.state[param]["momentum_buffer"]
+        shard.data[0, 0] += 1e-3  # which PyTorch does not count as an edit
+    elif odd and fault == "extra forward":
+        loss(model, 77)
+    loss(model, 4).backward()
+    before = snapshot(model, optimizer)
+    try:
+        optimizer.step()
+    except compile_muon.LedgerError as error:
+        same = all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+        return str(error), same, len(before)
+    return "no error", True, len(before)
+
+
+def check_fault(results: list[tuple[str, bool, int]], said: str) -> None:
+    first = results[0][0]
+    assert first.startswith(f"ranks disagree in step 4 on {said}"), first
+    assert "nothing was updated" in first
+    assert [(message, same) for message, same, _ in results] == [(first, True)] * len(results)
+
+
+@pytest.mark.parametrize(
+    ("stage", "how", "fault", "said"),
+    [
+        (0, "whole", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
+        (3, "eager", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
+        (2, "whole", "momentum", "hyperparameters: muon momentum = 0.475 on rank 1, 0.95 on ranks 0, 2: "),
+        (1, "blocks", "weight_decay", "hyperparameters: muon weight_decay = 0.05 on rank 1, 0.1 on ranks 0, 2: "),
+        (2, "eager", "adamw betas", "hyperparameters: adamw betas = (0.9, 0.9) on rank 1, (0.9, 0.95) on ranks 0, 2: "),
+        (0, "eager", "scheduler", "hyperparameters: muon lr = 0.004 on rank 1, 0.005 on ranks 0, 2, adamw lr = "),
+        (1, "eager", "tensor lr", "hyperparameters: muon lr = 0.009999999776482582 on rank 1, 0.01999999955296"),
+    ],
+)
+def test_other_hyperparameters_on_one_rank(
+    ranks: Callable[[int], Ranks], stage: int, how: str, fault: str, said: str
+) -> None:
+    check_fault(ranks(3).run(diverge, stage=stage, how=how, fault=fault), said)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", ["whole", "blocks", "eager"])
+def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+    """Shapes and counts agree, so the exchange goes through: with one block's gradients taken for another's."""
+    results = ranks(3).run(diverge, stage=stage, how=how, fault="swapped")
+    check_fault(results, "visit ")
+    (message,) = {message for message, _, _ in results}
+    half = "forward" if stage == 3 else "backward"
+    if how == "eager":
+        mine, theirs = ("2.up.weight", "1.up.weight") if stage == 3 else ("1.down.weight", "2.down.weight")
+        visit = f"{half} of eager code at blocks"
+        assert f"{visit}.{mine} on rank 1, {visit}.{theirs} on ranks 0, 2" in message
+        return
+    assert f"{half} of frame " in message
+    odd, others = message.split(" on rank 1, ")
+    assert "at blocks.2." in odd if stage == 3 else "at blocks." in odd
+    assert "at blocks.1." in others if stage == 3 else "at blocks." in others
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "said"),
+    [
+        (0, "edit", "blocks.2.up.weight on rank 1 is not what the other ranks have"),
+        (1, "edit", "blocks.2.up.weight on rank 1 is not what the other ranks have"),
+        (2, "edit", "blocks.2.up.weight on rank 1 is not what the other ranks have"),
+        (0, "edit of a momentum", "momentum_buffer of blocks.2.up.weight on rank 1 is not what the other ranks have"),
+    ],
+)
+def test_replicas_that_drift_apart_are_named(
+    ranks: Callable[[int], Ranks], stage: int, fault: str, said: str
+) -> None:
+    check_fault(ranks(3).run(diverge, stage=stage, how="whole", fault=fault), f"what all hold a copy of: {said}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("how", ["whole", "eager"])
+def test_a_forward_of_one_rank_alone_is_its_own_business(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
+    """To log a sample, or count operations: with resident weights it meets nobody."""
+    for message, _, _ in ranks(2).run(diverge, stage=stage, how=how, fault="extra forward"):
+        assert message == "no error"
+
+
+def edit_everywhere(stage: int) -> list[str]:
+    """What all ranks do alike is no drift, by whichever way; resident weights that nobody has read since are stale."""
+    model = stack()
+    optimizer = compile_muon.MuonZero(model, stage=stage, check_replicas=1)
+    said = []
+    for step in range(1, 4):
+        loss(model, step).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+        try:
+            optimizer.step()
+        except compile_muon.LedgerError as error:
+            said.append(str(error))
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_on_every_rank_are_no_drift(ranks: Callable[[int], Ranks], stage: int) -> None:
+    assert ranks(2).run(edit_everywhere, stage=stage) == [[], []]
