@@ -526,8 +526,14 @@ class MuonZero(Optimizer):
             self.state[account.param]["momentum_buffer"] = account.momentum_buffer
         self.loaded()
 
-    def loaded(self) -> None:
-        """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew."""
+    def loaded(self, steps: int | None = None) -> None:
+        """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew.
+
+        Args:
+            steps: how many steps of training they have behind them, if known; only errors count by it.
+        """
+        if steps is not None:
+            self._ledger.place.step = steps + 1
         for account in self._muon:
             account.speculations.drop()
         self._sync_momentum()

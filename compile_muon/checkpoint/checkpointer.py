@@ -268,7 +268,7 @@ class Checkpointer:
                 local_tensor(contents.tensors[key]).copy_(local_tensor(staged[source]))
         for group in optimizer.param_groups:
             group.update(groups.get(group["algorithm"], {}))
-        optimizer.loaded()
+        optimizer.loaded(manifest.step)
         if problems:
             warn_user(f"{place}: {_list(problems, 'all else was loaded')}")
         if loader is not None and manifest.world != ranks.world:
@@ -353,7 +353,7 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(optimizer._group, optimizer._hyper.device)
+            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.place)
         return self._ranks
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.checkpoint.manifest import DamagedError
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.torch_private import timeout_of
+from compile_muon.runtime.place import Place
 
 __all__ = ["Ranks"]
 
@@ -25,11 +26,13 @@ class Ranks:
     Args:
         group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
         device: that ``group`` works on.
+        place: of the optimizer; says where the others are when one does not come.
     Raises:
         CheckpointError: another rank is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, place: Place) -> None:
+        self._place = place
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None
@@ -43,7 +46,7 @@ class Ranks:
         try:
             self.group = dist.new_group(members, timeout, "gloo", use_local_synchronization=not everyone)
         except RuntimeError as error:
-            raise CheckpointError(f"a rank did not come to save or load a checkpoint: {error}") from error
+            raise self._alone("a rank did not come to save or load a checkpoint", error) from error
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
 
     def gather(self, value: T) -> list[T]:
@@ -54,8 +57,11 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
-            raise CheckpointError(f"a rank did not answer while a checkpoint was made or loaded: {error}") from error
+            raise self._alone("a rank did not answer while a checkpoint was made or loaded", error) from error
         return found
+
+    def _alone(self, what: str, error: RuntimeError) -> CheckpointError:
+        return CheckpointError(f"{what}: {error}\n{self._place.everyone()}".rstrip())
 
     def agree(self, doing: str, error: Exception | None) -> None:
         """Raise on all ranks if there is an ``error`` on any.

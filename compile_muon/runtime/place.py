@@ -88,9 +88,13 @@ class Place:
                 return
             # What torch said comes first: it is what users search for.
             self._raised = PeerError.__name__
-            raise PeerError(f"{_first_line(error)}\n{self.board.ask(self.told())}") from error
+            raise PeerError(f"{_first_line(error)}\n{self.everyone()}") from error
         finally:
             self._entered = None
+
+    def everyone(self) -> str:
+        """Where all ranks are; empty for one process. Takes a few beats."""
+        return "" if self.board is None else self.board.ask(self.told())
 
     def told(self) -> Entry:
         """The place as the others read it."""
