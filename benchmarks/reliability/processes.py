@@ -1,0 +1,209 @@
+"""Ranks as forks of one process that has imported everything and started no thread: each costs milliseconds.
+
+A rank ends as a program of its own would: threads that are no daemons are waited for. What it returned or raised comes
+back through a pipe; where it is, through memory that all share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import mmap
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Board", "Child", "join", "rendezvous", "start", "store_host", "warm", "watch"]
+
+_TICK = 0.002
+_TEXT = 4000  # characters of an error that are kept: all of an answer must fit into a pipe
+_PR_SET_PDEATHSIG = 1
+
+
+class Board:
+    """Where each rank is: a number for the step, one for the phase, and since when; shared by forks made after it."""
+
+    _SLOT = struct.Struct("ddd")
+
+    def __init__(self, ranks: int) -> None:
+        self._memory = mmap.mmap(-1, self._SLOT.size * ranks)
+
+    def write(self, rank: int, step: int, phase: int) -> None:
+        """This ``rank`` enters ``phase`` of ``step`` now."""
+        self._SLOT.pack_into(self._memory, self._SLOT.size * rank, step, phase, time.monotonic())
+
+    def read(self, rank: int) -> tuple[int, int, float]:
+        """Step, phase and the time on the monotonic clock."""
+        step, phase, since = self._SLOT.unpack_from(self._memory, self._SLOT.size * rank)
+        return int(step), int(phase), since
+
+
+@dataclass
+class Child:
+    """A fork.
+
+    Args:
+        pid: of the process.
+        answer: what its function returned.
+        error: the names of the exception's classes, most special first, and its text.
+        code: exit code, negative for a signal; None while it runs.
+        ended: when that was seen, on the monotonic clock.
+    """
+
+    pid: int
+    _pipe: int
+    answer: Any = None
+    error: tuple[list[str], str] | None = None
+    code: int | None = None
+    ended: float = 0.0
+    killed: bool = field(default=False)
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code, self.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+                self._hear()
+        return self.code is not None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal, if it still runs."""
+        if self.code is None:
+            self.killed |= number == signal.SIGKILL
+            os.kill(self.pid, number)
+
+    def _hear(self) -> None:
+        with open(self._pipe, "rb") as pipe:
+            # A process that it started may still hold the other end: what is there now is all.
+            data = pipe.read() if select.select([pipe], [], [], 0)[0] else b""
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            self.answer, self.error = pickle.loads(data)
+
+
+def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> Child:
+    """Run ``function(*args)`` in a fork of this process, which must have one thread only.
+
+    Args:
+        log: where it writes what it prints, and where each thread is when it gets SIGUSR1.
+    """
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"{threads} threads: only a process of one can fork ranks")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    ours, theirs = os.pipe()
+    if pid := os.fork():
+        os.close(theirs)
+        return Child(pid, ours)
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before that was asked for
+            os._exit(1)
+        os.close(ours)
+        printed = os.open(os.devnull if log is None else log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for handle in (1, 2):
+            os.dup2(printed, handle)
+        faulthandler.enable(2)
+        faulthandler.register(signal.SIGUSR1, 2, all_threads=True)
+        warnings.simplefilter("ignore")
+        try:
+            said: Any = (function(*args), None)
+            code = 0
+        except BaseException as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            said = (None, (names, str(error)[:_TEXT]))
+        # Without its stack: the interpreter's exit frees nothing that would matter, and may hang in destructors.
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        os.write(theirs, pickle.dumps(said))
+    finally:
+        os._exit(code)
+
+
+def join(children: Sequence[Child], patience: float) -> list[Child]:
+    """Wait until all have ended; those that have not within ``patience`` seconds are killed, and returned."""
+    deadline = time.monotonic() + patience
+    while not all([child.poll() for child in children]) and time.monotonic() < deadline:
+        time.sleep(_TICK)
+    late = [child for child in children if not child.poll()]
+    for child in late:
+        child.kill(signal.SIGUSR1)  # the log says where it was
+    if late:
+        time.sleep(0.2)
+    for child in late:
+        child.kill()
+        while not child.poll():
+            time.sleep(_TICK)
+    return late
+
+
+def watch(children: Sequence[Child], until: float) -> bool:
+    """Wait until all have ended, which is True, or the monotonic clock says ``until``."""
+    while time.monotonic() < until:
+        if all([child.poll() for child in children]):
+            return True
+        time.sleep(_TICK)
+    return all([child.poll() for child in children])
+
+
+def rendezvous(store: dist.Store, rank: int, world: int, timeout: float, interface: str = "lo") -> None:
+    """Make the default process group, over Gloo."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+
+
+@contextmanager
+def store_host(address: str = "127.0.0.1") -> Iterator[int]:
+    """A process that keeps the ranks' store, as torchrun's agent does: it survives any rank. Gives the port."""
+    told, tell = os.pipe()
+
+    def serve() -> None:
+        store = dist.TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        os.write(tell, str(store.port).encode())
+        signal.pause()
+
+    host = start(serve)
+    os.close(tell)
+    try:
+        yield int(os.read(told, 16))
+    finally:
+        os.close(told)
+        host.kill()
+        join([host], 5.0)
+
+
+def warm() -> None:
+    """Import what ranks import late, by a training step of each kind, before they are forked. Leaves no thread."""
+    import compile_muon
+
+    torch.set_num_threads(1)
+    for compiled in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 3))
+        optimizer = compile_muon.MuonZero(model, stage=0, ns_dtype="float32")
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+        run(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    torch._dynamo.reset()
+    if (tqdm := sys.modules.get("tqdm")) is not None and tqdm.tqdm.monitor is not None:
+        tqdm.tqdm.monitor.exit()  # a thread that watches progress bars, of which there are none
+        tqdm.tqdm.monitor = None
