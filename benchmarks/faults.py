@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                          # all campaigns; docs/reliability.md has what came of them
     python benchmarks/faults.py --quick                  # a part of each, under three minutes on two cores
-    python benchmarks/faults.py kills --runs 20          # SIGKILL at random moments, started again, compared bit for bit
+    python benchmarks/faults.py kills --runs 20          # SIGKILL at random moments; goes on bit for bit
     python benchmarks/faults.py damage                   # damaged checkpoints
     python benchmarks/faults.py resharding               # every world and stage loads what every other saved
     python benchmarks/faults.py soak                     # thousands of steps: memory, threads and handles stay flat
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import shlex
 import sys
@@ -53,7 +54,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="ranks: ZeRO stages")
     parser.add_argument("--world", type=int, choices=(2, 3), help="ranks: how many")
     parser.add_argument("--jobs", type=int, default=3, help="ranks: runs at a time; most of a run is waiting")
-    parser.add_argument("--json", type=Path, help=f"default: benchmarks/results/{_RESULTS.name}, if all of a campaign ran")
+    parser.add_argument(
+        "--json", type=Path, help=f"default: benchmarks/results/{_RESULTS.name}, if all of a campaign ran"
+    )
     options = parser.parse_args(argv)
     for name in options.campaigns:
         if name not in CAMPAIGNS:
@@ -66,7 +69,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def print_rows(console: Console, title: str, rows: list[Row]) -> None:
     table = Table(title=title)
-    for heading, style in (("fault", {}), ("tried", {"justify": "right"}), ("what happened", {}), ("longest s", {"justify": "right"})):
+    for heading, style in (
+        ("fault", {}),
+        ("tried", {"justify": "right"}),
+        ("what happened", {}),
+        ("longest s", {"justify": "right"}),
+    ):
         table.add_column(heading, **style)
     for row in rows:
         happened = ", ".join(f"{outcome}: {count}" for outcome, count in row.outcomes.items())
@@ -78,10 +86,10 @@ def print_rows(console: Console, title: str, rows: list[Row]) -> None:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     console = Console()
-    request = Request(
-        options.seed, options.quick, options.runs, options.only, options.stages and tuple(options.stages), options.world,
-        options.jobs,
-    )  # fmt: skip
+    stages = options.stages and tuple(options.stages)
+    chosen = (options.only, stages, options.world)
+    request = Request(options.seed, options.quick, options.runs, *chosen, options.jobs)
+    logging.disable(logging.ERROR)  # torch logs the traceback of every damaged file that it is given
     warm()
     results = {}
     for name in options.campaigns or CAMPAIGNS:

@@ -1,8 +1,8 @@
 """SIGKILL at random moments of a training that saves every step; started again, it must go on as if never killed.
 
 The model has dropout, the data come from a shuffling loader that resumes within an epoch, the rates from a LambdaLR.
-Each training is killed several times, every time at a moment drawn uniformly from the length of a run never killed. What
-is compared with that run, bit for bit: weights, momenta, moments, rates and losses at every start and at the end.
+Each training is killed several times, at moments drawn uniformly from the length of a run never killed. Weights,
+momenta, moments, rates, losses and random numbers are compared with that run's, bit for bit, after every step.
 """
 
 from __future__ import annotations
@@ -226,9 +226,7 @@ def never_killed(setting: Setting, place: Path) -> Course:
     return Course([child.answer for child in run.ranks], time.monotonic() - run.began, training)
 
 
-def killed_until_done(
-    setting: Setting, course: Course, dice: random.Random, place: Path, row: Row, left: int
-) -> int:
+def killed_until_done(setting: Setting, course: Course, dice: random.Random, place: Path, row: Row, left: int) -> int:
     """One training, killed at most ``left`` times; gives how often it was."""
     folder, kills = place / "checkpoints", 0
     landed = row.details.setdefault("killed in", {})
@@ -239,7 +237,9 @@ def killed_until_done(
         if kills < min(left, AT_MOST):
             # A start takes longer than a step here, and means less.
             early = dice.random() < 0.15
-            moment = run.began + (dice.uniform(0, course.training) if early else dice.uniform(course.training, course.seconds))
+            moment = run.began + (
+                dice.uniform(0, course.training) if early else dice.uniform(course.training, course.seconds)
+            )
         doomed = dice.choice([[0], [1], [0, 1]]) if setting.world == 2 else [0]
         if moment is None or watch(run.ranks, moment):
             late = join(run.ranks, PATIENCE)
@@ -256,7 +256,7 @@ def killed_until_done(
             run.ranks[rank].kill()
         at = time.monotonic()
         phase = PHASES[run.board.read(doomed[0])[1]]
-        where = f"{phase}, while writing behind it" if writing and setting.asynchronous and phase != "saving" else phase
+        where = f"{phase}, while writing behind it" if writing and phase in ("forward", "backward", "step") else phase
         landed[where] = landed.get(where, 0) + 1
         kills += 1
         late = join(run.ranks, PATIENCE)
@@ -270,7 +270,7 @@ def killed_until_done(
             ended[kind] = ended.get(kind, 0) + 1
             if wrong:
                 row.details.setdefault("wrong", []).append(f"{outcome}: {child.code} {child.error}")
-        row.count(f"killed; {outcome}", wrong=wrong, seconds=seconds)
+        row.count(outcome, wrong=wrong, seconds=seconds)
 
 
 def _judged(child: Child, late: list[Child], phase: str) -> tuple[str, bool]:

@@ -19,6 +19,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ PATIENCE = 90.0
 #: relative Frobenius: other orders of summation reach 1e-6, the least of the faults 1e-4
 TOLERANCE = 1e-5
 RUNNING, COMPLETED = 0, 1
+#: places of faults that are there before the first step
+AT_START = ("settings", "model", "mode")
 WIDTH = 10
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _HERE, _THERE = "10.213.0.1", "10.213.0.2"
@@ -159,14 +162,10 @@ class Training:
         if not self.alone:
             return self._loss(self.tokens(micro, self.rank, longer=self.longer))
         longer = self.step == FAULT_STEP and self.case.fault == "a longer batch"
-        losses = [
-            self._loss(self.tokens(micro, rank, longer=longer and rank == FAULTY)) for rank in range(self.ranks)
-        ]
+        losses = [self._loss(self.tokens(micro, rank, longer=longer and rank == FAULTY)) for rank in range(self.ranks)]
         return torch.stack(losses).mean()
 
     def _count_calls(self) -> None:
-        import sys
-
         def note(frame: Any, event: str, _: object) -> None:
             self.calls_of_a_step += event == "call"
 
@@ -180,22 +179,21 @@ class Training:
         Args:
             happened: called right before the fault is put in.
         """
-        place = None
-        if self.fault is not None and self.step == FAULT_STEP:
-            if self.faulty and self.fault.place not in ("model", "settings", "mode"):
-                place = self.fault.place
-            elif self.alone and self.fault.twin is not None and self.stage >= self.fault.twin_from:
-                place = self.fault.place
+        fault, place = self.fault, None
+        if fault is not None and self.step == FAULT_STEP:
+            twin = self.alone and fault.twin is not None and self.stage >= fault.twin_from
+            if twin or (self.faulty and fault.place not in AT_START):
+                place = fault.place
 
         def act(where: str, otherwise: Callable[[], object]) -> None:
             if place != where:
                 otherwise()
-            elif self.alone:
-                self.fault.twin(self, FAULTY)
+            elif fault is not None and fault.twin is not None and self.alone:
+                fault.twin(self, FAULTY)
                 otherwise()
-            else:
+            elif fault is not None:
                 happened()
-                self.fault.act(self)
+                fault.act(self)
 
         def batch() -> None:
             for micro in range(self.micros):
@@ -233,7 +231,7 @@ def train(case: Case, rank: int, port: int, board: Board, place: Path, address: 
     rendezvous(store, rank, case.world, TIMEOUT, interface)
     board.write(rank, 0, RUNNING)
     fault = FAULTS.get(case.fault)
-    if fault and rank == FAULTY and fault.place in ("model", "settings", "mode"):
+    if fault and rank == FAULTY and fault.place in AT_START:
         happened()
     training = Training(case, rank, interface)
     while training.step < STEPS:
@@ -252,7 +250,9 @@ def worst_error(case: Case, place: Path) -> float:
     twin = Training(replace(case, mode="eager"), 0, alone=True)
     while twin.step < STEPS:
         twin.run_step(lambda: None)
-    ranks = [torch.load(place / f"rank-{rank}.pt") for rank in range(case.world) if (place / f"rank-{rank}.pt").exists()]
+    ranks = [
+        torch.load(place / f"rank-{rank}.pt") for rank in range(case.world) if (place / f"rank-{rank}.pt").exists()
+    ]
     worst = 0.0
     for name, wanted in twin.model.named_parameters():
         whole = [held[name] for held in ranks]
@@ -367,7 +367,7 @@ def classified(fault: Fault | None, survivors: list[dict[str, Any]], error: floa
     if "completed" in ways:
         # Those that ended well did so without the others.
         return {"outcome": "WRONG", "bad": True}
-    at_start = fault is not None and fault.place in ("settings", "model", "mode")
+    at_start = fault is not None and fault.place in AT_START
     raised = [rank["message"] for rank in survivors if rank["ended"] == "raised"]
     named = all(names_rank(message) and (at_start or names_step(message)) for message in raised)
     late = any(rank["step"] > (0 if at_start else FAULT_STEP) for rank in survivors)
@@ -473,9 +473,7 @@ def campaign(request: Request) -> Iterator[Row]:
             yield rows[fault]
 
 
-def _side_by_side(
-    chosen: list[Case], place: Path, jobs: int, alone: str
-) -> Iterator[tuple[Case, dict[str, Any]]]:
+def _side_by_side(chosen: list[Case], place: Path, jobs: int, alone: str) -> Iterator[tuple[Case, dict[str, Any]]]:
     waiting, running = list(reversed(chosen)), []
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
-from torch import Tensor, nn
+from reliability.damage import KINDS, OLDER, REFUSED, Bomb, Run, States, attempt, empty, flip, resign, save_two
+from torch import nn
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
-from compile_muon.checkpoint.manifest import _digest_of
 
-
-class Run:
-    def __init__(self, seed: int = 0, **settings: Any) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-        self.optimizer = compile_muon.MuonZero(self.model, stage=0, update="step", **settings)
-
-    def train(self) -> None:
-        self.model(torch.randn(3, 4)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> dict[str, Tensor]:
-        found = {name: value.clone() for name, value in self.model.state_dict().items()}
-        for i, slots in enumerate(self.optimizer.state.values()):
-            found |= {f"{i}/{slot}": value.clone() for slot, value in slots.items()}
-        found |= {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(self.optimizer.param_groups)}
-        return found | {"dice": torch.get_rng_state()}
-
-    def is_at(self, state: dict[str, Tensor]) -> bool:
-        now = self.state()
-        return now.keys() == state.keys() and all(torch.equal(now[name], state[name]) for name in now)
+Saved = tuple[Path, States]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Tensor]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A folder with the checkpoints of steps 1 and 2, and what was saved in them."""
-    folder, run, states = tmp_path_factory.mktemp("saved"), Run(), {}
-    for step in (1, 2):
-        run.train()
-        run.optimizer.param_groups[0]["lr"] = 0.01 * step
-        states[step] = run.state()
-        Checkpointer(folder).save(step, run.model, run.optimizer, note=torch.ones(3))
-    return folder, states
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, save_two(folder)
 
 
 # ----------------------------------------------------------------------------------------------- the folder
@@ -177,195 +146,17 @@ def test_module_state_and_scheduler_come_back(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- damage
 
 
-def _files(place: Path) -> list[Path]:
-    return sorted(path for path in place.rglob("*") if path.is_file())
-
-
-def flip(place: Path, dice: random.Random) -> None:
-    path = dice.choice(_files(place))
-    data = bytearray(path.read_bytes())
-    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    path.write_bytes(data)
-
-
-def flip_two(place: Path, dice: random.Random) -> None:
-    """The same bit of two numbers, in opposite directions: a sum would not see it."""
-    path = next(place.glob("tensors/*"))
-    data = bytearray(path.read_bytes())
-    first, second = dice.sample(range(len(data) // 2, len(data)), 2)
-    data[first], data[second] = data[second] ^ 0xFF, data[first] ^ 0xFF
-    path.write_bytes(data)
-
-
-def truncate(place: Path, dice: random.Random) -> None:
-    path = dice.choice(_files(place))
-    os.truncate(path, dice.randrange(path.stat().st_size))
-
-
-def empty(place: Path, dice: random.Random) -> None:
-    os.truncate(dice.choice(_files(place)), 0)
-
-
-def lengthen(place: Path, dice: random.Random) -> None:
-    with open(dice.choice(_files(place)), "ab") as file:
-        file.write(b"{}")
-
-
-def remove(place: Path, dice: random.Random) -> None:
-    dice.choice(_files(place)).unlink()
-
-
-def remove_a_folder(place: Path, dice: random.Random) -> None:
-    shutil.rmtree(place / dice.choice(["tensors", "state"]))
-
-
-def swap(place: Path, dice: random.Random) -> None:
-    one, other = dice.sample(_files(place), 2)
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
-
-
-def from_the_other_step(place: Path, dice: random.Random) -> None:
-    path = next(place.glob("tensors/*"))
-    shutil.copy(path.parents[2] / "step-1" / "tensors" / path.name, path)
-
-
-def all_of_another_step(place: Path, dice: random.Random) -> None:
-    shutil.rmtree(place)
-    shutil.copytree(place.with_name("step-1"), place)
-
-
-def edit_manifest(place: Path, dice: random.Random) -> None:
-    body = json.loads((place / "manifest.json").read_text())
-    key = dice.choice(["step", "world", "stage", "tensors", "algorithms", "files", "sha256"])
-    body[key] = 3 if isinstance(body[key], int) else "0" if isinstance(body[key], str) else {}
-    (place / "manifest.json").write_text(json.dumps(body))
-
-
-class _Bomb:
-    def __init__(self, target: Path) -> None:
-        self.target = str(target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.target,)
-
-
-def pickles(place: Path, dice: random.Random) -> None:
-    """In place of one file, its checksum put right."""
-    path = dice.choice([path for path in _files(place) if path.name != "manifest.json"])
-    path.write_bytes(pickle.dumps(_Bomb(place.parent / "exploded")))
-    resign(place)
-
-
-def foreign_files(place: Path, dice: random.Random) -> None:
-    name = dice.choice([".metadata", "__0_0.distcp", "shard-00002-model-00001-of-00001.safetensors"])
-    data = pickle.dumps(_Bomb(place.parent / "exploded"))
-    (place / "tensors" / name).write_bytes(save({"model/0.bias": torch.ones(6)}) if name.startswith("s") else data)
-
-
-def facts_of(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def resign(place: Path, change: Callable[[dict[str, Any]], None] = lambda body: None) -> None:
-    """What somebody would do who means it."""
-    body = json.loads((place / "manifest.json").read_text())
-    for name in body["files"]:
-        body["files"][name] = facts_of(place / name)
-    change(body)
-    del body["sha256"]
-    (place / "manifest.json").write_text(json.dumps({**body, "sha256": _digest_of(body)}))
-
-
-def leave_the_folder(place: Path, dice: random.Random) -> None:
-    """Files that exist, with the checksums they have."""
-    outside = place.with_name("step-1") / "manifest.json"
-    within = next(place.glob("tensors/*"))
-    names = [
-        "../step-1/manifest.json", "tensors/../../step-1/manifest.json", str(outside),
-        f"tensors/./{within.name}", f"state/../tensors/{within.name}",
-    ]  # fmt: skip
-    resign(place, lambda body: body["files"].update({dice.choice(names): facts_of(outside)}))
-    resign(place)
-
-
-def link(place: Path, dice: random.Random) -> None:
-    target = place.parent / "elsewhere"
-    path = dice.choice([*_files(place), place / "tensors", place / "state", place])
-    path.rename(target)
-    path.symlink_to(target)
-
-
-def nonsense(place: Path, dice: random.Random) -> None:
-    text = dice.choice([b"[]", b"{}", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": "compile_muon checkpoint"}'])
-    (place / "manifest.json").write_bytes(text)
-
-
-def a_pipe(place: Path, dice: random.Random) -> None:
-    path = dice.choice(_files(place))
-    path.unlink()
-    os.mkfifo(path)
-
-
-def wrong_shapes(place: Path, dice: random.Random) -> None:
-    resign(place, lambda body: body["tensors"]["model/0.weight"].update(shape=dice.choice([["x"], 5, None, [-1]])))
-
-
-#: damage that is told by the checksums, so the checkpoint before is taken
-TOLD = [
-    flip, flip_two, truncate, empty, lengthen, remove, remove_a_folder, swap, from_the_other_step, all_of_another_step,
-    edit_manifest, foreign_files, leave_the_folder, link, nonsense, a_pipe,
-]  # fmt: skip
-#: malice, with checksums to match: an error
-MEANT = [pickles, wrong_shapes]
-
-
-def damage_and_load(
-    saved: tuple[Path, dict[int, dict[str, Tensor]]], folder: Path, damage: Callable[..., None], seed: int
-) -> None:
-    source, states = saved
-    shutil.copytree(source, folder)
-    damage(folder / "step-2", random.Random(seed))
-    run = Run(seed=9)
-    run.train()
-    before = run.state()
-    with pytest.raises(CheckpointError) as caught:
-        Checkpointer(folder).load(run.model, run.optimizer, step=2)
-    assert str(folder / "step-2") in str(caught.value), caught.value
-    assert run.is_at(before)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        try:
-            extra = Checkpointer(folder).load(run.model, run.optimizer)
-        except CheckpointError:
-            assert damage not in TOLD
-            assert run.is_at(before)
-        else:
-            assert damage in TOLD or damage is wrong_shapes
-            (message,) = (str(w.message) for w in told if "step 1 is loaded instead" in str(w.message))
-            assert str(folder / "step-2") in message
-            assert extra is not None and torch.equal(extra["note"], torch.ones(3))
-            assert run.is_at(states[1])
-    assert not (folder / "exploded").exists()
-
-
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("damage", TOLD + MEANT, ids=lambda damage: damage.__name__)
-def test_damage_is_an_error_or_the_one_before(saved: Any, tmp_path: Path, damage: Any, seed: int) -> None:
-    damage_and_load(saved, tmp_path / "damaged", damage, seed)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_damage_is_an_error_or_the_one_before(saved: Saved, tmp_path: Path, kind: Any, seed: int) -> None:
+    """``benchmarks/faults.py damage`` tries 200."""
+    assert attempt(*saved, tmp_path / "damaged", kind, seed) in (OLDER, REFUSED)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(200))
-def test_damage_200_times(saved: Any, tmp_path: Path, seed: int) -> None:
-    damage_and_load(saved, tmp_path / "damaged", random.Random(seed).choice(TOLD + MEANT), seed)
-
-
-def test_a_pickle_that_is_unpickled_explodes(tmp_path: Path) -> None:
-    """So the check above can fail."""
-    pickle.loads(pickle.dumps(_Bomb(tmp_path / "exploded")))
+def test_what_does_no_damage_is_told_apart(saved: Saved, tmp_path: Path) -> None:
+    """So the check above can fail; and a pickle that is unpickled explodes."""
+    assert attempt(*saved, tmp_path / "whole", lambda place, dice: None, 0) == "WRONG: loaded"
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "exploded")))
     assert (tmp_path / "exploded").exists()
 
 

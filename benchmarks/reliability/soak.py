@@ -1,0 +1,163 @@
+"""Thousands of compiled steps with a checkpoint every 50, written behind training: nothing may grow.
+
+Sampled on each rank where nothing is being written: resident memory, threads of Python and of the operating system, open
+files, objects that the garbage collector knows. After a warm-up, threads, files and checkpoints on the disk must stay
+exactly as many; objects may differ by :data:`OBJECTS`, and resident memory may rise by :data:`SLOPE` per step: a tensor
+and its Python object, kept from every step, are 0.5 KiB and more, and two objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import compile_muon
+from compile_muon import Checkpointer
+
+from .outcome import Request, Row, again
+from .processes import join, rendezvous, start
+
+__all__ = ["campaign"]
+
+STEPS, WARM_UP, EVERY = 2500, 500, 50
+QUICK_STEPS, QUICK_WARM_UP, QUICK_EVERY = 400, 200, 10
+#: KiB per step, the least-squares line over all samples after the warm-up
+SLOPE = 0.25
+OBJECTS = 50
+LENGTHS = (5, 9, 7)
+TIMEOUT, PATIENCE = 60.0, 1200.0
+
+Sample = dict[str, int]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 10)
+        self.up, self.down = nn.Linear(10, 14), nn.Linear(14, 10, bias=False)
+        self.norm, self.head = nn.LayerNorm(10), nn.Linear(10, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        h = h + F.dropout(self.down(self.up(h).relu()), 0.1)
+        return self.head(self.norm(h))
+
+
+def sample(step: int, folder: Path) -> Sample:
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    return {
+        "step": step,
+        "resident KiB": pages * os.sysconf("SC_PAGE_SIZE") // 1024,
+        "Python threads": threading.active_count(),
+        "OS threads": len(os.listdir("/proc/self/task")),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "objects": len(gc.get_objects()),
+        "checkpoints": len(os.listdir(folder)),
+    }
+
+
+def train(place: Path, rank: int, world: int, stage: int, codegen: str, steps: int, every: int) -> list[Sample]:
+    rendezvous(dist.FileStore(str(place / "meeting"), world), rank, world, TIMEOUT)
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = compile_muon.MuonZero(model, stage=stage, ns_dtype="float32")
+    run = torch.compile(model, backend="muon_zero", options={"codegen": codegen})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.999**done)
+    folder = place / "checkpoints"
+    checkpointer = Checkpointer(folder, keep_last=2, asynchronous=True)
+    samples: list[Sample] = []
+    dice = torch.Generator().manual_seed(rank)
+    for step in range(1, steps + 1):
+        tokens = torch.randint(0, 16, (4, LENGTHS[step % len(LENGTHS)]), generator=dice)
+        F.cross_entropy(run(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if step % every == 0:
+            checkpointer.save(step, model, optimizer, scheduler=scheduler, done=step)
+        if step % every == every // 2 and step > every:
+            checkpointer.wait()
+            dist.barrier()  # rank 0 removes old checkpoints after the commit
+            samples.append(sample(step, folder))
+    checkpointer.wait()
+    dist.barrier()
+    return samples
+
+
+def slope(samples: list[Sample], what: str) -> float:
+    """Least squares, per step."""
+    steps, values = [s["step"] for s in samples], [s[what] for s in samples]
+    middle, mean = sum(steps) / len(steps), sum(values) / len(values)
+    spread = sum((step - middle) ** 2 for step in steps)
+    return sum((step - middle) * (value - mean) for step, value in zip(steps, values, strict=True)) / spread
+
+
+def grown(samples: list[Sample]) -> list[str]:
+    """What is not flat."""
+    found = []
+    for what in ("Python threads", "OS threads", "open files", "checkpoints"):
+        seen = sorted({s[what] for s in samples})
+        if len(seen) > 1:
+            found.append(f"{what}: {seen[0]} to {seen[-1]}")
+    objects = [s["objects"] for s in samples]
+    if max(objects) - min(objects) > OBJECTS:
+        found.append(f"objects: {min(objects)} to {max(objects)}")
+    if (rise := slope(samples, "resident KiB")) > SLOPE:
+        found.append(f"resident memory: {rise:.2f} KiB per step")
+    return found
+
+
+def campaign(request: Request) -> Iterator[Row]:
+    """A row for each setting."""
+    steps, warm_up, every = (QUICK_STEPS, QUICK_WARM_UP, QUICK_EVERY) if request.quick else (STEPS, WARM_UP, EVERY)
+    if request.runs:
+        steps, warm_up = max(request.runs, 10 * every), max(request.runs, 10 * every) // 5
+    settings = [(2, 3, "eager")] if request.quick else [(2, 3, "eager"), (2, 1, "inductor")]
+    for world, stage, codegen in settings:
+        title = f"{steps:,} steps, {world} ranks, stage {stage}, {codegen}"
+        if not request.wants(title):
+            continue
+        row = Row("soak", title, again("soak", request, f"stage {stage}, {codegen}", sized=True))
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (world, stage, codegen, steps, every)
+            log = Path(folder, "log")
+            ranks = [start(train, Path(folder), rank, *arguments, log=log) for rank in range(world)]
+            join(ranks, PATIENCE)
+            seconds = time.monotonic() - began
+            for rank, child in enumerate(ranks):
+                _note(row, rank, child.code, child.error, child.answer, warm_up)
+        row.tried = steps
+        row.details["seconds"] = round(seconds, 1)
+        yield row
+
+
+def _note(row: Row, rank: int, code: int | None, error: Any, samples: list[Sample] | None, warm_up: int) -> None:
+    if code != 0 or samples is None:
+        row.note(f"rank {rank} ended with {code} {error}", wrong=True)
+        return
+    after = [s for s in samples if s["step"] > warm_up]
+    problems = grown(after)
+    for problem in problems:
+        row.note(f"rank {rank}: {problem}", wrong=True)
+    if not problems:
+        row.note("ranks whose figures stayed flat")
+    row.details[f"rank {rank}"] = {
+        "after the warm-up": after[0],
+        "at the end": after[-1],
+        "resident KiB per step": round(slope(after, "resident KiB"), 3),
+        "objects": [min(s["objects"] for s in after), max(s["objects"] for s in after)],
+    }
