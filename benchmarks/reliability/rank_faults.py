@@ -183,6 +183,11 @@ def cut(t: Training) -> None:
 # --------------------------------------------------------------------------------------------- a rank comes back
 
 
+@fault("nothing", legitimate=True)
+def nothing(t: Training) -> None:
+    """The instrument itself: where this is not right, the machine is too busy for the time-out."""
+
+
 @fault("stopped and continued in time", legitimate=True)
 def stopped_and_continued(t: Training) -> None:
     subprocess.Popen(["sh", "-c", f"sleep {AWAY}; kill -CONT {os.getpid()}"])

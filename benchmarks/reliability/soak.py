@@ -1,9 +1,9 @@
 """Thousands of compiled steps with a checkpoint every 50, written behind training: nothing may grow.
 
-Sampled on each rank where nothing is being written: resident memory, threads of Python and of the operating system, open
-files, objects that the garbage collector knows. After a warm-up, threads, files and checkpoints on the disk must stay
-exactly as many; objects may differ by :data:`OBJECTS`, and resident memory may rise by :data:`SLOPE` per step: a tensor
-and its Python object, kept from every step, are 0.5 KiB and more, and two objects.
+Sampled on each rank where nothing is being written: resident memory, threads of Python and of the operating system,
+open files, objects that the garbage collector knows. After a warm-up, threads, files and checkpoints on the disk must
+stay exactly as many; objects may differ by :data:`OBJECTS`, and resident memory may rise by :data:`SLOPE` per step: a
+tensor and its Python object, kept from every step, are 0.5 KiB and more, and two objects.
 """
 
 from __future__ import annotations
@@ -159,5 +159,6 @@ def _note(row: Row, rank: int, code: int | None, error: Any, samples: list[Sampl
         "after the warm-up": after[0],
         "at the end": after[-1],
         "resident KiB per step": round(slope(after, "resident KiB"), 3),
+        "resident KiB": [s["resident KiB"] for s in samples],
         "objects": [min(s["objects"] for s in after), max(s["objects"] for s in after)],
     }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -403,25 +401,3 @@ def test_export_is_the_whole_model(
     assert ["tied.weight", "is", "head.weight"] in printed
     assert ["up.weight", "muon", "shard(0)", "float32", "[9,", "6]"] in printed
     assert main(["checkpoint", "export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 1
-
-
-# ----------------------------------------------------------------------------------------------- SIGKILL
-
-
-def kill_while_saving(folder: Path, runs: int) -> None:
-    """See killed_saver.py; it forks, which a process with threads (this one) must not."""
-    script = Path(__file__).parent / "killed_saver.py"
-    command = [sys.executable, "-W", "ignore", str(script), str(folder), str(runs)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30 + 10 * runs)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["runs"] == runs and report["unfinished"] > runs // 4, report  # else no kill met a save
-
-
-def test_no_kill_harms_a_checkpoint(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, 20)
-
-
-@pytest.mark.campaign
-def test_no_kill_harms_a_checkpoint_in_200(tmp_path: Path) -> None:
-    kill_while_saving(tmp_path, 200)
