@@ -83,6 +83,15 @@ class Child:
                 self._hear()
         return self.code is not None
 
+    def cpu_seconds(self) -> float:
+        """What all its threads have used; 0 once it has ended."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return 0.0
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal, if it still runs."""
         if self.code is None:

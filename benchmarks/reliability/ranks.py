@@ -5,7 +5,7 @@
     unnamed     ... with an error that does not
     refused     the same, of something that training should have borne
     WRONG       it ran on with other parameters
-    hung        a survivor still ran 5 s after the time-out
+    hung        a survivor still waited 5 s after the time-out
     aborted     a survivor was ended by a signal
 
 "late" beside an error: some survivor was in a later step by then.
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import random
 import re
@@ -47,11 +48,12 @@ STEPS, FAULT_STEP, FAULTY = 6, 3, 1
 TIMEOUT = 5.0
 #: seconds beyond the time-out after which a rank that neither ended nor went on hangs
 GRACE = 5.0
-#: until the fault, with everything compiled on a busy machine
+#: for all of a run, with everything compiled on a busy machine
 PATIENCE = 90.0
 #: relative Frobenius: other orders of summation reach 1e-6, the least of the faults 1e-4
 TOLERANCE = 1e-5
 RUNNING, COMPLETED = 0, 1
+_KEPT = 400  # characters of a message in the record
 #: places of faults that are there before the first step
 AT_START = ("settings", "model", "mode")
 WIDTH = 10
@@ -305,10 +307,16 @@ def _supervised(case: Case, fault: Fault | None, board: Board, children: list[Ch
     def over(rank: int) -> bool:
         return children[rank].poll() or board.read(rank)[1] == COMPLETED
 
+    # A rank that computes (it may have to compile anew, on a busy machine) does not hang.
+    computed = {rank: 0.0 for rank in survivors}
+    active = 0.0
     while not all([over(rank) for rank in survivors]):
+        for rank in survivors:
+            if (used := children[rank].cpu_seconds()) > computed[rank] + 0.5:
+                computed[rank], active = used, time.monotonic()
         happened = board.read(case.world)[2]
-        since = max([happened, *(board.read(rank)[2] for rank in survivors)])
-        if time.monotonic() > (since + TIMEOUT + GRACE if happened else began + PATIENCE):
+        since = max([happened, active, *(board.read(rank)[2] for rank in survivors)])
+        if time.monotonic() > min(since + TIMEOUT + GRACE if happened else math.inf, began + PATIENCE):
             break
         time.sleep(0.005)
     hung = [rank for rank in survivors if not over(rank)]
@@ -331,15 +339,24 @@ def _supervised(case: Case, fault: Fault | None, board: Board, children: list[Ch
         elif child.killed:
             ended = "lost"
         else:
-            ended, since = f"ended with {child.code}", child.ended
+            ended, since, message = f"ended with {child.code}", child.ended, _last_words(place / f"rank-{rank}.log")
         ranks.append(
             {"rank": rank, "survivor": rank in survivors, "ended": ended, "step": step, "error": kind,
-             "message": message[:600], "seconds": round(since - happened, 2)}
+             "message": message, "seconds": round(since - happened, 2)}
         )  # fmt: skip
     found: dict[str, Any] = {"ranks": ranks, "parameters differ by": None}
     if all(ranks[rank]["ended"] == "completed" for rank in survivors):
         found["parameters differ by"] = worst_error(case, place)
-    return found | classified(fault, [r for r in ranks if r["survivor"]], found["parameters differ by"])
+    found |= classified(fault, [r for r in ranks if r["survivor"]], found["parameters differ by"])
+    for record in ranks:
+        record["message"] = record["message"][:_KEPT]
+    return found
+
+
+def _last_words(log: Path) -> str:
+    """What C++ says of an exception that nothing caught."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if "what():" in line), "")
 
 
 def names_rank(message: str) -> bool:
