@@ -32,8 +32,8 @@ __all__ = ["campaign"]
 
 STEPS = 12
 TIMEOUT = 5.0
-#: until a survivor must have ended: while a group is made, Gloo takes the time-out four times
-PATIENCE = 30.0
+#: until a survivor must have ended: while a group is made, Gloo takes the time-out five times
+PATIENCE = 40.0
 KILLS, QUICK_KILLS = 200, 12
 #: of one training, so that it comes to an end
 AT_MOST = 6
