@@ -53,6 +53,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="faults whose name holds this")
     parser.add_argument("--stages", type=int, nargs="+", choices=range(4), help="ranks: ZeRO stages")
     parser.add_argument("--world", type=int, choices=(2, 3), help="ranks: how many")
+    parser.add_argument("--arguments", type=json.loads, default={}, help="ranks: of MuonZero on every rank, JSON")
     parser.add_argument("--jobs", type=int, default=3, help="ranks: runs at a time; most of a run is waiting")
     parser.add_argument(
         "--json", type=Path, help=f"default: benchmarks/results/{_RESULTS.name}, if all of a campaign ran"
@@ -88,7 +89,7 @@ def main(argv: list[str]) -> int:
     console = Console()
     stages = options.stages and tuple(options.stages)
     chosen = (options.only, stages, options.world)
-    request = Request(options.seed, options.quick, options.runs, *chosen, options.jobs)
+    request = Request(options.seed, options.quick, options.runs, *chosen, options.jobs, options.arguments)
     logging.disable(logging.ERROR)  # torch logs the traceback of every damaged file that it is given
     warm()
     results = {}
@@ -121,7 +122,7 @@ def write(options: argparse.Namespace, results: dict) -> None:
     """Into ``--json``; else a whole campaign takes the place of its last one in the record."""
     path = options.json
     if path is None:
-        if options.quick or options.only or options.runs or options.stages or options.world:
+        if any((options.quick, options.only, options.runs, options.stages, options.world, options.arguments)):
             return
         path = _RESULTS
         earlier = json.loads(path.read_text()) if path.exists() else {}

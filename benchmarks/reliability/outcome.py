@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class Request:
         stages: ZeRO stages; None for the campaign's own.
         world: number of ranks; None for the campaign's own.
         jobs: how many runs at a time, where most of a run is waiting.
+        arguments: of ``MuonZero`` on every rank, beside the campaign's own.
     """
 
     seed: int = 0
@@ -30,6 +32,7 @@ class Request:
     stages: tuple[int, ...] | None = None
     world: int | None = None
     jobs: int = 3
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def wants(self, name: str) -> bool:
         """Whether a fault of this name was asked for."""
@@ -80,6 +83,7 @@ def again(campaign: str, request: Request, only: str = "", *, sized: bool = Fals
     """
     words = ["python", "benchmarks/faults.py", campaign]
     words += ["--only", only] if only else []
+    words += ["--arguments", json.dumps(request.arguments)] if request.arguments else []
     words += ["--seed", str(request.seed)] if request.seed else []
     words += ["--quick"] if request.quick and sized else []
     words += ["--runs", str(request.runs)] if request.runs is not None and sized else []

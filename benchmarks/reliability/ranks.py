@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,14 @@ class Case:
     Args:
         fault: its name.
         mode: "frames" compiles each block by itself, "eager" none.
+        arguments: of the optimizer, on every rank.
     """
 
     fault: str
     stage: int
     world: int
     mode: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -136,7 +138,7 @@ class Training:
             lr=0.02, weight_decay=0.1, adamw_lr=3e-3, adamw_eps=1e-4, adamw_weight_decay=0.1, ns_dtype="float32",
             stage=0 if alone else case.stage,
         )  # fmt: skip
-        settings |= self.fault.everywhere if self.fault else {}
+        settings |= case.arguments | (self.fault.everywhere if self.fault else {})
         self.micros = settings.get("gradient_accumulation_steps", 1)
         different = self._made_differently("model")
         self.model = Net(**different)
@@ -456,14 +458,12 @@ def join_networks(pid: int) -> None:
 
 def cases(request: Request) -> list[Case]:
     """All faults at all stages, compiled on two ranks; at stage 3 on three, too, and eagerly."""
-    wanted = [name for name in FAULTS if FAULTS[name].quick or not request.quick]
+    wanted = [name for name in FAULTS if (FAULTS[name].quick or not request.quick) and request.wants(name)]
     if request.quick or request.stages or request.world:
-        stages = request.stages or (3,)
-        found = [Case(name, stage, request.world or 2, "frames") for stage in stages for name in wanted]
-        return [case for case in found if request.wants(case.name)]
-    found = [Case(name, stage, 2, "frames") for stage in range(4) for name in wanted]
-    found += [Case(name, 3, 3, "frames") for name in wanted] + [Case(name, 3, 2, "eager") for name in wanted]
-    return [case for case in found if request.wants(case.name)]
+        ways = [(stage, request.world or 2, "frames") for stage in request.stages or (3,)]
+    else:
+        ways = [*((stage, 2, "frames") for stage in range(4)), (3, 3, "frames"), (3, 2, "eager")]
+    return [Case(name, *way, request.arguments) for way in ways for name in wanted]
 
 
 def campaign(request: Request) -> Iterator[Row]:
