@@ -284,7 +284,6 @@ def run(case: Case, place: Path) -> dict[str, Any]:
             isolate()
             address, interface = _HERE, "here"
         children: list[Child] = []
-        told, tell = os.pipe()
         if linked:
             go, gone = os.pipe()
             behind = start(_behind_a_link, go, lambda port: train(case, FAULTY, port, board, place, _HERE, "there"),
@@ -299,8 +298,6 @@ def run(case: Case, place: Path) -> dict[str, Any]:
                 continue
             arguments = (case, rank, port, board, place, address or "127.0.0.1", interface or "lo")
             children.append(start(train, *arguments, log=place / f"rank-{rank}.log"))
-        os.close(told)
-        os.close(tell)
         return _supervised(case, fault, board, children, place)
 
 
