@@ -4,7 +4,8 @@
     torchrun --standalone --nproc_per_node=2 examples/train_gpt.py    # two ranks: one per GPU (NCCL), or on CPU (Gloo)
 
 The text is the source code of Python's own standard library, which every machine has; --data takes your own.
-Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps.
+Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps. So
+torchrun's --max-restarts and --nnodes=1:2 are all it takes to outlive ranks and nodes: docs/multi-node.md.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import resource
 import sysconfig
 import time
+from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median
 
@@ -23,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.optim.lr_scheduler import LambdaLR
 
 import compile_muon
@@ -88,13 +91,14 @@ def windows(text: Tensor, args: argparse.Namespace, seed: tuple[int, ...], devic
 
 
 # torchrun sets RANK, LOCAL_RANK and the world's size; without it there is one process and no process group.
-def start() -> tuple[int, torch.device]:
+# A rank that waits longer than the time-out for one that is gone fails, and torchrun can start all of them again.
+def start(timeout: timedelta) -> tuple[int, torch.device]:
     gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
+        dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo", timeout=timeout)
     return int(os.environ.get("RANK", 0)), device
 
 
@@ -125,12 +129,16 @@ def plot(train: list[float], val: dict[int, float], path: Path) -> None:
     axes.figure.savefig(path, dpi=150)
 
 
+@record  # a rank's traceback ends up in torchrun's report
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=Path(__file__).parent / "config.json", help="optimizer and ZeRO stage")
     parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="text file or folder")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where checkpoints and the plot go")
-    for name, default in dict(steps=500, batch=4, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
+    parser.add_argument("--batch", type=int, default=4, help="windows per rank and step; default 4")
+    parser.add_argument("--save-every", type=int, help="steps from checkpoint to checkpoint; default: an eighth of all")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for another rank; default 600")
+    for name, default in dict(steps=500, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
 
@@ -139,11 +147,12 @@ def main() -> None:
     if len(val_text) <= args.context:
         parser.error(f"--data {args.data}: {len(text)} bytes of text are too few for --context {args.context}")
 
-    rank, device = start()
+    rank, device = start(timedelta(seconds=args.timeout))
     torch.manual_seed(args.seed)  # every rank starts from the same weights
     model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), args.config)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
     checkpointer = compile_muon.Checkpointer(args.out / "checkpoints", asynchronous=True)
+    save_every = args.save_every or max(args.steps // 8, 1)
     saved = checkpointer.load(model, optimizer, scheduler=schedule) or {"train": [], "val": {}}
     train, val = saved["train"], saved["val"]
 
@@ -167,7 +176,7 @@ def main() -> None:
             seconds.append(time.perf_counter() - began)
             sent = optimizer.traffic.bytes_sent - sent_before
             progress.update(bar, advance=1, description=f"loss {train[-1]:.3f}")
-            if (step + 1) % max(args.steps // 8, 1) == 0 or step + 1 == args.steps:
+            if (step + 1) % save_every == 0 or step + 1 == args.steps:
                 with torch.no_grad():
                     losses = [model(*windows(val_text, args, (i, rank), device)).item() for i in range(4)]
                 val[step + 1] = mean(every_rank(mean(losses)))
