@@ -1,0 +1,393 @@
+"""Kill ranks and nodes of examples/train_gpt.py under torchrun, and see whether training goes on.
+
+    python benchmarks/reliability/elastic.py [--quick] [--seed 0] [--json FILE]
+
+Two torchrun agents on loopback stand for two nodes; killing one kills its ranks with it, as a machine that is gone
+does. What counts is the end: exit code 0, every step done, and on the same number of ranks the losses, weights and
+optimizer state bit for bit those of a run never killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from compile_muon import Checkpointer
+from compile_muon.checkpoint.manifest import Manifest
+from compile_muon.checkpoint.values import Values
+
+__all__ = ["Job", "Node", "Store", "differences", "free_port", "run", "until"]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
+TINY = ("--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--sample-bytes", "4", "--timeout", "60")
+#: torchrun waits 30 s for more nodes once it has enough, and 15 s for a heartbeat: right for a cluster, slow here
+QUICKLY = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
+PATIENCE = 240.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run of the example, started as often as it takes.
+
+    Args:
+        folder: made here; gets the run's text, configuration, logs and, in ``out``, what the example writes.
+        steps: how many; a checkpoint every ``save_every``.
+    """
+
+    folder: Path
+    steps: int = 60
+    save_every: int = 5
+    compile: Any = field(default_factory=lambda: {"codegen": "eager"})
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        optimizer = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}}
+        config = {"compile": self.compile, "optimizer": optimizer, "zero_optimization": {"stage": 3}}
+        (self.folder / "config.json").write_text(json.dumps(config))
+        (self.folder / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "out" / "checkpoints"
+
+    def steps_saved(self) -> list[int]:
+        return Checkpointer(self.checkpoints).steps()
+
+    def newest(self) -> int:
+        return max(self.steps_saved(), default=0)
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, or was when its writer was killed."""
+        return self.checkpoints.is_dir() and any(p.name.endswith(".tmp") for p in self.checkpoints.iterdir())
+
+    def arguments(self) -> list[str]:
+        paths = ("--config", self.folder / "config.json", "--data", self.folder / "text.txt", "--out", "out")
+        return [*map(str, paths), *TINY, "--steps", str(self.steps), "--save-every", str(self.save_every)]
+
+    def world(self) -> int:
+        """How many ranks wrote the newest checkpoint; 0 if there is none."""
+        newest = self.newest()
+        return Manifest.read(self.checkpoints / f"step-{newest}").world if newest else 0
+
+    def last(self) -> tuple[list[float], dict[int, float], dict[str, Any]]:
+        """Of the newest checkpoint: rank 0's training losses, the validation losses, and every tensor by name."""
+        place = self.checkpoints / f"step-{self.newest()}"
+        values = Values.read(place / "state" / "rank-00000")
+        tensors = {path.name: load_file(path) for path in (place / "tensors").glob("*.safetensors")}
+        return values.get("extra.train"), values.get("extra.val"), tensors
+
+
+def differences(one: Job, other: Job) -> list[str]:
+    """What the newest checkpoints of two runs do not have bit for bit in common."""
+    (train, val, tensors), (train2, val2, tensors2) = one.last(), other.last()
+    found = [name for name, a, b in (("training", train, train2), ("validation", val, val2)) if a != b]
+    if tensors.keys() != tensors2.keys():
+        return [*found, "files"]
+    for file, content in tensors.items():
+        for name, value in content.items():
+            if value.tobytes() != tensors2[file][name].tobytes():
+                found.append(name)
+    return found
+
+
+def until(condition: Callable[[], Any], patience: float = PATIENCE) -> bool:
+    """Whether ``condition`` came true in ``patience`` seconds."""
+    end = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """A torchrun agent with its ranks: what is lost when a machine is.
+
+    Args:
+        launch: arguments of torchrun.
+    """
+
+    def __init__(self, job: Job, *launch: str) -> None:
+        self._log = job.folder / f"node-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=5", "--monitor-interval=0.1", *launch]
+        settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        # torchrun would reuse one store for all rounds, with what the last one left in it: docs/multi-node.md.
+        settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, str(SCRIPT), *job.arguments()],
+                cwd=job.folder,
+                env=os.environ | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> list[int]:
+        """The process ids of its ranks; empty while none runs."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdigit():
+                    continue
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == self.process.pid and state != "Z":
+                    if SCRIPT.name.encode() in (entry / "cmdline").read_bytes():
+                        found.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        return sorted(found)
+
+    def kill(self) -> None:
+        """All of it at once. torchrun's ranks have sessions of their own, so a signal to the group misses them."""
+        if self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGSTOP)  # it starts nothing between the look and the kill
+        doomed = self.ranks()
+        self.process.kill()
+        for rank in doomed:
+            kill(rank)
+        self.process.wait()
+
+    def wait(self, patience: float = PATIENCE) -> int | None:
+        """Its exit code; None if it has none after ``patience`` seconds."""
+        try:
+            return self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def printed(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Store:
+    """The rendezvous's store in a process of its own, on a node that does not go away."""
+
+    def __init__(self, port: int) -> None:
+        serve = (
+            "import torch.distributed as d, time; "
+            f"s = d.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False); print('.', flush=True); "
+            "time.sleep(1e6)"
+        )
+        self._process = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.PIPE, start_new_session=True)
+        assert self._process.stdout is not None and self._process.stdout.read(1) == b"."
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def kill(process: int) -> bool:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+def one_node(job: Job) -> Node:
+    return Node(job, "--standalone", "--nproc-per-node=2")
+
+
+def of_two(job: Job, address: str, port: int, nodes: str, *, host: bool | None = None) -> Node:
+    """One of two nodes of a rank each; ranks follow the order of the addresses.
+
+    Args:
+        nodes: 2, or 1:2.
+        host: whether it hosts the rendezvous's store; None is torchrun's own choice, the first node to come.
+    """
+    settings = QUICKLY if host is None else f"{QUICKLY},is_host={int(host)}"
+    store = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", f"--rdzv-conf={settings}")
+    return Node(job, f"--nnodes={nodes}", "--nproc-per-node=1", *store, f"--local-addr={address}")
+
+
+def ended(code: int | None, job: Job, reference: Job, worlds: tuple[int, ...] = (2,)) -> str:
+    """In words, what became of a run.
+
+    Args:
+        code: torchrun's.
+        worlds: sizes of the world it went through; only with one must its numbers be those of ``reference``.
+    """
+    if code != 0:
+        return "hangs" if code is None else f"ends with {code}"
+    if job.newest() != job.steps:
+        return "ends before the last step"
+    if job.world() != worlds[-1]:
+        return f"ends with a world of {job.world()}"
+    if len(set(worlds)) > 1:
+        return "goes on with " + ", then ".join(map(str, worlds[1:]))
+    return "goes on with other numbers" if differences(job, reference) else "goes on, bit for bit"
+
+
+def kill_a_rank(job: Job, reference: Job, dice: random.Random, moment: str) -> str:
+    """SIGKILL for one of two ranks or both, while they are ``starting``, ``training`` or ``saving``."""
+    with one_node(job) as node:
+        until(lambda: len(node.ranks()) == 2)
+        if moment == "starting":
+            time.sleep(dice.uniform(0.0, 6.0))
+        else:
+            after = dice.randrange(job.save_every, job.steps // 2, job.save_every)
+            until(lambda: job.newest() >= after)
+            if moment == "saving":
+                until(job.saving)
+            else:
+                time.sleep(dice.uniform(0.0, 0.5))
+        doomed = node.ranks()
+        if not doomed:
+            return "ends before the kill"
+        for rank in dice.sample(doomed, dice.randint(1, len(doomed))):
+            kill(rank)
+        return ended(node.wait(), job, reference)
+
+
+def kill_a_node(job: Job, reference: Job, dice: random.Random, back: bool) -> str:
+    """The second of two nodes is gone in the middle of training, and another in its place, or not."""
+    port = free_port()
+    with of_two(job, "127.0.0.1", port, "2" if back else "1:2", host=True) as first:
+        with of_two(job, "127.0.0.2", port, "2" if back else "1:2", host=False) as second:
+            if not until(lambda: job.world() == 2):
+                return "does not start"
+            time.sleep(dice.uniform(0.0, 1.0))
+            second.kill()
+        if not back:
+            return ended(first.wait(), job, reference, (2, 1))
+        with of_two(job, "127.0.0.2", port, "2", host=False):
+            return ended(first.wait(), job, reference)
+
+
+def kill_a_node_for_a_while(job: Job, reference: Job, dice: random.Random) -> str:
+    """One of two nodes is gone, the other goes on alone, and the first comes back."""
+    port = free_port()
+    with of_two(job, "127.0.0.1", port, "1:2", host=True) as first:
+        with of_two(job, "127.0.0.2", port, "1:2", host=False) as second:
+            if not until(lambda: job.world() == 2):
+                return "does not start"
+            time.sleep(dice.uniform(0.0, 1.0))
+            second.kill()
+        if not until(lambda: job.world() == 1):
+            return "does not go on alone"
+        with of_two(job, "127.0.0.2", port, "1:2", host=False):
+            return ended(first.wait(), job, reference, (2, 1, 2))
+
+
+def kill_the_first_node(job: Job, reference: Job, dice: random.Random) -> str:
+    """Rank 0's node is gone and comes back; the rendezvous's store lives elsewhere."""
+    port = free_port()
+    with Store(port), of_two(job, "127.0.0.2", port, "2", host=False) as second:
+        with of_two(job, "127.0.0.1", port, "2", host=False) as first:
+            if not until(lambda: job.world() == 2):
+                return "does not start"
+            time.sleep(dice.uniform(0.0, 1.0))
+            first.kill()
+        with of_two(job, "127.0.0.1", port, "2", host=False):
+            return ended(second.wait(), job, reference)
+
+
+def kill_the_host(job: Job, reference: Job, dice: random.Random) -> str:
+    """The node that hosts the store is gone: the other's torchrun ends, and whatever started both starts both again."""
+    port = free_port()
+    with of_two(job, "127.0.0.1", port, "2", host=True) as first:
+        with of_two(job, "127.0.0.2", port, "2", host=False) as second:
+            if not until(lambda: job.world() == 2):
+                return "does not start"
+            time.sleep(dice.uniform(0.0, 1.0))
+            first.kill()
+            if second.wait() != 1:
+                return "the other node does not notice"
+        with of_two(job, "127.0.0.1", port, "2", host=True) as first:
+            with of_two(job, "127.0.0.2", port, "2", host=False):
+                return ended(first.wait(), job, reference)
+
+
+Trial = Callable[[Job, Job, random.Random], str]
+
+#: what happens, how often it is tried, of that quickly, and how
+FAULTS: tuple[tuple[str, int, int, Trial], ...] = (
+    ("a rank or both, while starting", 3, 0, lambda *a: kill_a_rank(*a, moment="starting")),
+    ("a rank or both, while training", 4, 1, lambda *a: kill_a_rank(*a, moment="training")),
+    ("a rank or both, while saving", 4, 1, lambda *a: kill_a_rank(*a, moment="saving")),
+    ("one of two nodes, which comes back", 3, 1, lambda *a: kill_a_node(*a, back=True)),
+    ("one of two nodes, which does not, --nnodes=1:2", 2, 1, lambda *a: kill_a_node(*a, back=False)),
+    ("one of two nodes, which comes back later, --nnodes=1:2", 2, 0, kill_a_node_for_a_while),
+    ("the node of rank 0, the store elsewhere", 2, 0, kill_the_first_node),
+    ("the node with the store, both started again", 2, 0, kill_the_host),
+)
+
+
+def run(quick: bool, seed: int) -> list[dict[str, Any]]:
+    """Rows of ``fault``, ``tried``, ``outcomes`` (name to count), ``longest_s`` and ``command``.
+
+    Args:
+        quick: one kill of the simpler kinds instead of 22 of all.
+        seed: of victims and moments; the machine has its part in what a moment meets.
+    """
+    dice = random.Random(seed)
+    again = f"python benchmarks/reliability/elastic.py{' --quick' if quick else ''} --seed {seed}"
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        reference = Job(folder / "never killed")
+        with one_node(reference) as node:
+            assert node.wait() == 0, node.printed()
+        for number, (fault, often, quickly, trial) in enumerate(FAULTS):
+            tried, longest = quickly if quick else often, 0.0
+            outcomes: Counter[str] = Counter()
+            for attempt in range(tried):
+                began = time.monotonic()
+                job = Job(folder / f"{number}-{attempt}")
+                outcomes[trial(job, reference, dice)] += 1
+                longest = max(longest, time.monotonic() - began)
+            if tried:
+                row = {"fault": fault, "tried": tried, "outcomes": dict(outcomes), "longest_s": round(longest, 1)}
+                rows.append(row | {"command": again})
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one kill of the simpler kinds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    args = parser.parse_args()
+    rows = run(args.quick, args.seed)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
