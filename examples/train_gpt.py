@@ -4,8 +4,8 @@
     torchrun --standalone --nproc_per_node=2 examples/train_gpt.py    # two ranks: one per GPU (NCCL), or on CPU (Gloo)
 
 The text is the source code of Python's own standard library, which every machine has; --data takes your own.
-Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps. So
-torchrun's --max-restarts and --nnodes=1:2 are all it takes to outlive ranks and nodes: docs/multi-node.md.
+Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps. Who
+starts it again when a rank or a node dies, torchrun, SLURM or Kubernetes, is in docs/multi-node.md.
 """
 
 import argparse
