@@ -281,7 +281,7 @@ def kill_a_node(job: Job, reference: Job, dice: random.Random, back: bool) -> st
         with of_two(job, "127.0.0.2", port, "2" if back else "1:2", host=False) as second:
             if not until(lambda: job.world() == 2):
                 return "does not start"
-            time.sleep(dice.uniform(0.0, 1.0))
+            time.sleep(dice.uniform(0.0, 0.3))
             second.kill()
         if not back:
             return ended(first.wait(), job, reference, (2, 1))
@@ -299,7 +299,7 @@ def kill_a_node_for_a_while(job: Job, reference: Job, dice: random.Random) -> st
         with of_two(job, "127.0.0.2", port, "1:2", host=False) as second:
             if not until(lambda: job.world() == 2):
                 return "does not start"
-            time.sleep(dice.uniform(0.0, 1.0))
+            time.sleep(dice.uniform(0.0, 0.3))
             second.kill()
         if not until(lambda: job.world() == 1):
             return "does not go on alone"
@@ -314,7 +314,7 @@ def kill_the_first_node(job: Job, reference: Job, dice: random.Random) -> str:
         with of_two(job, "127.0.0.1", port, "2", host=False) as first:
             if not until(lambda: job.world() == 2):
                 return "does not start"
-            time.sleep(dice.uniform(0.0, 1.0))
+            time.sleep(dice.uniform(0.0, 0.3))
             first.kill()
         with of_two(job, "127.0.0.1", port, "2", host=False):
             return ended(second.wait(), job, reference)
@@ -327,7 +327,7 @@ def kill_the_host(job: Job, reference: Job, dice: random.Random) -> str:
         with of_two(job, "127.0.0.2", port, "2", host=False) as second:
             if not until(lambda: job.world() == 2):
                 return "does not start"
-            time.sleep(dice.uniform(0.0, 1.0))
+            time.sleep(dice.uniform(0.0, 0.3))
             first.kill()
             if second.wait() != 1:
                 return "the other node does not notice"

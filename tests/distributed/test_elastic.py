@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-STEPS = 40
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
