@@ -38,6 +38,7 @@ __all__ = ["Checkpointer"]
 
 #: further problems of a checkpoint that does not fit are counted, not told
 _TOLD = 30
+_SHARE = "use a folder that all ranks share"
 
 
 @dataclass
@@ -167,14 +168,18 @@ class Checkpointer:
     def _write(self, doing: str, ranks: Ranks, snapshot: _Snapshot) -> None:
         folder, step = self._folder, snapshot.manifest.step
         place = folder.unfinished(step)
+        token = ""
         with ranks.together(doing):
             if ranks.rank == 0:
-                folder.begin(step)
+                token = folder.begin(step)
+        token = ranks.gather(token)[0]
         facts = {}
         with ranks.together(doing):
-            if not place.is_dir():
-                raise CheckpointError(f"{place}: rank 0 made it, and it is not here; use a folder that all ranks share")
+            if not (place / token).exists():
+                raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")
         with ranks.together(doing):
+            if ranks.rank == 0:
+                (place / token).unlink()
             files = write_tensors(place / TENSORS, snapshot.tensors, ranks.group)
             files += snapshot.values.write(place / STATE / _values_of(ranks.rank))
             files += snapshot.own.write(place / STATE / f"own-{ranks.rank:05}")
@@ -287,8 +292,15 @@ class Checkpointer:
 
     def _choose(self, ranks: Ranks, step: int | None) -> Manifest | None:
         """The newest whole checkpoint, or that of ``step``; all ranks verify it, each a part of its files."""
-        # Ranks may look at different moments; the first one's view counts.
-        present = ranks.gather(self.steps() if ranks.rank == 0 else [])[0]
+        # Ranks may look at different moments; the first one's view counts, but all or none must see something.
+        views = ranks.gather(self.steps())
+        present = views[0]
+        blind = [str(rank) for rank, view in enumerate(views) if not view]
+        if 0 < len(blind) < ranks.world:
+            raise CheckpointError(
+                f"{self._folder.path}: holds checkpoints for some ranks, and none for rank{'s' * (len(blind) > 1)} "
+                f"{', '.join(blind)}; {_SHARE}"
+            )
         if step is not None and step not in present:
             there = f"there are {', '.join(map(str, present))}" if present else "there is none"
             raise CheckpointError(f"step = {step!r}: {self._folder.path} has no checkpoint of it; {there}")

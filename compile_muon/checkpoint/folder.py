@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 from pathlib import Path
 
@@ -57,8 +58,12 @@ class Folder:
         """Where the checkpoint of ``step`` is written."""
         return self.path / f"step-{step}.tmp"
 
-    def begin(self, step: int) -> None:
-        """Remove what crashes left, and make an empty place for ``step``."""
+    def begin(self, step: int) -> str:
+        """Remove what crashes left, and make an empty place for ``step``.
+
+        Returns:
+            The name of a file in it, which nothing left over from another run has.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in list(self.path.iterdir()):
             if _LEFTOVER.fullmatch(entry.name):
@@ -68,6 +73,9 @@ class Folder:
                 self._remove(entry) if final.exists() else entry.rename(final)
         for part in (TENSORS, STATE):
             (self.unfinished(step) / part).mkdir(parents=True)
+        token = f"begun-{secrets.token_hex(8)}"
+        (self.unfinished(step) / token).touch()
+        return token
 
     def commit(self, step: int) -> None:
         """Make the checkpoint of ``step`` count; every file in it is on the disk already."""

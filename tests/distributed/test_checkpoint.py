@@ -328,6 +328,34 @@ def test_what_fails_on_one_rank_is_one_error_on_all(
         assert after == "step-1 step-4"
 
 
+def use_folders_of_their_own(folder: str) -> dict[str, str]:
+    """What is said where the ranks, on two machines say, do not see the same folder."""
+    run, rank = Run(3), dist.get_rank()
+    own = Path(folder, str(rank))
+    said = {"save": error_of(Checkpointer(own).save, 1, run.model, run.optimizer)}
+    # A crash of an earlier run has left the very place that rank 0 makes on its machine.
+    own.joinpath("step-2.tmp", "tensors").mkdir(parents=True, exist_ok=True)
+    said["save again"] = error_of(Checkpointer(own).save, 2, run.model, run.optimizer)
+    for holder in (0, 1):
+        whole, here = Path(folder, f"whole-{holder}"), Path(folder, f"{holder}-{rank}")
+        Checkpointer(whole).save(3, run.model, run.optimizer)
+        if rank == holder:
+            whole.rename(here)
+        dist.barrier()
+        said[f"load, rank {holder} has it"] = error_of(Checkpointer(here).load, run.model, run.optimizer)
+    return said
+
+
+def test_folders_that_are_not_shared_are_said_to_be(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Where only another machine held checkpoints, training began anew without a word."""
+    for said in ranks(2).run(use_folders_of_their_own, folder=str(tmp_path)):
+        for what, message in said.items():
+            assert "use a folder that all ranks share" in message, (what, message)
+        for holder, blind in ((0, 1), (1, 0)):
+            message = said[f"load, rank {holder} has it"]
+            assert f"holds checkpoints for some ranks, and none for rank {blind}; " in message
+
+
 # ------------------------------------------------------------------------------------------------ behind training
 
 
