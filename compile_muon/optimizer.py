@@ -413,9 +413,11 @@ class MuonZero(Optimizer):
             )
         missing = [name for name, count in survey.numbers("missing").items() if 0 < count < self._group.size()]
         if missing:
+            where = survey.ranks({"missing": missing})
             raise LedgerError(
-                f"gradient of {listed(missing)} = None on some ranks only: nothing was updated; every rank must use "
-                "the same parameters in a step, e.g. by adding 0 * parameter.sum() to the loss where one is not used"
+                f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
+                f"step {self._ledger.place.step}; every rank must use the same parameters in a step, e.g. by adding "
+                "0 * parameter.sum() to the loss where one is not used"
             )
         if agreement is not None:
             agreement.check(survey, self._group)
@@ -479,9 +481,11 @@ class MuonZero(Optimizer):
         found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items() if names)
         if not found:
             return False
-        problem = f"{found} = inf or nan: nothing was updated"
+        problem = f"{found} = inf or nan: nothing was updated in step {self._ledger.place.step}"
         zero, counters = self.config.zero, self._ledger.counters
         if zero.nonfinite == "error":
+            if self._compares:
+                problem = problem.replace(" = inf or nan", f" = inf or nan{survey.ranks(wrong)}")
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
                 "out"

@@ -120,10 +120,11 @@ class Account:
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Around the reduction of an eager backward."""
+        detail = "reduce" if self.param.grad is None else "reduce and add to .grad"
         with self.ledger.place.at("an eager backward", "", [self]):
             yield
         if self.spec.world > 1:
-            self.ledger.trail.note("backward", "", [self])
+            self.ledger.trail.note("backward", "", [self], [detail])
 
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""

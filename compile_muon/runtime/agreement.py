@@ -43,7 +43,7 @@ class Copies:
     @classmethod
     @torch.no_grad()
     def of(cls, accounts: Sequence[Account], state: Mapping[Any, Mapping[str, Any]]) -> Copies | None:
-        """Weights at stages 0 to 2, and whatever else is not sharded; None if nothing is.
+        """Weights at stages 0 to 2, and of what is not sharded gradients and state too; None if there is nothing.
 
         Args:
             accounts: of all parameters.
@@ -58,6 +58,8 @@ class Copies:
                 held[account.name] = account.replica
             elif not account.spec.sharded:
                 held[account.name] = account.local
+                if account.param.grad is not None:
+                    held[f"gradient of {account.name}"] = account.local_grad
                 slots = state.get(account.param, {})
                 held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot != "step"}
         if not held:
@@ -168,9 +170,8 @@ def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
 def _described(visits: Sequence[Visit | None]) -> list[str]:
     """What each rank did, with the first parameter in which they differ."""
     found = [visit for visit in visits if visit is not None]
-    length = max(len(visit.names) for visit in found)
-    columns = ([visit.names[i : i + 1] for visit in found] for i in range(length))
-    place = next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)
+    place = _parting([visit.names for visit in found])
+    detail = _parting([visit.details for visit in found])
     texts = []
     for visit in visits:
         if visit is None:
@@ -179,7 +180,15 @@ def _described(visits: Sequence[Visit | None]) -> list[str]:
         frame = f"frame {int(visit.frame[5:])}" if visit.frame.startswith("frame") else "eager code"
         if place is not None:
             what = f" at {visit.names[place]}" if place < len(visit.names) else f", without a parameter {place + 1}"
+        elif detail is not None:
+            what = f" at {visit.names[min(detail, len(visit.names) - 1)]} ({' '.join(visit.details[detail:][:1])})"
         else:
-            what = f" of {visit.names[0]}" + (f" ({visit.detail})" if len({v.detail for v in found}) > 1 else "")
+            what = f" of {visit.names[0]}"
         texts.append(f"{visit.half} of {frame}{what}")
     return texts
+
+
+def _parting(rows: Sequence[Sequence[str]]) -> int | None:
+    """The first place in which the rows are not all the same."""
+    columns = ([row[i : i + 1] for row in rows] for i in range(max(map(len, rows))))
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,7 +38,7 @@ _SHORTEST_INTERVAL = 0.1
 _SMALL_WORLD = 64
 _REMEMBER_EVERY = 1.0
 #: a store that answers no sooner is gone
-_STORE_TIMEOUT = timedelta(seconds=2)
+_STORE_SECONDS = 1.5
 #: part of the group's time-out after which a rank says what it waits for, if its backend will not
 _PATIENCE = 0.9
 
@@ -86,7 +86,7 @@ class Board:
     def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._world = group.rank(), group.size()
         self._store = store
-        self._store.set_timeout(_STORE_TIMEOUT)
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._lock = threading.Lock()
         self._beat = 0
         self._last = Entry(1, "", False, 0)
@@ -107,15 +107,17 @@ class Board:
 
     def publish(self, entry: Entry) -> bool:
         """Write this rank's place; False if the store, or the process group, is gone."""
-        with self._lock:
-            if self.stopped.is_set() or not dist.is_initialized():
-                return False
+        # Another thread that holds the lock may wait for a store that never answers.
+        if self.stopped.is_set() or not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
+            return False
+        try:
             self._beat += 1
             self._last = entry._replace(beat=self._beat)
-            try:
-                self._store.set(self._keys[self._rank], json.dumps(self._last))
-            except (RuntimeError, ValueError):
-                return False
+            self._store.set(self._keys[self._rank], json.dumps(self._last))
+        except (RuntimeError, ValueError):
+            return False
+        finally:
+            self._lock.release()
         return True
 
     def end(self) -> None:
@@ -124,17 +126,18 @@ class Board:
         self.stopped.set()
 
     def read(self) -> dict[int, Entry] | None:
-        """The places of those ranks that have one; None if the store is gone."""
-        with self._lock:
-            if not dist.is_initialized():
-                return None
-            try:
-                there = dict(enumerate(self._keys))
-                if not self._store.check(self._keys):
-                    there = {rank: key for rank, key in there.items() if self._store.check([key])}
-                texts = self._store.multi_get(list(there.values()))
-            except (RuntimeError, ValueError):
-                return None
+        """The places of those ranks that have one; None if the store is gone. A cut connection may never return."""
+        if not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
+            return None
+        try:
+            there = dict(enumerate(self._keys))
+            if not self._store.check(self._keys):
+                there = {rank: key for rank, key in there.items() if self._store.check([key])}
+            texts = self._store.multi_get(list(there.values()))
+        except (RuntimeError, ValueError):
+            return None
+        finally:
+            self._lock.release()
         return {rank: Entry(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
     def remember(self) -> None:
@@ -146,19 +149,27 @@ class Board:
 
     def ask(self, entry: Entry) -> str:
         """Publish a place whose rank waits in vain, and say where everyone is; takes a few beats."""
+        answers: list[str] = []
+        thread = threading.Thread(target=lambda: answers.extend(self._ask(entry)), daemon=True)
+        thread.start()
+        thread.join(4 * self.interval + 2 * _STORE_SECONDS)
+        if answers:
+            return answers[0]
+        known = report(self._world, {**self._seen, self._rank: entry}, [self._rank])
+        return (
+            "the store of the process group is gone with the process that hosts it (rank 0, or torchrun's agent) or "
+            f"with the connection to it. Going by what is remembered, {known}"
+        )
+
+    def _ask(self, entry: Entry) -> Iterator[str]:
         self.publish(entry)
         first = self.read()
         time.sleep(3 * self.interval + 0.2)
         self.publish(entry)
         second = self.read()
-        if first is None or second is None:
-            known = report(self._world, {**self._seen, self._rank: entry}, [self._rank])
-            return (
-                "the store of the process group is gone with the process that hosts it: rank 0, or torchrun's agent. "
-                f"Going by what is remembered, {known}"
-            )
-        alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
-        return report(self._world, second, alive)
+        if first is not None and second is not None:
+            alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
+            yield report(self._world, second, alive)
 
 
 def keep_up(reference: weakref.ref[Place], board: Board) -> None:

@@ -74,12 +74,16 @@ def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]
     return accounts
 
 
-def _note(half: str, frame: str, accounts: Sequence[Account], detail: str) -> None:
+def _note(half: str, frame: str, accounts: Sequence[Account], details: Sequence[str]) -> None:
     """Leave a visit that met other ranks in the trail of every optimizer whose parameters it read."""
     ledgers = {id(account.ledger): account.ledger for account in accounts}
     for ledger in ledgers.values():
         own = accounts if len(ledgers) == 1 else [account for account in accounts if account.ledger is ledger]
-        ledger.trail.note(half, frame, own, detail)
+        ledger.trail.note(half, frame, own, details)
+
+
+def _buckets(options: FrameOptions) -> str:
+    return f"buckets of {options.bucket_bytes} bytes"
 
 
 class ForwardGraph:
@@ -135,7 +139,7 @@ class ForwardGraph:
         ledger.counters.graphs += not self._visited
         self._visited = True
         if self._meets:
-            _note("forward", self._frame, accounts, str(self._options.bucket_bytes))
+            _note("forward", self._frame, accounts, [_buckets(self._options)])
         return results
 
 
@@ -182,6 +186,11 @@ class BackwardGraph:
         call = current_backward()
         receives = [account.receives() for account in accounts]
         request = self._request(accounts, receives, call)
+        # Who keeps what others have dropped adds to another gradient than they do.
+        details = [
+            f"{purpose.value} and add to .grad" if account.param.grad is not None else purpose.value
+            for account, purpose in zip(accounts, request.purposes, strict=True)
+        ]
         variant = self._variant(request, accounts)
         taken = [accounts[i].sums.take(call) for i in request.unreduced_inputs]
         carried = [accounts[i].local_grad.detach() for i in request.carried_inputs]
@@ -192,8 +201,7 @@ class BackwardGraph:
         if accounts:
             accounts[0].ledger.count(variant.traffic)
         if variant.traffic.collectives:
-            purposes = ",".join(purpose.value for purpose in request.purposes)
-            _note("backward", self.frame, accounts, f"{self.options.bucket_bytes} {purposes}")
+            _note("backward", self.frame, accounts, [*details, _buckets(self.options)])
         return results[: self._outputs]
 
     def _request(self, accounts: Sequence[Account], receives: Sequence[bool], call: int) -> BackwardRequest:

@@ -7,7 +7,7 @@ decide alike, and nothing is written before everything that will be is known to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class Survey:
     _values: list[Tensor] = field(default_factory=list)
     _facts: list[tuple[str, str, float]] = field(default_factory=list)
     _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _own: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -179,6 +180,7 @@ class Survey:
             return
         vector = torch.cat(self._values)
         if self.group is not None:
+            self._own.append((self._names, vector.clone()))
             dist.all_reduce(vector, group=self.group)
         self._reduced.append((self._names, vector))
         self._names, self._values = [], []
@@ -202,6 +204,26 @@ class Survey:
         for (what, name), number in zip(labels, numbers, strict=True):
             self._read.setdefault(what, {})[name] = number
         self._reduced = []
+
+    def ranks(self, wrong: Mapping[str, Collection[str]]) -> str:
+        """`` on rank 1``: who contributed to these numbers, for an error; collective, and waits for the device.
+
+        Args:
+            wrong: names by what they stand under.
+        """
+        if self.group is None:
+            return ""
+        mine = any(
+            name in wrong.get(what, ()) and number != 0 and (what != "gradient" or not math.isfinite(number))
+            for names, vector in self._own
+            for (what, name), number in zip(names, vector.tolist(), strict=True)
+        )
+        found: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(found, mine, group=self.group)
+        ranks = [str(rank) for rank, holds in enumerate(found) if holds]
+        if len(ranks) in (0, len(found)):
+            return " on every rank"
+        return f" on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
     def numbers(self, what: str) -> Mapping[str, float]:
         """What :meth:`wait` has read under ``what``, by name."""

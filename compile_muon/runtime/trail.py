@@ -29,18 +29,18 @@ class Visit(NamedTuple):
         half: "forward" or "backward".
         frame: this rank's name of it, which recompilations may make another than the other ranks'; not compared.
         names: its parameters, in the order in which the frame has them.
-        detail: what else decides how the frame communicates.
+        details: what becomes of each, and what else decides how the frame communicates.
     """
 
     half: str
     frame: str
     names: tuple[str, ...]
-    detail: str
+    details: tuple[str, ...]
 
     @property
     def compared(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
-        return self.half, self.names, self.detail
+        return self.half, self.names, self.details
 
 
 @dataclass
@@ -52,14 +52,17 @@ class Trail:
     """
 
     count: int = 0
-    _last: deque[tuple[str, str, Sequence[Account], str]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    _last: deque[tuple[str, str, Sequence[Account], Sequence[str]]] = field(
+        default_factory=lambda: deque(maxlen=_REMEMBERED)
+    )
     _hash: Any = field(default_factory=hashlib.blake2b)
 
-    def note(self, half: str, frame: str, accounts: Sequence[Account], detail: str = "") -> None:
+    def note(self, half: str, frame: str, accounts: Sequence[Account], details: Sequence[str] = ()) -> None:
         """A frame with these parameters has run."""
         self.count += 1
-        self._last.append((half, frame, accounts, detail))
-        self._hash.update(b"\n".join([half.encode(), detail.encode(), *(account.key for account in accounts), b"\0"]))
+        self._last.append((half, frame, accounts, details))
+        text = "\n".join((half, *details)).encode()
+        self._hash.update(b"\n".join([text, *(account.key for account in accounts), b"\0"]))
 
     def digest(self) -> bytes:
         """Of all visits so far."""
@@ -69,8 +72,8 @@ class Trail:
         """The last ones, by number from 0."""
         first = self.count - len(self._last)
         found = (
-            Visit(half, frame, tuple(account.name for account in accounts), detail)
-            for half, frame, accounts, detail in self._last
+            Visit(half, frame, tuple(account.name for account in accounts), tuple(details))
+            for half, frame, accounts, details in self._last
         )
         return dict(enumerate(found, first))
 

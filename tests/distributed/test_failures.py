@@ -230,7 +230,8 @@ def test_nonfinite_gradients_of_one_rank(
     assert [kept for kept, _, _ in results] == [True, True]
     assert [as_if_never for _, _, as_if_never in results] == [True, True]
     (message,) = {message for _, message, _ in results}
-    named = "gradient of blocks.0.up.weight, blocks.0.up.bias = inf or nan"
+    who = "every rank" if stage == 0 else "rank 0"  # who holds the row that is infinite
+    named = f"gradient of blocks.0.up.weight, blocks.0.up.bias = inf or nan on {who}: nothing was updated in step 2; "
     assert message.startswith(named) if nonfinite == "error" else message == ""
 
 
@@ -254,7 +255,7 @@ def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
     ranks: Callable[[int], Ranks], stage: int, where: str
 ) -> None:
     for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where):
-        assert message.startswith(f"gradient of {where} = None on some ranks only: nothing was updated")
+        assert message.startswith(f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; ")
         assert kept
 
 

@@ -39,7 +39,7 @@ def test_names_do_not_run_together() -> None:
 def test_details_count() -> None:
     plain, reducing = Trail(), Trail()
     plain.note("backward", "", accounts("a"))
-    reducing.note("backward", "", accounts("a"), "reduce")
+    reducing.note("backward", "", accounts("a"), ["reduce"])
     assert plain.digest() != reducing.digest()
 
 
