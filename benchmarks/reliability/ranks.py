@@ -6,7 +6,8 @@
     refused     the same, of something that training should have borne
     WRONG       it ran on with other parameters
     hung        a survivor still waited 5 s after the time-out
-    aborted     a survivor was ended by a signal
+    aborted     a survivor was ended by a signal: Gloo's own thread meets a message of another length
+    aborted, named      the same, and every other rank ended as in "named"
 
 "late" beside an error: some survivor was in a later step by then.
 """
@@ -141,6 +142,8 @@ class Training:
             stage=0 if alone else case.stage,
         )  # fmt: skip
         settings |= case.arguments | (self.fault.everywhere if self.fault else {})
+        if settings["stage"] == 3:
+            settings.pop("check_replicas", None)  # there are none
         self.micros = settings.get("gradient_accumulation_steps", 1)
         different = self._made_differently("model")
         self.model = Net(**different)
@@ -367,9 +370,10 @@ def names_rank(message: str) -> bool:
     return any(str(FAULTY) in re.findall(r"\d+", numbers) for numbers in lists)
 
 
-def names_step(message: str) -> bool:
-    """Whether a message names the step of the fault, or the one after (a step may be counted from 0 or 1)."""
-    return any(int(number) in (FAULT_STEP, FAULT_STEP + 1) for number in re.findall(r"\bstep (\d+)\b", message))
+def names_step(message: str, *, late: bool) -> bool:
+    """Whether a message names the step of the fault, counted from 0 or 1; one more if a rank was ``late``."""
+    named = {int(number) for number in re.findall(r"\bstep (\d+)\b", message)}
+    return not named.isdisjoint(range(FAULT_STEP, FAULT_STEP + 2 + late))
 
 
 def classified(fault: Fault | None, survivors: list[dict[str, Any]], error: float | None) -> dict[str, Any]:
@@ -378,18 +382,19 @@ def classified(fault: Fault | None, survivors: list[dict[str, Any]], error: floa
     borne = fault is None or fault.legitimate
     if "hung" in ways:
         return {"outcome": "hung", "bad": True}
+    at_start = fault is not None and fault.place in AT_START
+    raised = [rank["message"] for rank in survivors if rank["ended"] == "raised"]
+    late = any(rank["step"] > (0 if at_start else FAULT_STEP) for rank in survivors)
+    named = all(names_rank(message) and (at_start or names_step(message, late=late)) for message in raised)
     if any(way.startswith("ended with") for way in ways):
-        return {"outcome": "aborted", "bad": True}
+        told = named and bool(raised) and ways <= {"raised", "ended with -6"}
+        return {"outcome": "aborted, named" if told else "aborted", "bad": not told}
     if error is not None:
         right = error <= TOLERANCE
         return {"outcome": "right" if right else "WRONG", "bad": not right}
     if "completed" in ways:
         # Those that ended well did so without the others.
         return {"outcome": "WRONG", "bad": True}
-    at_start = fault is not None and fault.place in AT_START
-    raised = [rank["message"] for rank in survivors if rank["ended"] == "raised"]
-    named = all(names_rank(message) and (at_start or names_step(message)) for message in raised)
-    late = any(rank["step"] > (0 if at_start else FAULT_STEP) for rank in survivors)
     if borne:
         return {"outcome": "refused", "bad": True}
     return {"outcome": ("named" if named else "unnamed") + (", late" if late else ""), "bad": not named}
