@@ -6,9 +6,11 @@
     python benchmarks/faults.py damage                   # damaged checkpoints
     python benchmarks/faults.py resharding               # every world and stage loads what every other saved
     python benchmarks/faults.py soak                     # thousands of steps: memory, threads and handles stay flat
+    python benchmarks/faults.py elastic                  # ranks and nodes of the example under torchrun
     python benchmarks/faults.py ranks --stages 3 --only "killed in forward"    # one rank does something else
 
-Everything runs on the CPU over Gloo, in forks of this process. The exit code is 1 if anything happened that should not.
+Everything runs on the CPU over Gloo, in forks of this process ("elastic": in processes of torchrun's). The exit code is
+1 if anything happened that should not.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from reliability.processes import warm
 from rich.console import Console
 from rich.table import Table
 
-CAMPAIGNS = ("kills", "ranks", "damage", "resharding", "soak")
+CAMPAIGNS = ("kills", "ranks", "damage", "resharding", "soak", "elastic")
 _RESULTS = Path(__file__).with_name("results") / "faults.json"
 
 

@@ -1,7 +1,5 @@
 """Kill ranks and nodes of examples/train_gpt.py under torchrun, and see whether training goes on.
 
-    python benchmarks/reliability/elastic.py [--quick] [--seed 0] [--json FILE]
-
 Two torchrun agents on loopback stand for two nodes; killing one kills its ranks with it, as a machine that is gone
 does. What counts is the end: exit code 0, every step done, and on the same number of ranks the losses, weights and
 optimizer state bit for bit those of a run never killed.
@@ -9,7 +7,6 @@ optimizer state bit for bit those of a run never killed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +27,9 @@ from compile_muon import Checkpointer
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.checkpoint.values import Values
 
-__all__ = ["Job", "Node", "Store", "differences", "free_port", "run", "until"]
+from .outcome import Request, Row, again
+
+__all__ = ["Job", "Node", "Store", "campaign", "differences", "ended", "free_port", "until"]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
 TINY = ("--layers", "1", "--width", "64", "--context", "32", "--batch", "2", "--sample-bytes", "4", "--timeout", "60")
@@ -341,56 +339,36 @@ Trial = Callable[[Job, Job, random.Random], str]
 #: what happens, how often it is tried, of that quickly, and how
 FAULTS: tuple[tuple[str, int, int, Trial], ...] = (
     ("a rank or both, while starting", 3, 0, lambda *a: kill_a_rank(*a, moment="starting")),
-    ("a rank or both, while training", 4, 1, lambda *a: kill_a_rank(*a, moment="training")),
+    ("a rank or both, while training", 4, 0, lambda *a: kill_a_rank(*a, moment="training")),
     ("a rank or both, while saving", 4, 1, lambda *a: kill_a_rank(*a, moment="saving")),
-    ("one of two nodes, which comes back", 3, 1, lambda *a: kill_a_node(*a, back=True)),
-    ("one of two nodes, which does not, --nnodes=1:2", 2, 1, lambda *a: kill_a_node(*a, back=False)),
+    ("one of two nodes, which comes back", 3, 0, lambda *a: kill_a_node(*a, back=True)),
+    ("one of two nodes, which does not, --nnodes=1:2", 2, 0, lambda *a: kill_a_node(*a, back=False)),
     ("one of two nodes, which comes back later, --nnodes=1:2", 2, 0, kill_a_node_for_a_while),
     ("the node of rank 0, the store elsewhere", 2, 0, kill_the_first_node),
     ("the node with the store, both started again", 2, 0, kill_the_host),
 )
 
 
-def run(quick: bool, seed: int) -> list[dict[str, Any]]:
-    """Rows of ``fault``, ``tried``, ``outcomes`` (name to count), ``longest_s`` and ``command``.
+def good(outcome: str) -> bool:
+    """Whether this is how a trial should end."""
+    return outcome.startswith("goes on") and "other numbers" not in outcome
 
-    Args:
-        quick: one kill of the simpler kinds instead of 22 of all.
-        seed: of victims and moments; the machine has its part in what a moment meets.
-    """
-    dice = random.Random(seed)
-    again = f"python benchmarks/reliability/elastic.py{' --quick' if quick else ''} --seed {seed}"
-    rows: list[dict[str, Any]] = []
+
+def campaign(request: Request) -> Iterator[Row]:
+    """A row for each fault; the seed draws victims and moments, the machine has its part in what a moment meets."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         reference = Job(folder / "never killed")
         with one_node(reference) as node:
             assert node.wait() == 0, node.printed()
         for number, (fault, often, quickly, trial) in enumerate(FAULTS):
-            tried, longest = quickly if quick else often, 0.0
-            outcomes: Counter[str] = Counter()
+            tried = request.runs or (quickly if request.quick else often)
+            if not tried or not request.wants(fault):
+                continue
+            dice = random.Random(f"{request.seed} {fault}")
+            row = Row("elastic", fault, again("elastic", request, fault))
             for attempt in range(tried):
                 began = time.monotonic()
-                job = Job(folder / f"{number}-{attempt}")
-                outcomes[trial(job, reference, dice)] += 1
-                longest = max(longest, time.monotonic() - began)
-            if tried:
-                row = {"fault": fault, "tried": tried, "outcomes": dict(outcomes), "longest_s": round(longest, 1)}
-                rows.append(row | {"command": again})
-                print(json.dumps(row), flush=True)
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one kill of the simpler kinds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where the rows go")
-    args = parser.parse_args()
-    rows = run(args.quick, args.seed)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+                outcome = trial(Job(folder / f"{number}-{attempt}"), reference, dice)
+                row.count(outcome, wrong=not good(outcome), seconds=round(time.monotonic() - began, 1))
+            yield row
