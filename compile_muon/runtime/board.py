@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from compile_muon.errors import PeerError
+from compile_muon.errors import PeerError, by_rank
 from compile_muon.passes.torch_private import timeout_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ class Board:
     def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._world = group.rank(), group.size()
         self._store = store
-        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._lock = threading.Lock()
         self._beat = 0
         self._last = Entry(1, "", False, 0)
@@ -96,6 +95,7 @@ class Board:
         self.interval = max(_SHORTEST_INTERVAL, self._world / _BEATS)
         # Counted in the store and not in the process, which may have optimizers on other groups.
         self.number = self._store.add(f"muon_zero/{self._rank}/optimizers", 1)
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.meet([self.number] * self._world)
         timeout = timeout_of(group, device)
         speaks = backend_of(group, device) == "gloo" or timeout is None
@@ -196,8 +196,9 @@ def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> s
         alive: ranks that have published something just now.
 
     >>> lost, waiting = Entry(3, "backward of frame 2 (blocks.4)", True, 7), Entry(3, "forward of frame 5", True, 9)
-    >>> report(3, {0: waiting, 1: lost, 2: waiting}, [0, 2])
-    'rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5'
+    >>> print(report(3, {0: waiting, 1: lost, 2: waiting}, [0, 2]))
+    rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5
+    (collectives before: 7 on rank 1, 9 on ranks 0, 2)
     """
     said: dict[tuple[int, str], list[int]] = {}
     for rank in range(world):
@@ -208,7 +209,9 @@ def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> s
         singular, _, plural = verb.partition("/")
         subject = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         sentences.append(f"{subject} {singular if len(ranks) == 1 else plural} {rest}")
-    return "; ".join(sentences)
+    before = [places[rank].collectives if rank in places else 0 for rank in range(world)]
+    counted = f"\n(collectives before: {by_rank(before)})" if len(set(before)) > 1 else ""
+    return "; ".join(sentences) + counted
 
 
 def _sentence(entry: Entry | None, alive: bool) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from compile_muon.errors import PeerError
 from compile_muon.runtime.board import Entry, report
 from compile_muon.runtime.place import Place, _holder
 
-LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 7)
+LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 9)
 WAITING = Entry(3, "forward of frame 5", True, 9)
 
 
@@ -29,10 +29,10 @@ WAITING = Entry(3, "forward of frame 5", True, 9)
     ("places", "alive", "said"),
     [
         (
-            {0: WAITING, 1: LOST, 2: WAITING},
+            {0: WAITING, 1: LOST._replace(collectives=7), 2: WAITING},
             [0, 2],
             "rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of "
-            "frame 5",
+            "frame 5\n(collectives before: 7 on rank 1, 9 on ranks 0, 2)",
         ),
         (
             {0: WAITING, 1: LOST._replace(inside=False), 2: LOST._replace(inside=False)},
@@ -44,7 +44,7 @@ WAITING = Entry(3, "forward of frame 5", True, 9)
             {0: WAITING, 1: LOST._replace(raised="ValueError: no")},
             [0, 1],
             "rank 2 has not come so far; rank 1 raised ValueError: no in step 3, backward of frame 2 (blocks.4); "
-            "rank 0 waits in step 3, forward of frame 5",
+            "rank 0 waits in step 3, forward of frame 5\n(collectives before: 0 on rank 2, 9 on ranks 0, 1)",
         ),
         (
             {0: WAITING, 1: LOST._replace(ended=True, inside=False), 2: WAITING._replace(raised="PeerError")},
@@ -52,7 +52,7 @@ WAITING = Entry(3, "forward of frame 5", True, 9)
             "rank 1 ended after step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5",
         ),
         (
-            {0: Entry(1, "", False, 0), 1: WAITING, 2: WAITING},
+            {0: Entry(1, "", False, 9), 1: WAITING, 2: WAITING},
             [1, 2],
             "rank 0 was last seen in step 1; ranks 1, 2 wait in step 3, forward of frame 5",
         ),
