@@ -5,6 +5,7 @@
 or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_zero")``.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from compile_muon.config import Config, load_config
@@ -24,6 +25,7 @@ from compile_muon.summary import Summary
 
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
+    from compile_muon.weights import full_state_dict, load_full_state_dict, load_pretrained, save_pretrained
 
 __all__ = [
     "CheckpointError",
@@ -38,17 +40,28 @@ __all__ = [
     "Summary",
     "UnsupportedModelError",
     "full_parameters",
+    "full_state_dict",
     "initialize",
     "load_config",
+    "load_full_state_dict",
+    "load_pretrained",
+    "save_pretrained",
 ]
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    """Checkpoints bring in torch.distributed.checkpoint and safetensors, for those who save any."""
-    if name == "Checkpointer":
-        from compile_muon.checkpoint import Checkpointer
+#: what brings in torch.distributed.checkpoint and safetensors, for those who use it
+_LATE = {
+    "Checkpointer": "compile_muon.checkpoint",
+    "full_state_dict": "compile_muon.weights",
+    "load_full_state_dict": "compile_muon.weights",
+    "load_pretrained": "compile_muon.weights",
+    "save_pretrained": "compile_muon.weights",
+}
 
-        return Checkpointer
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

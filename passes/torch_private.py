@@ -28,6 +28,7 @@ __all__ = [
     "decomposition_table",
     "fake_mode_of",
     "fresh_context",
+    "group_named",
     "make_partitioner",
     "mark_recompute",
     "mark_save",
@@ -115,6 +116,13 @@ def store_of(group: Any) -> torch.distributed.Store | None:
         return cast("torch.distributed.Store", store.clone())
     except (AttributeError, KeyError, RuntimeError):  # stores in Python, and the fake group's, are not cloned
         return None
+
+
+def group_named(name: str) -> torch.distributed.ProcessGroup:
+    """The process group that functional collectives know by ``name``."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-__all__ = ["STATE", "TENSORS", "Folder"]
+__all__ = ["STATE", "TENSORS", "Folder", "sync_folder"]
 
 #: subfolders of a checkpoint: tensors of all ranks; everything else
 TENSORS, STATE = "tensors", "state"
@@ -22,8 +22,8 @@ _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.replaced)?")
 _LEFTOVER = re.compile(r"step-[0-9]+(\.replaced)?(\.removed)?\.tmp")
 
 
-def _sync_folder(path: Path) -> None:
-    """Names in a folder are on the disk only once the folder itself is."""
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk: its files' own fsync does not."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -81,12 +81,12 @@ class Folder:
         """Make the checkpoint of ``step`` count; every file in it is on the disk already."""
         unfinished, final = self.unfinished(step), self._final(step)
         for part in (unfinished / TENSORS, unfinished / STATE, unfinished):
-            _sync_folder(part)
+            sync_folder(part)
         replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():
             final.rename(replaced)  # a folder cannot be renamed over another that is not empty
         unfinished.rename(final)
-        _sync_folder(self.path)
+        sync_folder(self.path)
         if replaced.exists():
             self._remove(replaced)
 

@@ -27,18 +27,26 @@ class Ranks:
         group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
         device: that ``group`` works on.
         place: of the optimizer; says where the others are when one does not come.
+        apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
+            by ``place``.
     Raises:
         CheckpointError: another rank is gone.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, place: Place) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, place: Place, *, apart: bool = True
+    ) -> None:
         self._place = place
+        self._apart = apart
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
         self.mesh: DeviceMesh | None = None
         if group is None:
             return
         self.rank, self.world = group.rank(), group.size()
+        if not apart:
+            self.group = group
+            return
         members = dist.get_process_group_ranks(group)
         everyone = len(members) == dist.get_world_size()
         # new_group's own default is half an hour, however short the group's; ranks meet in it at once.
@@ -57,6 +65,8 @@ class Ranks:
         try:
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:
+            if not self._apart:
+                raise
             raise self._alone("a rank did not answer while a checkpoint was made or loaded", error) from error
         return found
 

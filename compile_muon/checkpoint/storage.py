@@ -54,9 +54,11 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
     return [folder / name for name in sorted(writer.written)]
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors(folder: Path, tensors: dict[str, Tensor], reader: HuggingFaceStorageReader | None = None) -> None:
     """Read into ``tensors``, in place, what each of them holds of the tensor of its name; not collective.
 
+    Args:
+        reader: that knows the files; default: all in ``folder``.
     Raises:
         CheckpointError: a name is missing or has another shape.
     """
@@ -64,7 +66,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         return
     _say_nothing_of_one_process()
     try:
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load(tensors, storage_reader=reader or HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise _ours(error) from error
 

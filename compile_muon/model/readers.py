@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,6 +26,10 @@ __all__ = ["accounts_of", "check_kind", "install_readers", "original_class"]
 _PREFIX = "_muon_zero_"
 _LOADING = "_loading_whole_tensors"
 _ORIGINAL = "_unsharded_class"
+_NOT_WHOLE = (
+    "{name}: holds the rows of {owner} that it was saved by, and not the whole tensor; save on every rank, with "
+    "compile_muon.save_pretrained, full_state_dict or a Checkpointer"
+)
 _REMEDY = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or change the model before"
 
 
@@ -104,6 +109,33 @@ def _reader(name: str) -> property:
 # ------------------------------------------------------------------------------------------ loading
 
 
+def _other_shard(account: Account, value: Tensor) -> str | None:
+    """Whose rows ``value`` of a state dict holds, if that is neither the whole nor what this rank has of it.
+
+    A state dict that one rank saved has that rank's rows under the names of whole tensors. A DTensor brings the place
+    it was saved at in its mesh (torch 2.13 takes mesh and rows for ours); of a plain tensor the shape tells.
+    """
+    if not isinstance(value, DTensor):
+        spec = account.spec
+        if not spec.sharded or value.shape == spec.shape or value.shape[1:] != spec.shape[1:] or not value.ndim:
+            return None
+        spans = [spec.shard_rows(rank) for rank in range(spec.world)]
+        owner = next((rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)), None)
+        return None if owner is None else f"rank {owner} of {spec.world}"
+    mesh = value.device_mesh
+    if all(placement.is_replicate() for placement in value.placements):
+        return None
+    saved = mesh.get_coordinate()
+    here = (mesh.mesh == (dist.get_rank() if dist.is_initialized() else 0)).nonzero().tolist()
+    try:
+        alive = all(mesh.get_group(dim).size() == mesh.size(dim) for dim in range(mesh.ndim))
+    except RuntimeError:  # unpickled where there is no such group
+        alive = False
+    if alive and saved is not None and here == [list(saved)]:
+        return None
+    return f"rank {'?' if saved is None else ', '.join(map(str, saved))} of {mesh.size()}"
+
+
 def _as_parameter(account: Account, value: Tensor) -> Tensor:
     """``value`` of a state dict as the kind of tensor the parameter is; a whole one is cut, which sends nothing.
 
@@ -135,8 +167,16 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, account in accounts.items():
             value = state_dict.get(prefix + name)
-            if isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
+                continue
+            owner = _other_shard(account, value)
+            if owner is None:
                 state_dict[prefix + name] = _as_parameter(account, value)
+                continue
+            # Among the messages that torch raises at the end.
+            rest[-1].append(_NOT_WHOLE.format(name=prefix + name, owner=owner))
+            if isinstance(value, DTensor):
+                state_dict[prefix + name] = account.param
 
     # The last of the module's hooks, so that it sees the keys as others have renamed them.
     hook = module.register_load_state_dict_pre_hook(cut)

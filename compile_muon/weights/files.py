@@ -1,0 +1,252 @@
+"""Hugging Face's layout on the disk: safetensors files, written tensor by tensor; how they are named; an index.
+
+safetensors writes a file from a dictionary of whole tensors, and torch's HuggingFaceStorageWriter builds a rank's file
+in memory, wants a folder that all ranks share, and cannot consolidate integer buffers (``torch.finfo`` of int64, torch
+2.13). Only the header is made here: https://huggingface.co/docs/safetensors, a length of 8 bytes, JSON padded with
+spaces to a multiple of 8, the data.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from compile_muon.checkpoint.folder import sync_folder
+from compile_muon.checkpoint.manifest import TensorFacts
+from compile_muon.checkpoint.storage import read_tensors
+from compile_muon.errors import CheckpointError, config_error
+from compile_muon.passes.spec import decode_dtype, encode_dtype
+
+__all__ = ["FILE", "INDEX", "TensorFile", "TensorFolder", "header", "nbytes", "ordered", "parse_size", "place", "split"]
+
+#: what Hugging Face's loaders look for
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
+
+
+def nbytes(facts: TensorFacts) -> int:
+    """Of a tensor in a file."""
+    return math.prod(facts.shape) * decode_dtype(facts.dtype).itemsize
+
+
+@functools.cache
+def _code(dtype: str) -> str:
+    """What safetensors calls a dtype, from its own mouth."""
+    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype))})
+    return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
+
+
+def ordered(facts: Mapping[str, TensorFacts]) -> list[str]:
+    """Names as they stand in a file: wide dtypes first, so that each tensor lies at a multiple of its item size."""
+    return sorted(facts, key=lambda name: (-decode_dtype(facts[name].dtype).itemsize, name))
+
+
+def header(facts: Mapping[str, TensorFacts]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The start of a file with these tensors in their order, where each one's bytes go, and the size of the whole."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    spans, end = {}, 0
+    for name, fact in facts.items():
+        spans[name] = (end, end + nbytes(fact))
+        end = spans[name][1]
+        entries[name] = {"dtype": _code(fact.dtype), "shape": list(fact.shape), "data_offsets": spans[name]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    places = {name: (first + start, last + start) for name, (first, last) in spans.items()}
+    return len(text).to_bytes(8, "little") + text, places, start + end
+
+
+class TensorFile:
+    """A new file that takes its tensors' bytes one after the other, in the order of ``facts``.
+
+    Args:
+        path: is replaced.
+        facts: of the tensors.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
+        start, _, self._size = header(facts)
+        self._file = open(path, "wb")
+        self._file.write(start)
+
+    def write(self, piece: Tensor) -> None:
+        """Append bytes: 1-D uint8 on the CPU."""
+        self._file.write(memoryview(piece.numpy()))
+
+    def close(self) -> None:
+        """Have all of it on the disk.
+
+        Raises:
+            CheckpointError: it is not as long as its header says.
+        """
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        written = self._file.tell()
+        self._file.close()
+        if written != self._size:
+            raise CheckpointError(f"{self._file.name}: has {written} bytes instead of {self._size}")
+
+    def abandon(self) -> None:
+        """Close it as it is."""
+        self._file.close()
+
+
+# ------------------------------------------------------------------------------------------ names and sizes
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of Hugging Face's sizes, powers of ten.
+
+    Raises:
+        ConfigError: it is neither a positive number nor one with a unit.
+
+    >>> parse_size("5GB")
+    5000000000
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?B|)\s*", str(size).upper())
+    found = 0 if match is None else int(match[1]) * _UNITS[match[2].removesuffix("B") + "B" if match[2] else ""]
+    if isinstance(size, bool) or found <= 0:
+        raise config_error("max_shard_size", size, "is not a size", 'give bytes, or a string like "500MB" or "5GB"')
+    return found
+
+
+def split(facts: Mapping[str, TensorFacts], limit: int) -> dict[str, list[str]]:
+    """Which tensors go into which file: in their order, up to ``limit`` bytes each or one that is larger.
+
+    As huggingface_hub's ``split_torch_state_dict_into_shards``, which wants the tensors themselves.
+    """
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, fact in facts.items():
+        if files[-1] and size + nbytes(fact) > limit:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes(fact)
+    if len(files) == 1:
+        return {FILE: files[0]}
+    stem, _, suffix = FILE.rpartition(".")
+    return {f"{stem}-{i:05d}-of-{len(files):05d}.{suffix}": names for i, names in enumerate(files, 1)}
+
+
+# ------------------------------------------------------------------------------------------ what is in a folder
+
+
+def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> None:
+    """Give what was written as ``NAME.tmp`` its names, and take away what another save left; the index goes last.
+
+    Killed on the way, the folder holds the old weights, the new ones, or none that a loader finds: while names change
+    there is no index, so nothing is put together of old files and new ones.
+    """
+    files = list(files)
+    if index is not None:
+        with open(folder / f"{INDEX}.tmp", "w") as file:
+            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    (folder / INDEX).unlink(missing_ok=True)
+    if FILE not in files:
+        (folder / FILE).unlink(missing_ok=True)
+    sync_folder(folder)
+    for name in files:
+        os.replace(folder / f"{name}.tmp", folder / name)
+    sync_folder(folder)
+    if index is not None:
+        os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
+    for entry in list(folder.iterdir()):
+        if _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX):
+            entry.unlink()
+    sync_folder(folder)
+
+
+class _Reader(HuggingFaceStorageReader):
+    """torch's, for some files of a folder, whose headers are read once."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        super().__init__(str(folder))
+        self.fs = _Files(files)
+        self._known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
+
+
+class _Files(FileSystem):
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [os.path.join(path, name) for name in self._names]
+
+
+class TensorFolder:
+    """The weights in a folder: ``model.safetensors``, or what ``model.safetensors.index.json`` names.
+
+    Args:
+        folder: as ``save_pretrained`` writes it, ours or Hugging Face's.
+    Attributes:
+        facts: shape and dtype of each tensor.
+    Raises:
+        CheckpointError: it holds no such weights, or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files, listed_names = self._files()
+        self._reader = _Reader(folder, files)
+        try:
+            stored = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # SafetensorError is not an OSError
+            raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
+        self.facts = {
+            name: TensorFacts(tuple(found.size), encode_dtype(found.properties.dtype))
+            for name, found in stored.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        missing = sorted(listed_names - self.facts.keys())
+        if missing:
+            raise CheckpointError(f"{folder / INDEX}: names {missing[0]}, which is in none of its files")
+
+    def _files(self) -> tuple[list[str], set[str]]:
+        if (self.folder / FILE).is_file():
+            return [FILE], set()
+        index = self.folder / INDEX
+        if not index.is_file():
+            raise CheckpointError(
+                f"folder = {self.folder}: holds neither {FILE} nor {INDEX}; give a folder that save_pretrained wrote "
+                "(pickled weights: load them on rank 0 and give them to load_full_state_dict)"
+            )
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+            files = sorted(set(places.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index}: is damaged ({type(error).__name__}: {error})") from error
+        for name in files:
+            if os.path.basename(name) != name or not (self.folder / name).is_file():
+                raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
+        return files, set(places)
+
+    def read(self, tensors: dict[str, Tensor]) -> None:
+        """Read into ``tensors``, in place, what each holds of the tensor of its name, cast to its dtype.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        read_tensors(self.folder, tensors, self._reader)

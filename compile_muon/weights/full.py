@@ -1,0 +1,154 @@
+"""Whole state dicts on rank 0, from and into shards, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.weights.contents import Entry, Weights, weights_of
+from compile_muon.weights.wire import Wire
+
+__all__ = ["full_state_dict", "load_full_state_dict"]
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """``model.state_dict()`` as if nothing had been sharded; collective over the ranks that share the model.
+
+    Returns:
+        On rank 0 every parameter (master values) and persistent buffer, whole, plain, on the CPU, in memory of its own;
+        tied ones are one tensor under all their names. Elsewhere an empty dictionary.
+    Raises:
+        UnsupportedModelError: nothing in ``model`` is sharded.
+        CheckpointError: ranks call this with different models, or rank 0 has no room; on every rank.
+        PeerError: a rank does not come; it takes the time-out of the process group.
+    """
+    weights = weights_of(model)
+    with weights.place.at("full_state_dict"):
+        ranks = weights.meet("full_state_dict")
+        wire = Wire(weights.group, weights.device)
+        found: dict[str, Tensor] = {}
+        error: Exception | None = None
+        for name, entry in weights.entries.items():
+            flat = None
+            if wire.rank == 0:
+                try:
+                    flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+                except RuntimeError as failed:  # no memory
+                    error = failed
+            if not wire.goes_on(error):
+                break
+            position = 0
+            for piece in wire.collect(entry):
+                assert flat is not None
+                flat[position : position + piece.numel()] = piece
+                position += piece.numel()
+            if flat is not None:
+                found[name] = flat.view(entry.tensor.dtype).view(entry.shape)
+        ranks.agree("full_state_dict", error)
+    if wire.rank != 0:
+        return {}
+    whole: dict[str, Any] = {}
+    for key in weights.module.state_dict(keep_vars=True):  # tied names stand where they always do
+        name = key.replace("_orig_mod.", "")
+        whole[name] = weights.others[name] if name in weights.others else found[weights.aliases.get(name, name)]
+    return whole
+
+
+def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *, strict: bool = True) -> None:
+    """Load what only rank 0 has into the shards of all; collective over the ranks that share the model.
+
+    Optimizer state is not touched; resident weights are gathered anew.
+
+    Args:
+        mapping: on rank 0, names to whole plain tensors on any device and of any dtype, which are cast to those of the
+            model; it is asked for one tensor at a time, so it may read them from somewhere. Ignored elsewhere.
+        strict: False to leave alone what is missing, and ignore what is not in the model.
+    Raises:
+        UnsupportedModelError: nothing in ``model`` is sharded.
+        CheckpointError: on every rank: names or shapes do not fit, a tensor is a shard, and nothing was changed then;
+            or the mapping raised on the way.
+        PeerError: a rank does not come.
+    """
+    weights = weights_of(model)
+    with weights.place.at("load_full_state_dict"):
+        ranks = weights.meet("load_full_state_dict", strict)
+        wire = Wire(weights.group, weights.device)
+        sources: dict[str, str] = {}
+        with ranks.together("nothing was loaded"):
+            weights.check_live()
+            if wire.rank == 0:
+                sources = _sources(weights, {} if mapping is None else mapping, strict)
+        plan = [sorted(sources.items()), {n: mapping[n] for n in weights.others if mapping and n in mapping}]
+        if weights.group is not None:
+            dist.broadcast_object_list(plan, group=weights.group, group_src=0)
+        sources, others = dict(plan[0]), plan[1]
+        error: Exception | None = None
+        for name in (n for n in weights.entries if n in sources):
+            entry, whole = weights.entries[name], None
+            if wire.rank == 0:
+                try:
+                    assert mapping is not None
+                    whole = _checked(entry, sources[name], mapping[sources[name]])
+                except Exception as failed:
+                    error = failed
+            if not wire.goes_on(error):
+                break
+            wire.deal(entry, whole)
+        weights.refresh()
+        ranks.agree("loading stopped halfway, and the model holds old and new weights: load again", error)
+        if others:
+            weights.module.load_state_dict(others, strict=False)
+
+
+def _checked(entry: Entry, name: str, value: Any) -> Tensor:
+    """``value`` of a mapping, if it can be the whole of ``entry``."""
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{name}: is a {type(value).__name__}, not a tensor")
+    if isinstance(value, DTensor):
+        raise CheckpointError(f"{name}: is a DTensor; give whole tensors (value.full_tensor() on every rank)")
+    if tuple(value.shape) != entry.shape:
+        problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
+        spec = entry.spec
+        owners = [] if spec is None else [r for r in range(spec.world) if _is_shard(spec, r, value)]
+        if owners:
+            problem += f"; it is what rank {owners[0]} of {spec.world if spec else 1} holds, saved without the others"
+        raise CheckpointError(problem)
+    return value
+
+
+def _is_shard(spec: Any, rank: int, value: Tensor) -> bool:
+    start, stop = spec.shard_rows(rank)
+    return tuple(value.shape) == (stop - start, *spec.shape[1:])
+
+
+def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:
+    """The name in ``mapping`` of each entry.
+
+    Raises:
+        CheckpointError: listing all that does not fit.
+    """
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    known = set(weights.others)
+    for name, entry in weights.entries.items():
+        known |= set(weights.names(name))
+        stored = next((n for n in weights.names(name) if n in mapping), None)
+        if stored is not None:
+            sources[name] = stored
+            try:
+                _checked(entry, stored, mapping[stored])
+            except CheckpointError as error:
+                problems.append(str(error))
+        elif strict:
+            problems.append(f"{name}: is missing")
+    if strict:
+        problems += [f"{name}: is not in the model" for name in mapping if name not in known]
+    if problems:
+        raise CheckpointError(listed(problems))
+    return sources

@@ -1,0 +1,244 @@
+"""Folders in Hugging Face's layout, from and into shards."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_muon.checkpoint.manifest import TensorFacts
+from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.passes.spec import encode_dtype
+from compile_muon.runtime.shards import local_tensor
+from compile_muon.weights.contents import Entry, Weights, weights_of
+from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
+from compile_muon.weights.wire import Wire
+
+__all__ = ["load_pretrained", "save_pretrained"]
+
+_BATCH_BYTES = 64 << 20  # of this rank's rows read at once, or one tensor's that are more
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_size: int | str = "5GB") -> None:
+    """Write whole weights as ``from_pretrained`` reads them; collective over the ranks that share the model.
+
+    Parameters (master values) and persistent buffers (rank 0's), tied ones once, in ``model.safetensors`` or several
+    files and their index; and ``config.json`` and ``generation_config.json`` of a Hugging Face model. Rank 0 writes,
+    row by row as they come. Every file gets its name once it is whole and on the disk, the index last.
+
+    Args:
+        folder: need only be seen by rank 0. Weights that are in it are replaced, other files stay.
+        max_shard_size: of one file, in bytes or like "500MB"; a tensor that is larger has a file of its own.
+    Raises:
+        ConfigError: ``max_shard_size`` is not a size.
+        UnsupportedModelError: nothing in ``model`` is sharded.
+        CheckpointError: it cannot be written, or the model holds state that is no tensor; on every rank.
+        PeerError: a rank does not come; it takes the time-out of the process group.
+    """
+    limit = parse_size(max_shard_size)
+    folder = Path(os.path.abspath(folder))
+    weights = weights_of(model)
+    with weights.place.at("save_pretrained"):
+        ranks = weights.meet("save_pretrained", limit)
+        doing = f"{folder}: weights were not saved"
+        with ranks.together(doing):
+            entries = _files_entries(weights)
+            facts = {name: TensorFacts(e.shape, encode_dtype(e.tensor.dtype)) for name, e in entries.items()}
+            plan = split(facts, limit)
+            if ranks.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+        wire = Wire(weights.group, weights.device)
+        try:
+            for file, names in plan.items():
+                _write_file(folder / f"{file}.tmp", {n: facts[n] for n in names}, entries, wire, ranks, doing)
+            with ranks.together(doing):
+                if ranks.rank == 0:
+                    _write_config(weights.module, folder)
+                    place(folder, plan, _index(facts, plan))
+        except CheckpointError:
+            if ranks.rank == 0:
+                for file in plan:
+                    (folder / f"{file}.tmp").unlink(missing_ok=True)
+            raise
+
+
+def _write_file(
+    path: Path, facts: dict[str, TensorFacts], entries: dict[str, Entry], wire: Wire, ranks: Ranks, doing: str
+) -> None:
+    """One file; what fails on rank 0 ends it on all."""
+    facts = {name: facts[name] for name in ordered(facts)}
+    error: Exception | None = None
+    file: TensorFile | None = None
+    try:
+        file = TensorFile(path, facts) if ranks.rank == 0 else None
+    except OSError as failed:
+        error = failed
+    for name in facts:
+        if not wire.goes_on(error):
+            break
+        for piece in wire.collect(entries[name]):
+            try:
+                if file is not None and error is None:
+                    file.write(piece)
+            except OSError as failed:
+                error = failed  # the rest of this tensor is on its way
+    if file is not None:
+        try:
+            file.close() if error is None else file.abandon()
+        except (OSError, CheckpointError) as failed:
+            error = error or failed
+    ranks.agree(doing, error)
+
+
+def _index(facts: Mapping[str, TensorFacts], plan: Mapping[str, list[str]]) -> dict[str, Any] | None:
+    if len(plan) == 1:
+        return None
+    total = sum(map(nbytes, facts.values()))
+    return {
+        "metadata": {"total_size": total},
+        "weight_map": {name: file for file, names in plan.items() for name in names},
+    }
+
+
+# ------------------------------------------------------------------------------------------ Hugging Face's models
+
+
+def _files_entries(weights: Weights) -> dict[str, Entry]:
+    """What goes into files, by the name that ``from_pretrained`` looks for.
+
+    Raises:
+        CheckpointError: there is state that is no tensor.
+    """
+    if weights.others:
+        raise CheckpointError(
+            f"{listed(list(weights.others))}: state that is no tensor (get_extra_state()) has no place in safetensors; "
+            "use full_state_dict() or a Checkpointer"
+        )
+    ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
+    tied = _tied_names(weights.module)
+    found = {}
+    for name, entry in weights.entries.items():
+        names = weights.names(name)
+        # Of tied weights, the name that is not made from another one when the model is built.
+        kept = next((n for n in names if not any(re.search(pattern, n) for pattern in tied)), name)
+        if not ignored & set(names):
+            found[kept] = entry
+    return found
+
+
+def _tied_names(module: nn.Module) -> list[str]:
+    """Patterns of names that Hugging Face's models tie to others."""
+    found = []
+    for path, inner in module.named_modules():
+        tied = getattr(inner, "_tied_weights_keys", None)
+        if isinstance(tied, (dict, list, tuple, set)):
+            found += [f"{path}.{name}" if path else name for name in tied]
+    return found
+
+
+def _write_config(module: nn.Module, folder: Path) -> None:
+    """``config.json`` and ``generation_config.json`` of a Hugging Face model, as its own ``save_pretrained`` does."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "save_pretrained"):
+        return
+    config = copy.deepcopy(config)
+    config.architectures = [type(module).__name__]
+    config.dtype = encode_dtype(getattr(module, "dtype", torch.float32))
+    generation = getattr(module, "generation_config", None)
+    can_generate = getattr(module, "can_generate", None)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".config-", suffix=".tmp") as beside:
+        config.save_pretrained(beside)
+        if generation is not None and can_generate is not None and can_generate():
+            generation.save_pretrained(beside)
+        for path in Path(beside).iterdir():
+            os.replace(path, folder / path.name)
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool = True) -> None:
+    """Load whole weights of a folder; collective over the ranks that share the model.
+
+    Each rank reads its rows of each tensor (torch's HuggingFaceStorageReader), cast to the dtype they have in the
+    model; nothing is sent. Optimizer state is not touched; resident weights are gathered anew.
+
+    Args:
+        folder: written by :func:`save_pretrained`, or by Hugging Face's with the names that the model has; seen by
+            every rank.
+        strict: False to leave alone what is missing, and ignore what is not in the model.
+    Raises:
+        UnsupportedModelError: nothing in ``model`` is sharded.
+        CheckpointError: on every rank: there are no weights, ranks see different ones, or names or shapes do not fit,
+            and nothing was changed then; or a file could not be read on the way.
+        PeerError: a rank does not come.
+    """
+    folder = Path(os.path.abspath(folder))
+    weights = weights_of(model)
+    with weights.place.at("load_pretrained"):
+        ranks = weights.meet("load_pretrained", strict)
+        with ranks.together(f"{folder}: nothing was loaded"):
+            weights.check_live()
+            stored = TensorFolder(folder)
+            sources = _fit(weights, stored.facts, strict)
+        if len(set(ranks.gather(repr(sorted(stored.facts.items()))))) > 1:
+            raise CheckpointError(f"folder = {folder}: ranks see different weights in it; nothing was loaded")
+        try:
+            with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
+                for batch in _batches(weights, sources):
+                    stored.read(batch)
+        finally:
+            weights.refresh()
+
+
+def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, str]:
+    """The name in the folder of each entry.
+
+    Raises:
+        CheckpointError: listing all that does not fit.
+    """
+    ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
+    found: dict[str, str] = {}
+    problems: list[str] = []
+    known: set[str] = set()
+    for name, entry in weights.entries.items():
+        names = weights.names(name)
+        known |= set(names)
+        stored = next((n for n in names if n in facts), None)
+        if stored is not None:
+            found[name] = stored
+            if facts[stored].shape != entry.shape:
+                problems.append(f"{stored}: has shape {list(facts[stored].shape)}, the model's {list(entry.shape)}")
+        elif strict and not ignored & set(names):
+            problems.append(f"{name}: is missing")
+    if strict:
+        problems += [f"{name}: is not in the model" for name in facts if name not in known]
+        problems += [f"{name}: is state that is no tensor, and not in such folders" for name in weights.others]
+    if problems:
+        raise CheckpointError(f"{listed(problems)}; load other models' weights with from_pretrained before sharding")
+    return found
+
+
+def _batches(weights: Weights, sources: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
+    """What to read at once: headers are looked through each time, and a file is mapped while it is read."""
+    batch: dict[str, Tensor] = {}
+    size = 0
+    for name, stored in sources.items():
+        tensor = weights.entries[name].tensor.detach()
+        local = local_tensor(tensor)
+        own = local.numel() * local.element_size()
+        if batch and size + own > _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+        batch[stored] = tensor
+        size += own
+    if batch:
+        yield batch

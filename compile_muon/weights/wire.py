@@ -1,0 +1,120 @@
+"""Rows of tensors between rank 0 and the others, point to point and in pieces.
+
+torch gathers by all-gather (``DTensor.full_tensor``, ``get_model_state_dict``), which leaves the whole tensor on every
+rank and, over Gloo, two copies of it; rows that are sent to the one rank that wants them arrive in the order in which
+they stand in a file, and need no more memory there than a piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compile_muon.weights.contents import Entry
+
+__all__ = ["Wire"]
+
+_PIECE = 32 << 20  # bytes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes, a copy where it is not contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+class Wire:
+    """The connection of a group's first rank with the others.
+
+    Args:
+        group: None for one process.
+        device: that the group works on.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
+
+    def goes_on(self, error: Exception | None) -> bool:
+        """Whether rank 0 has no ``error``; on every rank, collective."""
+        if self._group is None:
+            return error is None
+        flag = torch.tensor([error is None], dtype=torch.uint8, device=self._device)
+        dist.broadcast(flag, group=self._group, group_src=0)
+        return bool(flag.item())
+
+    @torch.no_grad()
+    def collect(self, entry: Entry) -> Iterator[Tensor]:
+        """The bytes of a whole tensor on rank 0, piece by piece; it must take all of them. Nothing elsewhere.
+
+        Yields:
+            1-D uint8 on the CPU; its memory is used again for the next one.
+        """
+        spec = entry.spec
+        if self.rank == 0:
+            for piece in _bytes(entry.local).split(_PIECE):
+                yield piece.cpu()
+        if spec is None:
+            return
+        for source in range(1, self.world):
+            size = spec.shard_numel(source) * entry.tensor.element_size()
+            if self.rank == source:
+                for piece in _bytes(entry.local).split(_PIECE):
+                    if piece.numel():
+                        dist.send(piece, group=self._group, group_dst=0)
+            elif self.rank == 0:
+                buffer = torch.empty(min(size, _PIECE), dtype=torch.uint8, device=self._device)
+                for start in range(0, size, _PIECE):
+                    piece = buffer[: size - start]
+                    dist.recv(piece, group=self._group, group_src=source)
+                    yield piece.cpu()
+
+    @torch.no_grad()
+    def deal(self, entry: Entry, whole: Tensor | None) -> None:
+        """Write a whole tensor, which only rank 0 has, into what each rank holds of it.
+
+        Args:
+            whole: ``entry.shape``; cast to the dtype it has in the model.
+        """
+        data = None if whole is None else _bytes(whole.detach().to(entry.tensor.dtype))
+        spec = entry.spec
+        if spec is None:
+            self._write(entry, self._broadcast(entry.nbytes, data))
+            return
+        start = 0
+        for target in range(self.world):
+            size = spec.shard_numel(target) * entry.tensor.element_size()
+            rows = None if data is None else data[start : start + size]
+            start += size
+            if self.rank == target:
+                self._write(entry, self._receive(size) if rows is None else rows)
+            elif rows is not None:
+                for piece in rows.split(_PIECE):
+                    if piece.numel():
+                        dist.send(piece.to(self._device), group=self._group, group_dst=target)
+
+    def _write(self, entry: Entry, data: Tensor) -> None:
+        local = entry.local
+        # Through copy_, which counts as an edit: momenta and resident copies go by that.
+        local.copy_(data.view(local.dtype).view(local.shape))
+
+    def _receive(self, size: int) -> Tensor:
+        found = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for piece in found.split(_PIECE):
+            if piece.numel():
+                dist.recv(piece, group=self._group, group_src=0)
+        return found
+
+    def _broadcast(self, size: int, data: Tensor | None) -> Tensor:
+        if data is None:
+            data = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._group is None:
+            return data
+        data = data.to(self._device)
+        for piece in data.split(_PIECE):
+            if piece.numel():
+                dist.broadcast(piece, group=self._group, group_src=0)
+        return data

@@ -1,0 +1,422 @@
+"""Whole weights in and out of sharded models: bit for bit, any stage and world, and never one rank's rows as whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full, world_and_rank
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import compile_muon
+from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError, full_parameters
+from compile_muon.weights.files import parse_size
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+
+
+class Net(nn.Module):
+    """Uneven and empty shards, a scalar, a tie, buffers that are persistent or not, integers and half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.norm = nn.BatchNorm1d(9)
+        self.thin = nn.Linear(9, 1)
+        self.down = nn.Linear(1, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.head.weight
+        self.low = nn.Linear(6, 5, dtype=torch.bfloat16)
+        self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("passing", torch.ones(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.up(x)))
+        h = self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
+        return self.low(h.bfloat16()).float() + self.frozen.sum()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Net, compile_muon.MuonZero]:
+    model = net(seed)
+    settings.setdefault("muon_params", ["up.weight", "down.weight", "low.weight"])
+    return model, compile_muon.MuonZero(model, stage=stage, ns_dtype="float32", **settings)
+
+
+def train(model: nn.Module, optimizer: compile_muon.MuonZero, steps: int = 1) -> None:
+    for _ in range(steps):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(world_and_rank()[1]))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """By PyTorch's own gather, and rank 0's buffers."""
+    found = {name: full(value).detach().clone() for name, value in model.state_dict().items()}
+    if dist.is_initialized():
+        for name, _ in model.named_buffers():
+            if name in found:
+                dist.broadcast(found[name], 0)
+    return found
+
+
+def same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, value in expected.items():
+        assert type(found[name]) is Tensor and found[name].device.type == "cpu", name
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (CheckpointError, UnsupportedModelError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+# ------------------------------------------------------------------------------------------- state dicts
+
+
+def there_and_back(stage: int, folder: str) -> None:
+    model, optimizer = sharded(stage)
+    train(model, optimizer)
+    expected = whole(model)
+    state = compile_muon.full_state_dict(model)
+    rank = world_and_rank()[1]
+    if rank:
+        assert state == {}
+    else:
+        same(state, expected)
+        assert list(state) == list(net().state_dict())
+        assert state["head.weight"].data_ptr() == state["tied.weight"].data_ptr()
+        assert not any(
+            state[n].untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
+            for n, p in model.named_parameters() if stage == 0
+        )  # fmt: skip
+        net(4).load_state_dict(state)
+    other, other_optimizer = sharded(stage, seed=5)
+    train(other, other_optimizer)
+    moments = [account.momentum.clone() for account in other_optimizer._muon]
+    compile_muon.load_full_state_dict(other, state if rank == 0 else None)
+    same(whole(other), expected)
+    assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer._muon, moments, strict=True))
+    for account in other_optimizer._ledger.accounts:  # what the model computes with is new, too
+        if account.replica is not None:
+            assert torch.equal(account.replica, expected[account.name].to(account.replica.dtype)), account.name
+    train(other, other_optimizer)
+
+    compile_muon.save_pretrained(model, folder)
+    third, _ = sharded(stage, seed=6)
+    compile_muon.load_pretrained(third, folder)
+    same(whole(third), expected)
+    assert not list(Path(folder).glob("*.tmp"))
+    stored = load_file(Path(folder) / "model.safetensors")
+    assert "tied.weight" not in stored
+    same(stored | {"tied.weight": stored["head.weight"]}, expected)
+
+
+@WORLDS
+@STAGES
+def test_weights_go_out_and_in_bit_for_bit(
+    ranks: Callable[[int], Ranks], world: int, stage: int, tmp_path: Path
+) -> None:
+    if world == 3 and stage in (1, 2):
+        stage = 3
+    ranks(world).run(there_and_back, stage=stage, folder=str(tmp_path / "weights"))
+
+
+def save_one(stage: int, folder: str) -> None:
+    model, optimizer = sharded(stage, param_dtype="bfloat16" if stage in (2, 3) else None)
+    train(model, optimizer) if stage not in (2, 3) else None
+    compile_muon.save_pretrained(torch.compile(model), folder, max_shard_size="200")  # type: ignore[arg-type]
+
+
+def load_other(stage: int, folder: str) -> None:
+    model, _ = sharded(stage, seed=9)
+    compile_muon.load_pretrained(model, folder)
+    names = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]
+    stored: dict[str, Tensor] = {}
+    for file in set(names.values()):
+        stored |= load_file(Path(folder) / file)
+    assert {n: f for n, f in names.items() if n not in stored} == {}
+    same(whole(model), stored | {"tied.weight": stored["head.weight"]})
+
+
+def test_several_files_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for (world, stage), (other, other_stage) in {(2, 3): (3, 1), (3, 2): (1, 3), (1, 1): (2, 2)}.items():
+        ranks(world).run(save_one, stage=stage, folder=folder)
+        files = sorted(path.name for path in tmp_path.iterdir())
+        assert len(files) > 3 and files[-1] == "model.safetensors.index.json"
+        assert sum("-of-" in name for name in files) == len(files) - 1  # nothing of the save before
+        ranks(other).run(load_other, stage=other_stage, folder=folder)
+
+
+def replace_saves(folder: str) -> None:
+    model, _ = sharded(3)
+    for size, files in (("1KB", 2), ("5GB", 1), (300, 3), ("5GB", 1)):
+        compile_muon.save_pretrained(model, folder, max_shard_size=size)
+        dist.barrier()
+        found = {path.name for path in Path(folder).iterdir()} - {"notes.txt"}
+        assert ("model.safetensors" in found) == (files == 1), found
+        assert ("model.safetensors.index.json" in found) == (files > 1), found
+        other, _ = sharded(3, seed=8)
+        compile_muon.load_pretrained(other, folder)
+        same(whole(other), whole(model))
+
+
+def test_one_save_replaces_another(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    ranks(2).run(replace_saves, folder=str(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for; one of them may fail, after it was looked at once."""
+
+    def __init__(self, state: Mapping[str, Tensor], failing: str = "") -> None:
+        self.state, self.failing, self.asked = state, failing, 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.asked += name == self.failing
+        if self.asked > 1 and name == self.failing:
+            raise OSError("the disk is gone")
+        return self.state[name].double() if self.state[name].is_floating_point() else self.state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+def lazily(stage: int) -> str:
+    model, _ = sharded(stage)
+    state = net(3).state_dict()
+    compile_muon.load_full_state_dict(model, Lazy(state))
+    same(whole(model), state)
+    return error_of(compile_muon.load_full_state_dict, model, Lazy(net(4).state_dict(), "thin.weight"))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_mapping_is_asked_for_one_tensor_at_a_time(ranks: Callable[[int], Ranks], stage: int) -> None:
+    for message in ranks(2).run(lazily, stage=stage):
+        assert message.startswith("loading stopped halfway") and "OSError: the disk is gone" in message
+
+
+def misfits(stage: int, folder: str) -> dict[str, str]:
+    model, _ = sharded(stage)
+    before = whole(model)
+    state: dict[str, Any] = dict(net(3).state_dict())
+    wrong = dict(state)
+    del wrong["up.bias"]
+    wrong["more"] = torch.zeros(2)
+    wrong["up.weight"] = state["up.weight"][:5]
+    wrong["thin.bias"] = 3
+    said = {"mapping": error_of(compile_muon.load_full_state_dict, model, wrong)}
+    if world_and_rank()[1] == 0:
+        Path(folder).mkdir()
+        save_file({n: t.clone() for n, t in wrong.items() if n != "thin.bias"}, Path(folder) / "model.safetensors")
+    dist.barrier()
+    said["folder"] = error_of(compile_muon.load_pretrained, model, folder)
+    said["nothing there"] = error_of(compile_muon.load_pretrained, model, folder + "/nowhere")
+    own = folder + f"/{world_and_rank()[1]}"
+    plain = {n: t.clone() for n, t in state.items() if n != "tied.weight"}
+    Path(own).mkdir()
+    plain |= {} if world_and_rank()[1] else {"frozen": torch.zeros(3, 2).double()}
+    save_file(plain, own + "/model.safetensors")
+    said["folders"] = error_of(compile_muon.load_pretrained, model, own)
+    Path(own + "/model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0 nonsense")
+    said["damage"] = error_of(compile_muon.load_pretrained, model, own)
+    said["not a folder"] = error_of(compile_muon.save_pretrained, model, "/dev/null/there")
+    with full_parameters(model):
+        said["whole"] = error_of(compile_muon.full_state_dict, model)
+    said["plain"] = error_of(compile_muon.full_state_dict, net())
+    call = compile_muon.full_state_dict if world_and_rank()[1] else compile_muon.save_pretrained
+    said["different calls"] = error_of(call, model, *([folder] if world_and_rank()[1] == 0 else []))
+    same(whole(model), before)
+    del wrong["up.weight"], wrong["thin.bias"]
+    compile_muon.load_full_state_dict(model, wrong, strict=False)
+    assert torch.equal(whole(model)["head.weight"], state["head.weight"])
+    assert torch.equal(whole(model)["up.bias"], before["up.bias"])
+    return said
+
+
+def test_what_does_not_fit_is_one_error_on_all_ranks(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for said in ranks(2).run(misfits, stage=3, folder=str(tmp_path / "x")):
+        for problem in ("up.bias: is missing", "up.weight: has shape [5, 6], the model's [9, 6]", "more: is not in"):
+            assert problem in said["mapping"] and problem in said["folder"], said
+        assert "it is what rank 0 of 2 holds, saved without the others" in said["mapping"]
+        assert "thin.bias: is a int, not a tensor" in said["mapping"]
+        assert "holds neither model.safetensors nor model.safetensors.index.json" in said["nothing there"]
+        assert "ranks see different weights" in said["folders"]
+        assert "nothing was loaded" in said["damage"] and "rank 1" in said["damage"]
+        assert "weights were not saved" in said["not a folder"] and "NotADirectoryError" in said["not a folder"]
+        assert "full_parameters" in said["whole"] and "holds no parameter that MuonZero sharded" in said["plain"]
+        assert "ranks call different functions" in said["different calls"]
+
+
+def test_sizes_are_those_of_hugging_face() -> None:
+    assert [parse_size(x) for x in (7, "7", "5GB", " 20 mb", "1KB")] == [7, 7, 5 * 10**9, 20 * 10**6, 1000]
+    for wrong in (0, -1, True, "5GiB", "GB", "five", 1.5):
+        with pytest.raises(ConfigError, match="max_shard_size"):
+            parse_size(wrong)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------- one rank, for itself
+
+
+def save_alone(stage: int) -> tuple[bytes, bytes]:
+    model, _ = sharded(stage)
+    pickled, plain = io.BytesIO(), io.BytesIO()
+    torch.save(model.state_dict(), pickled)
+    local = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in model.state_dict().items()}
+    torch.save(local, plain)
+    return pickled.getvalue(), plain.getvalue()
+
+
+def load_alone(stage: int, data: bytes) -> str:
+    model, _ = sharded(stage, seed=7)
+    before = whole(model)
+    message = error_of(model.load_state_dict, torch.load(io.BytesIO(data), weights_only=False))
+    if message != "no error":
+        same({n: v for n, v in whole(model).items() if n == "up.weight"}, {"up.weight": before["up.weight"]})
+    return message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_rank_0_saved_alone_does_not_load_in_silence(ranks: Callable[[int], Ranks], stage: int) -> None:
+    pickled, plain = ranks(2).run(save_alone, stage=stage)[0]
+    for world in (1, 2, 3):
+        for other in {stage, 0}:
+            for rank, message in enumerate(ranks(world).run(load_alone, stage=other, data=pickled)):
+                own = world == 2 and rank == 0  # its own rows; the other rank's error names what is wrong
+                assert own or "up.weight: holds the rows of rank 0 of 2 that it was saved by" in message, (world, other)
+    for message in ranks(2).run(load_alone, stage=stage, data=plain):
+        assert "up.weight: holds the rows of rank 0 of 2" in message and "size mismatch for up.weight" in message
+    with pytest.raises(RuntimeError):
+        net().load_state_dict(torch.load(io.BytesIO(pickled), weights_only=False))
+
+
+def call_alone(what: str, folder: str) -> str:
+    model, _ = sharded(3)
+    if dist.get_rank() == 1:
+        import time
+
+        time.sleep(8)
+        return ""
+    arguments: tuple[Any, ...] = () if what == "full_state_dict" else (folder,)
+    try:
+        getattr(compile_muon, what)(model, *arguments)
+    except PeerError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["full_state_dict", "save_pretrained"])
+def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
+    alone = Ranks(2, timeout=4.0)
+    try:
+        message = alone.run(call_alone, what=what, folder=str(tmp_path))[0]
+    finally:
+        alone.close()
+    assert f"in {what}" in message or what in message, message
+    assert "rank 1" in message and not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------ Hugging Face, without us
+
+READ = """
+import sys, torch
+from pathlib import Path
+import transformers
+folder = Path(sys.argv[1])
+model = getattr(transformers, sys.argv[2]).from_pretrained(folder)
+assert not any(name.startswith("compile_muon") for name in sys.modules)
+want = torch.load(folder / "want.pt")
+have = model.state_dict()
+assert have.keys() == want.keys(), have.keys() ^ want.keys()
+wrong = [name for name in want if have[name].dtype != want[name].dtype or not torch.equal(have[name], want[name])]
+assert not wrong, wrong
+if sys.argv[3:] == ["tied"]:
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+print(type(model).__name__, model.config.architectures)
+"""
+
+
+def hugging_face(kind: str) -> nn.Module:
+    import transformers as hf
+
+    small: dict[str, Any] = {"vocab_size": 64, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    if kind == "GPT2LMHeadModel":
+        return hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=16, n_embd=32, n_layer=2, n_head=2, **small))
+    if kind == "T5ForConditionalGeneration":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+        return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, **small))
+    if kind == "MixtralForCausalLM":
+        from zoo import ZOO
+
+        return ZOO["mixtral"].build()
+    if kind == "ResNetForImageClassification":
+        sizes = {"embedding_size": 8, "hidden_sizes": [8, 12], "depths": [1, 1], "layer_type": "basic"}
+        return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes, num_labels=3))
+    raise AssertionError(kind)
+
+
+def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
+    torch.manual_seed(3)
+    model = hugging_face(kind)
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.add_(torch.rand_like(buffer) + world_and_rank()[1])
+    expected = whole(model)
+    optimizer = compile_muon.MuonZero(model, stage=stage)
+    same(whole(model), expected)
+    compile_muon.save_pretrained(model, folder, max_shard_size=size)
+    if world_and_rank()[1] == 0:
+        torch.save(expected, Path(folder) / "want.pt")
+    for account in optimizer._ledger.accounts:
+        account.local.detach().zero_()
+    compile_muon.load_pretrained(model, folder)
+    same(whole(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "stage", "size", "tied"),
+    [
+        ("GPT2LMHeadModel", 2, 3, "5GB", "tied"),
+        ("T5ForConditionalGeneration", 3, 3, "20KB", "tied"),
+        ("ResNetForImageClassification", 2, 2, "5GB", ""),
+        ("MixtralForCausalLM", 2, 3, "5GB", ""),
+    ],
+)
+def test_from_pretrained_reads_it_without_us(
+    ranks: Callable[[int], Ranks], kind: str, world: int, stage: int, size: str, tied: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    ranks(world).run(save_hugging_face, kind=kind, stage=stage, folder=str(tmp_path), size=size)
+    command = [sys.executable, "-c", READ, str(tmp_path), kind, *([tied] if tied else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == f"['{kind}']"
