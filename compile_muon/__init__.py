@@ -5,8 +5,15 @@
 or, by hand, ``MuonZero(model, ...)`` and ``torch.compile(model, backend="muon_zero")``.
 """
 
+# ruff: noqa: E402
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# In a checkout passes/ and kernels/ lie beside this folder. Whoever starts Python in its root gets this folder, also
+# where nothing is installed, or a wheel is, which has them inside; without them `doctor` could not say so.
+if not Path(__file__).with_name("passes").is_dir():
+    __path__.append(str(Path(__file__).resolve().parents[1]))
 
 from compile_muon.config import Config, load_config
 from compile_muon.errors import (

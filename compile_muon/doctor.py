@@ -70,10 +70,12 @@ def check_package(name: str, distribution: str | None = None) -> Check:
         importlib.import_module(name)
     except ImportError as error:
         return Check(name, f"does not import: {error}", Verdict.FAIL, f"pip install {distribution or name}")
-    try:
-        return Check(name, importlib.metadata.version(distribution or name))
-    except importlib.metadata.PackageNotFoundError:
-        return Check(name, "imported from a folder, not installed", Verdict.FAIL, "pip install -e .")
+    for found in importlib.metadata.distributions(name=distribution or name):
+        # A build leaves metadata in the root of its checkout, too. Who starts there finds it, and nobody elsewhere.
+        of_a_build = found.read_text("SOURCES.txt") is not None
+        if not (of_a_build and Path(str(found.locate_file("pyproject.toml"))).exists()):
+            return Check(name, found.version)
+    return Check(name, "imported from a folder, not installed", Verdict.FAIL, "pip install -e .")
 
 
 def check_triton() -> Check:

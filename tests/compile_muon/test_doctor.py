@@ -1,8 +1,10 @@
 """The doctor tells what is there, and its exit code whether that is enough."""
 
 import io
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,65 @@ from compile_muon import __main__ as cli
 from compile_muon import doctor
 from compile_muon.doctor import Check, Verdict
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def test_this_environment_is_ready() -> None:
-    done = subprocess.run([sys.executable, "-m", "compile_muon", "doctor"], capture_output=True, text=True, timeout=120)
+
+def started_in(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The doctor as a user starts it, who has the folder on the path."""
+    command = [sys.executable, *options, "-m", "compile_muon", "doctor"]
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=variables)
+
+
+@pytest.mark.parametrize("folder", [".", "kernels", "compile_muon", "/"])
+def test_this_environment_is_ready_wherever_it_is_asked(folder: str) -> None:
+    done = started_in(ROOT / folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert torch.__version__ in done.stdout
     assert "muon_zero → compile_muon.backend" in done.stdout
     assert "gloo" in done.stdout
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> str:
+    """A folder of all that is installed here but us."""
+    for place in map(Path, filter(None, sys.path)):
+        if place.name in ("site-packages", "dist-packages"):
+            for entry in place.iterdir():
+                link = tmp_path / entry.name
+                if not entry.name.startswith(("compile_muon", "__editable__")) and not link.exists():
+                    link.symlink_to(entry)
+    return str(tmp_path)
+
+
+def test_in_the_root_of_a_checkout_that_is_not_installed_it_says_so(others: str) -> None:
+    """Python finds compile_muon/ there, without what an installation puts into it.
+
+    `-S` leaves out the finder of an editable installation.
+    """
+    done = started_in(ROOT, "-S", PYTHONPATH=others)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Not ready: compile_muon" in done.stdout
+    assert "pip install -e ." in done.stdout
+
+
+def test_in_the_root_of_a_checkout_it_finds_the_rest_of_what_a_wheel_installed(others: str) -> None:
+    """The checkout's compile_muon/ comes before the installed one."""
+    package = Path(others, "compile_muon")
+    package.mkdir()
+    for entry in (*(ROOT / "compile_muon").iterdir(), ROOT / "passes", ROOT / "kernels"):
+        package.joinpath(entry.name).symlink_to(entry)
+    facts = Path(others, "compile_muon-0.1.0.dist-info")
+    facts.mkdir()
+    facts.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: compile_muon\nVersion: 0.1.0\n")
+    facts.joinpath("entry_points.txt").write_text(
+        "[torch_dynamo_backends]\nmuon_zero = compile_muon.backend:muon_zero\n"
+    )
+    for folder in (ROOT, Path(others)):
+        done = started_in(folder, "-S", PYTHONPATH=others)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "muon_zero → compile_muon.backend" in done.stdout
 
 
 def test_without_a_command_it_prints_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +123,17 @@ def test_an_unknown_backend_fails() -> None:
 
 def test_a_missing_package_fails() -> None:
     assert doctor.check_package("no_such_package").verdict is Verdict.FAIL
+
+
+def test_what_a_build_left_in_a_checkout_is_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "left_over.py").touch()
+    (tmp_path / "left_over.egg-info").mkdir()
+    (tmp_path / "left_over.egg-info" / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: left_over\nVersion: 3.4\n")
+    (tmp_path / "left_over.egg-info" / "SOURCES.txt").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor.check_package("left_over") == Check("left_over", "3.4")
+    (tmp_path / "pyproject.toml").touch()
+    assert doctor.check_package("left_over").verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize(("verdict", "code"), [(Verdict.OK, 0), (Verdict.NOTE, 0), (Verdict.FAIL, 1)])
