@@ -1,11 +1,13 @@
-"""Command line: `python -m compile_muon doctor` and `... checkpoint`."""
+"""Command line: `python -m compile_muon doctor`, `... convert` and `... checkpoint`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from compile_muon.checkpoint.commands import add_commands
 from compile_muon.checkpoint.commands import run as run_checkpoint
+from compile_muon.config.convert import run as run_convert
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,12 +17,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser(
         "doctor", help="say whether this environment can train: versions, devices, compiler, entry point"
     )
+    converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
+    converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
     add_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         from compile_muon.doctor import run
 
         return run()
+    if chosen.command == "convert":
+        return run_convert(chosen.file)
     if chosen.command == "checkpoint":
         return run_checkpoint(chosen)
     parser.print_help()

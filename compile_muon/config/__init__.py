@@ -1,10 +1,11 @@
 """Configuration: what can be set, in which vocabularies, and what of it is wrong.
 
 The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
-them), ``compile_options``, ``settings``, ``deepspeed``.
+them), ``compile_options``, ``settings``, ``foreign``, ``deepspeed``, ``convert``.
 """
 
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options
+from compile_muon.config.convert import convert
 from compile_muon.config.deepspeed import load_config
 from compile_muon.config.settings import (
     ARGUMENTS,
@@ -28,6 +29,7 @@ __all__ = [
     "NSConfig",
     "ZeroConfig",
     "config_from_kwargs",
+    "convert",
     "load_config",
     "read_options",
 ]

@@ -34,11 +34,16 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 }
 
 
+def _refuse_auto(field: str, value: object, remedy: str) -> None:
+    """Common in DeepSpeed configs written for Transformers."""
+    if isinstance(value, str) and value == "auto":
+        raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
+
+
 def check_real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
     """A finite float in [0, below), or in (0, below) when ``positive``."""
+    _refuse_auto(field, value, "write the number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if value == "auto":
-            raise config_error(field, value, "is filled in by the Hugging Face Trainer, not here", "write the number")
         raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
     number = float(value)
     if not math.isfinite(number):
@@ -51,6 +56,7 @@ def check_real(field: str, value: object, *, positive: bool = False, below: floa
 
 def check_pair(field: str, value: object) -> tuple[float, float]:
     """Two floats in [0, 1)."""
+    _refuse_auto(field, value, "write the two numbers")
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise config_error(field, value, "must be a pair", "use two numbers in [0, 1)")
     try:
@@ -61,6 +67,7 @@ def check_pair(field: str, value: object) -> tuple[float, float]:
 
 
 def check_integer(field: str, value: object, low: int, high: int | None = None) -> int:
+    _refuse_auto(field, value, "write the number")
     span = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
@@ -71,6 +78,7 @@ def check_integer(field: str, value: object, low: int, high: int | None = None) 
 
 
 def check_boolean(field: str, value: object) -> bool:
+    _refuse_auto(field, value, "write true or false")
     if not isinstance(value, bool):
         raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
     return value

@@ -636,7 +636,6 @@ def test_contradictions(source, field, words):
         ({"bf16": True}, "bf16", ['{"enabled": true}']),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled", ["true or false"]),
         ({"fp16": {"enabled": True}}, "fp16.enabled", ["loss scaling", "bf16"]),
-        ({"fp16": {"enabled": False, "loss_scale": 0}}, "fp16.loss_scale", ["loss scaling"]),
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
@@ -654,43 +653,22 @@ def test_bad_configs(source, field, words):
 @pytest.mark.parametrize(
     ("path", "word"),
     [
-        ("train_batch_size", "training loop"),
-        ("train_micro_batch_size_per_gpu", "training loop"),
-        ("steps_per_print", "log"),
-        ("wall_clock_breakdown", "torch.profiler"),
         ("scheduler", "torch.optim.lr_scheduler"),
-        ("communication_data_type", "reduce_dtype"),
-        ("prescale_gradients", "averaged"),
-        ("activation_checkpointing", "DeepSpeed"),
+        ("gradient_allreduce_op", "averaged"),
         ("torch_autocast", "bf16"),
-        ("bfloat16", "bf16"),
         ("zero_optimization.offload_optimizer", "does not offload"),
         ("zero_optimization.offload_param", "does not offload"),
         ("zero_optimization.cpu_offload", "does not offload"),
         ("compile.offload_parameters", "does not offload"),
-        ("zero_optimization.overlap_comm", "without meaning here"),
-        ("zero_optimization.contiguous_gradients", "without meaning here"),
-        ("zero_optimization.reduce_scatter", "without meaning here"),
-        ("zero_optimization.reduce_bucket_size", "without meaning here"),
-        ("zero_optimization.allgather_bucket_size", "without meaning here"),
-        ("zero_optimization.stage3_prefetch_bucket_size", "without meaning here"),
-        ("zero_optimization.stage3_max_live_parameters", "reshard_after_forward"),
-        ("zero_optimization.round_robin_gradients", "without meaning here"),
-        ("zero_optimization.save_muon_momentum_buffer_in_memory", "momentum always stays"),
         ("zero_optimization.zero_quantized_weights", "ZeRO++"),
-        ("optimizer.params.torch_adam", "AdamW"),
         ("optimizer.params.amsgrad", "AdamW"),
         ("optimizer.params.per_head_muon", "one matrix"),
         ("optimizer.params.max_grad_norm", "gradient_clipping"),
-        ("optimizer.legacy_fusion", "DeepSpeed"),
-        ("bf16.immediate_grad_update", "not honoured"),
-        ("bf16.check_grad_overflow", "nonfinite"),
-        ("compile.deepcompile", '"compile": true'),
+        ("bf16.bf16_optimizer_states", "not honoured"),
     ],
 )
-@pytest.mark.parametrize("value", [True, None])
-def test_deepspeed_keys_are_refused_with_their_own_remedy(path, value, word):
-    source = value
+def test_deepspeed_keys_are_refused_with_their_own_remedy(path, word):
+    source = True
     for key in reversed(path.split(".")):
         source = {key: source}
     with pytest.raises(ConfigError) as caught:
@@ -717,37 +695,38 @@ def test_all_mistakes_of_a_config_in_one_error(tmp_path):
     text = """{
         "zzz": 1,
         "train_batch_size": 8,
+        "scheduler": {"type": "WarmupLR"},
         "optimizer": {
             "typ": 0,
             "params": {
-                "lr": -1, "muon_lr": "x", "muon_lrr": 2, "torch_adam": true, "momentum": 0.9, "momentum": 0.9,
+                "lr": -1, "muon_lr": "x", "muon_lrr": 2, "amsgrad": true, "momentum": 0.9, "momentum": 0.9,
                 "betas": [0.9, 0.9], "adamw_betas": [0.9, 0.8],
                 "ns_steps": 5, "ns_coefficients": "deepseek_v4", "max_skipped_steps": 0
             }
         },
-        "zero_optimization": {"stage": 4, "overlap_comm": true},
+        "zero_optimization": {"stage": 4, "overlap_comm": true, "cpu_offload": true},
         "gradient_clipping": -1,
         "gradient_accumulation_steps": 0,
-        "compile": {"nvtx": 1, "bucket_mb": 0, "deepcompile": true},
+        "compile": {"nvtx": 1, "bucket_mb": 0, "deepcompile": 1},
         "bf16": {"enabled": 1, "enable": true},
         "fp16": {"enabled": true, "loss_scale": 0}
     }"""
     path = tmp_path / "config.json"
     path.write_text(text)
     found = mistakes(lambda: load_config(path))
-    in_params = "lr muon_lr muon_lrr torch_adam adamw_betas ns_coefficients max_skipped_steps"
+    in_params = "lr muon_lr muon_lrr amsgrad adamw_betas ns_coefficients max_skipped_steps"
     fields = {f"optimizer.params.{key}" for key in in_params.split()} | {
         "zzz",
-        "train_batch_size",
+        "scheduler",
         "momentum",  # twice; while a file is parsed nobody knows in which section
         "optimizer.typ",
         "zero_optimization.stage",
-        "zero_optimization.overlap_comm",
+        "zero_optimization.cpu_offload",
         "gradient_clipping",
         "gradient_accumulation_steps",
         *(f"compile.{key}" for key in ("nvtx", "bucket_mb", "deepcompile")),
         *(f"bf16.{key}" for key in ("enabled", "enable")),
-        *(f"fp16.{key}" for key in ("enabled", "loss_scale")),
+        "fp16.enabled",
     }
     assert found.keys() == fields
 
@@ -986,7 +965,7 @@ def test_no_table_of_arguments_documents_what_is_no_argument():
 
 def test_every_option_of_torch_compile_is_a_key_with_its_default():
     values = {field.name: field.default for field in dataclasses.fields(CompileConfig)}
-    assert values.keys() == set(_SECTIONS["compile"])
+    assert values.keys() | {"deepcompile"} == set(_SECTIONS["compile"])
     for name in values.keys() - {"enabled", "fullgraph", "dynamic"}:
         assert json.loads(documented()[f"compile.{name}"][0].strip("`")) == values[name]
     assert load_config({"compile": values}).compile == CompileConfig()
@@ -1018,40 +997,16 @@ def test_every_key_is_documented():
     for section, keys in _SECTIONS.items():
         for key in keys:
             path = f"{section}.{key}" if section else key
-            if key in KWARGS or (key in ("compile", "optimizer", "zero_optimization", "bf16", "fp16") and not section):
+            if key in KWARGS or (key in _SECTIONS and not section):
                 continue
             assert path in documented() or key in documented(), path
 
 
+@pytest.mark.filterwarnings("ignore:no effect here")
 def test_examples_in_the_documentation_load():
     examples = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", DOCS, flags=re.DOTALL)]
     loaded = [load_config(example) for example in examples]
     assert {config.algorithm for config in loaded} == {"muon", "adamw"}
-
-
-def test_the_deepspeed_example_is_refused_until_cleaned():
-    """Each key the page crosses out is an error, and what is left loads."""
-    (text,) = re.findall(r"```diff\n(.*?)```", DOCS, flags=re.DOTALL)
-    rows = [line for line in text.splitlines() if line.strip()]
-    before = json.loads("\n".join(row[1:] for row in rows if row[0] != "+"))
-    after = json.loads("\n".join(row[1:] for row in rows if row[0] != "-"))
-    assert load_config(after).zero.stage == before["zero_optimization"]["stage"]
-    removed = 0
-    for section in ("", "zero_optimization", "optimizer.params", "bf16"):
-        old, new = before, after
-        for key in filter(None, section.split(".")):
-            old, new = old[key], new[key]
-        for key in old.keys() - new.keys():
-            broken = json.loads(json.dumps(after))
-            place = broken
-            for part in filter(None, section.split(".")):
-                place = place[part]
-            place[key] = old[key]
-            with pytest.raises(ConfigError) as caught:
-                load_config(broken)
-            assert caught.value.field == (f"{section}.{key}" if section else key)
-            removed += 1
-    assert removed == sum(row[0] == "-" for row in rows)
 
 
 def test_public_things_have_docstrings():

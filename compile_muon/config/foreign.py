@@ -1,0 +1,247 @@
+"""DeepSpeed's keys that nothing here reads: hints, which are noted, and requests, which are refused.
+
+A hint changes how fast DeepSpeed trains, or what it prints, not what it trains: it is accepted with any value. A
+request asks for something that is not here (offload, loss scaling, another optimizer) or that would change the result;
+it is refused, unless its value says that it is off. The names are those of DeepSpeed's ``runtime/config.py``,
+``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026, deprecated ones
+among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from compile_muon.errors import ConfigError, config_error
+
+__all__ = ["FOREIGN", "refusal"]
+
+
+def _off(value: object) -> bool:
+    """false, null, 0, "none" and what is empty."""
+    return not value or (isinstance(value, str) and value.lower() == "none")
+
+
+def _switched_off(value: object) -> bool:
+    """An object that does not say ``"enabled": true``, which DeepSpeed would not heed either."""
+    return _off(value.get("enabled")) if isinstance(value, Mapping) else _off(value)
+
+
+def _nowhere(value: object) -> bool:
+    """An object without a device to offload to."""
+    return _off(value.get("device")) if isinstance(value, Mapping) else _off(value)
+
+
+def _nothing_enabled(value: object) -> bool:
+    """An object that says ``"enabled": true`` at no depth."""
+    if not isinstance(value, Mapping):
+        return _off(value)
+    inner = (_nothing_enabled(v) for v in value.values() if isinstance(v, Mapping))
+    return _off(value.get("enabled")) and all(inner)
+
+
+def _one_rank(value: object) -> bool:
+    """A size of at most 1, of which there is nothing to split."""
+    if isinstance(value, Mapping):
+        return all(_one_rank(value.get(key)) for key in ("autotp_size", "tp_size", "tp", "tensor_parallel"))
+    return _off(value) or (isinstance(value, (int, float)) and value is not True and value <= 1)
+
+
+def _either(*allowed: object) -> Callable[[object], bool]:
+    return lambda value: value is None or value in allowed
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Keys by section, what is wrong with them, what to do instead, and which of their values ask for nothing."""
+
+    keys: Mapping[str, str]
+    problem: str
+    advice: str
+    off: Callable[[object], bool] = _off
+
+
+def _both(names: str) -> str:
+    """DeepSpeed takes these with ``stage3_`` in front and without."""
+    return f"{names} " + " ".join(f"stage3_{name}" for name in names.split())
+
+
+_OF_BF16 = "immediate_grad_update check_grad_overflow check_overflow"
+_HINTS: dict[str, str] = {
+    "": "train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last managed_gradient_accumulation "
+    "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers "
+    "flops_profiler tensorboard wandb comet csv_monitor comms_logger "
+    "prescale_gradients gradient_predivide_factor sparse_gradients seq_parallel_communication_data_type "
+    "disable_allgather allgather_size disable_python_gc graph_harvesting vocabulary_size "
+    "use_data_before_expert_parallelism pipeline zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio "
+    "activation_checkpointing autotuning checkpoint nebula datastates_ckpt",
+    "zero_optimization": "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size "
+    "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size round_robin_gradients sub_group_size "
+    "load_from_fp32_weights elastic_checkpoint legacy_stage1 grad_hooks ignore_unused_parameters "
+    "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
+    "enable_sanity_checks leaf_module cpu_offload_use_pin_memory mics_hierarchical_params_gather "
+    "save_muon_momentum_buffer_in_memory stage3_gather_fp16_weights_on_model_save aio "
+    + _both(
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+        "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
+        "use_all_reduce_for_fetch_params allgather_sequential"
+    ),
+    "compile": "backend free_activation free_activation_threshold offload_activation_pin_memory double_buffer "
+    "symmetric_memory debug_log sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+    "keep_int_input_tensors keep_all_input_tensors",
+    "optimizer": "legacy_fusion",
+    # Which Adam computes AdamW's formula; under the types that are taken here DeepSpeed heeds no `adam_w_mode`.
+    "optimizer.params": "torch_adam adam_w_mode adamw_mode set_grad_none fused foreach capturable "
+    "fp32_optimizer_states",
+    "bf16": _OF_BF16,
+    "bfloat16": _OF_BF16,
+    # Of loss scaling; `fp16.enabled` is what asks for it.
+    "fp16": "auto_cast loss_scale loss_scale_window initial_scale_power hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads",
+}
+
+_OFFLOAD = "asks for DeepSpeed's offload"
+_NO_OFFLOAD = "compile_muon does not offload; stage 3 on more ranks lowers the memory of each"
+
+_REQUESTS: tuple[_Request, ...] = (
+    _Request({"zero_optimization": "offload_optimizer offload_param"}, _OFFLOAD, _NO_OFFLOAD, _nowhere),
+    _Request(
+        {
+            "zero_optimization": "cpu_offload cpu_offload_param cpu_offload_params zenflow",
+            "compile": "offload_activation offload_opt_states offload_parameters",
+        },
+        _OFFLOAD,
+        _NO_OFFLOAD,
+    ),
+    _Request(
+        {"": "scheduler"},
+        "sets the learning rates of DeepSpeed, and is not read here",
+        "pass the optimizer to a scheduler of torch.optim.lr_scheduler",
+        lambda value: _off(value) or (isinstance(value, Mapping) and _off(value.get("type"))),
+    ),
+    _Request(
+        {"": "torch_autocast amp"},
+        "is a DeepSpeed precision setting that is not honoured here",
+        'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
+        _switched_off,
+    ),
+    _Request(
+        {"": "data_types"},
+        "is a DeepSpeed precision setting that is not honoured here",
+        "gradients are accumulated in the dtype of the parameter; param_dtype and reduce_dtype are in optimizer.params",
+        lambda value: _off(value) or (isinstance(value, Mapping) and all(map(_off, value.values()))),
+    ),
+    _Request(
+        dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads bf16_optimizer_states"),
+        "is not honoured here",
+        "master weights and optimizer states keep the dtype the model was built in",
+    ),
+    _Request(
+        {"": "gradient_allreduce_op"},
+        "would change how gradients are averaged, which is not honoured here",
+        "gradients are averaged over the ranks; for their sum multiply the loss by the number of ranks",
+        _either("mean"),
+    ),
+    _Request(
+        {"compile": "passes"},
+        "splits sequences or matrices over ranks, which is not done here",
+        '"compile": true is the whole switch',
+        lambda value: _off(value) or (isinstance(value, (list, tuple)) and all(name in ("z1", "z3") for name in value)),
+    ),
+    _Request(
+        {"compile": "kwargs"},
+        "holds arguments of torch.compile, which have keys of their own here",
+        "write compile.fullgraph and compile.dynamic",
+    ),
+    _Request({"optimizer.params": "max_grad_norm"}, "is not an optimizer parameter", "use gradient_clipping"),
+    _Request(
+        {"optimizer.params": "bias_correction"},
+        "chooses another Adam, which is not used here",
+        "parameters without Muon are trained by the AdamW of torch, decoupled and bias-corrected",
+        _either(True),
+    ),
+    _Request(
+        {"optimizer.params": "amsgrad maximize"},
+        "chooses another Adam, which is not used here",
+        "parameters without Muon are trained by the AdamW of torch",
+    ),
+    _Request(
+        {
+            "optimizer.params": "freeze_step cuda_aware comm_backend_name var_freeze_step var_update_scaler "
+            "local_step_scaler local_step_clipper coeff_beta factor_max factor_min factor_threshold max_coeff min_coeff"
+        },
+        "belongs to another optimizer of DeepSpeed",
+        "Muon and the AdamW of torch are what there is here",
+    ),
+    _Request(
+        {"optimizer.params": "per_head_muon"},
+        "is not supported: a fused projection is orthogonalized as one matrix",
+        "",
+    ),
+    _Request(
+        {
+            "zero_optimization": "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
+            "zeropp_loco_param"
+        },
+        "asks for a ZeRO++ feature that is not honoured here",
+        "",
+    ),
+    _Request(
+        {"zero_optimization": "zero_hpz_partition_size mics_shard_size"},
+        "asks for a ZeRO++ or MiCS feature that is not honoured here",
+        "shards are split over all ranks",
+        _one_rank,
+    ),
+    _Request(
+        {"": "sequence_parallel_size tensor_parallel"},
+        "splits sequences or matrices over ranks, which is not done here",
+        "all ranks are data-parallel",
+        _one_rank,
+    ),
+    _Request({"": "expert_parallel hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
+    _Request(
+        {"": "elasticity"},
+        "lets DeepSpeed choose the batch sizes and the accumulation",
+        "the training loop chooses them; a checkpoint loads on any number of ranks",
+        _switched_off,
+    ),
+    _Request(
+        {"": "data_efficiency curriculum_learning progressive_layer_drop eigenvalue"},
+        "changes what DeepSpeed trains on, and is not read here",
+        "do it in the model or in the training loop",
+        _switched_off,
+    ),
+    _Request(
+        {"": "compression_training weight_quantization quantize_training"},
+        "changes the model DeepSpeed trains, and is not read here",
+        "change the model before it is sharded",
+        _nothing_enabled,
+    ),
+    _Request(
+        {"": "sparse_attention"},
+        "changes the model DeepSpeed trains, and is not read here",
+        "change the model before it is sharded",
+    ),
+)
+
+_REFUSALS = {
+    (section, key): request for request in _REQUESTS for section, keys in request.keys.items() for key in keys.split()
+}
+#: Section -> DeepSpeed's keys there that nothing here reads.
+FOREIGN: dict[str, tuple[str, ...]] = {
+    place: (*keys.split(), *(key for section, key in _REFUSALS if section == place)) for place, keys in _HINTS.items()
+}
+
+
+def refusal(section: str, key: str, value: object) -> ConfigError | None:
+    """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
+
+    >>> str(refusal("zero_optimization", "cpu_offload", True)).partition(";")[0]
+    "zero_optimization.cpu_offload = True: asks for DeepSpeed's offload"
+    >>> refusal("zero_optimization", "cpu_offload", False)
+    """
+    request = _REFUSALS.get((section, key))
+    if request is None or request.off(value):
+        return None
+    path = f"{section}.{key}" if section else key
+    return config_error(path, value, request.problem, f"remove it: {request.advice}" if request.advice else "remove it")

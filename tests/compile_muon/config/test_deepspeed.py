@@ -1,0 +1,505 @@
+"""DeepSpeed's configs: hints are named once, requests that cannot be met are errors, and `convert` writes the rest."""
+
+import dataclasses
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_muon.__main__ import main
+from compile_muon.config import (
+    AdamWConfig,
+    CompileConfig,
+    Config,
+    MuonConfig,
+    NSConfig,
+    ZeroConfig,
+    config_from_kwargs,
+    convert,
+    load_config,
+)
+from compile_muon.config.deepspeed import _SECTIONS
+from compile_muon.config.foreign import FOREIGN, refusal
+from compile_muon.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = {path.stem: path for path in (Path(__file__).parent / "deepspeed").glob("*.json")}
+DOCS = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+
+
+def nested(path, value):
+    """{"a": {"b": value}} for "a.b"."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def load_noting(source) -> tuple[Config, list[str]]:
+    """The config, and the keys that the one warning names."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config(source)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) <= 1, messages
+    assert not caught or caught[0].filename == __file__  # at the caller's line, not in ours
+    return config, [key for message in messages for key in message.removeprefix("no effect here: ").split(", ")]
+
+
+def load_silently(source) -> Config:
+    config, noted = load_noting(source)
+    assert not noted
+    return config
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+#: What the samples that load become, and the hints among their keys.
+LOADED = {
+    "zero2": (
+        Config(
+            adamw=AdamWConfig(2e-4, (0.9, 0.99), 1e-8, 0.02),
+            zero=ZeroConfig(
+                2,
+                gradient_accumulation_steps=4,
+                gradient_clipping=1.0,
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+            ),
+            algorithm="adamw",
+        ),
+        "fp16.loss_scale fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale "
+        "optimizer.params.torch_adam optimizer.params.adam_w_mode "
+        "zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm "
+        "zero_optimization.reduce_scatter zero_optimization.reduce_bucket_size zero_optimization.contiguous_gradients "
+        "zero_optimization.round_robin_gradients steps_per_print train_batch_size train_micro_batch_size_per_gpu "
+        "wall_clock_breakdown",
+    ),
+    "zero3": (
+        Config(
+            adamw=AdamWConfig(1e-4, (0.9, 0.98), 1e-7, 0.0),
+            zero=ZeroConfig(3, gradient_accumulation_steps=2, gradient_clipping=0.5, param_dtype=torch.bfloat16),
+            algorithm="adamw",
+        ),
+        "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.overlap_comm "
+        "zero_optimization.contiguous_gradients zero_optimization.sub_group_size zero_optimization.reduce_bucket_size "
+        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
+        "zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance "
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save steps_per_print train_batch_size "
+        "train_micro_batch_size_per_gpu wall_clock_breakdown",
+    ),
+    "muon": (
+        Config(
+            MuonConfig(0.01, 0.9, weight_decay=0.0, ns=NSConfig(method="gram")),
+            AdamWConfig(2e-4, weight_decay=0.0),
+            ZeroConfig(3, param_dtype=torch.bfloat16),
+        ),
+        "train_micro_batch_size_per_gpu zero_optimization.save_muon_momentum_buffer_in_memory bf16.check_grad_overflow",
+    ),
+    "deepcompile": (
+        Config(
+            adamw=AdamWConfig(1e-4),
+            zero=ZeroConfig(3, param_dtype=torch.bfloat16),
+            compile=CompileConfig(enabled=True),
+            algorithm="adamw",
+        ),
+        "train_micro_batch_size_per_gpu compile.passes compile.double_buffer compile.symmetric_memory "
+        "compile.free_activation compile.offload_activation compile.offload_parameters compile.debug_log",
+    ),
+    "everything_off": (Config(adamw=AdamWConfig(1e-3), zero=ZeroConfig(1), algorithm="adamw"), None),
+}
+
+#: The settings of each other sample that have to go.
+REFUSED = {
+    "zero2_auto": "fp16.enabled bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
+    "optimizer.params.weight_decay scheduler zero_optimization.offload_optimizer gradient_accumulation_steps "
+    "gradient_clipping",
+    "zero3_fp16": "fp16.enabled zero_optimization.offload_optimizer zero_optimization.offload_param scheduler",
+    "infinity": "zero_optimization.offload_optimizer zero_optimization.offload_param",
+    "tutorial": "optimizer.type fp16.enabled zero_optimization",
+}
+
+
+def test_every_sample_has_a_verdict_and_a_source():
+    assert SAMPLES.keys() == LOADED.keys() | REFUSED.keys()
+    readme = (Path(__file__).parent / "deepspeed" / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.name}`" in readme for path in SAMPLES.values())
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_sample_loads_and_notes_its_hints_once(name):
+    expected, hints = LOADED[name]
+    config, noted = load_noting(SAMPLES[name])
+    assert config == expected
+    assert len(noted) == len(set(noted))
+    if hints is not None:
+        assert set(noted) == set(hints.split())
+
+
+def test_what_is_switched_off_is_every_feature_that_is_refused():
+    """The sample holds every key that can be refused, so that none is refused at a value that asks for nothing."""
+    _, noted = load_noting(SAMPLES["everything_off"])
+    requests = {
+        f"{section}.{key}".lstrip(".")
+        for section, keys in FOREIGN.items()
+        for key in keys
+        if section != "bfloat16" and refusal(section, key, "asked for") is not None
+    }
+    only_of_other_optimizers = {
+        path for path in requests if re.search(r"freeze|cuda_|comm_b|_scaler|clip|coef|fact", path)
+    }
+    assert requests - only_of_other_optimizers - {"optimizer.params.per_head_muon"} <= set(noted)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sample_is_refused_with_all_its_problems_at_once(name):
+    with pytest.raises(ConfigError) as caught:
+        load_config(SAMPLES[name])
+    assert sorted(error.field for error in caught.value.errors) == sorted(REFUSED[name].split())
+    for error in caught.value.errors:
+        assert error.remedy
+        assert ("Trainer" in error.problem) == (error.shown == "'auto'")
+
+
+# -------------------------------------------------------------------------------------------- hints
+
+HINTS = [
+    f"{section}.{key}".lstrip(".")
+    for section, keys in FOREIGN.items()
+    for key in keys
+    if refusal(section, key, "asked for") is None
+]
+
+
+@pytest.mark.parametrize("value", [True, False, None, 0, 5e8, "auto", {"enabled": True}])
+def test_a_hint_is_accepted_with_any_value(value):
+    for path in HINTS:
+        source = nested(path, value)
+        if path.startswith("compile."):
+            source["compile"]["enabled"] = False  # an object means true
+        config, noted = load_noting(source)
+        assert (config, noted) == (Config(), [path])
+
+
+def test_the_hints_of_the_issue_are_hints():
+    named = "train_batch_size steps_per_print tensorboard flops_profiler wall_clock_breakdown"
+    named += " zero_optimization.overlap_comm zero_optimization.reduce_bucket_size optimizer.params.torch_adam"
+    named += " zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size"
+    assert set(named.split()) <= set(HINTS)
+
+
+def test_nothing_is_noted_where_there_are_no_hints():
+    assert load_silently({"bf16": {"enabled": False}, "fp16": {"enabled": False}, "gradient_clipping": 0}) == Config()
+
+
+def test_hints_are_not_noted_beside_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ConfigError) as caught:
+            load_config({"steps_per_print": 1, "zero_optimization": {"stage": 4}})
+    assert caught.value.field == "zero_optimization.stage"
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("zero_optimization.overlap_com", "zero_optimization.overlap_comm"),
+        ("zero_optimization.reduce_bucket_sise", "zero_optimization.reduce_bucket_size"),
+        ("zero_optimization.stage3_prefetch_bucket", "zero_optimization.stage3_prefetch_bucket_size"),
+        ("train_batch_sizes", "train_batch_size"),
+        ("overlap_comm", "zero_optimization.overlap_comm"),
+        ("zero_optimization.scheduler", "scheduler"),
+        ("fp16.loss_scal", "fp16.loss_scale"),
+        ("compile.deep_compile", "compile.deepcompile"),
+    ],
+)
+def test_a_misspelt_key_of_deepspeed_is_an_error(path, near):
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(path, True))
+    assert (caught.value.field, caught.value.remedy) == (path, f"did you mean {near}?")
+
+
+def test_no_key_is_both_read_and_foreign():
+    for section, keys in FOREIGN.items():
+        assert len(keys) == len(set(keys))
+        assert not set(keys) & set(_SECTIONS[section])
+
+
+# ----------------------------------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("zero_optimization.offload_optimizer", {"device": "cpu"}),
+        ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}),
+        ("zero_optimization.zero_hpz_partition_size", 8),
+        ("zero_optimization.mics_shard_size", 8),
+        ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
+        ("scheduler", {"type": "WarmupLR", "params": {}}),
+        ("amp", {"enabled": True}),
+        ("amp", {"enabled": "auto"}),
+        ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
+        ("data_types", {"grad_accum_dtype": "fp32"}),
+        ("gradient_allreduce_op", "sum"),
+        ("sequence_parallel_size", 2),
+        ("tensor_parallel", {"autotp_size": 4}),
+        ("tensor_parallel", {"tp": {"tp_size": 2}}),
+        ("expert_parallel", {"enabled": True}),
+        ("elasticity", {"enabled": True}),
+        ("data_efficiency", {"enabled": True}),
+        ("curriculum_learning", {"enabled": True}),
+        ("progressive_layer_drop", {"enabled": True}),
+        ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
+        ("sparse_attention", {"mode": "fixed"}),
+        ("optimizer.params.bias_correction", False),
+        ("optimizer.params.max_grad_norm", 1.0),
+        ("optimizer.params.freeze_step", 100),
+        ("compile.passes", ["z3", "autosp"]),
+        ("compile.kwargs", {"dynamic": True}),
+        ("compile.offload_parameters", True),
+        ("bf16.bf16_master_weights_and_grads", True),
+        ("bfloat16.bf16_optimizer_states", True),
+    ],
+)
+def test_what_would_change_the_result_is_refused(path, value):
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(path, value))
+    assert caught.value.field == path
+    assert caught.value.remedy.startswith("remove it")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("bf16.enabled", "fp16.enabled", "gradient_clipping", "gradient_accumulation_steps", "compile.deepcompile"),
+        *("zero_optimization.stage", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.momentum"),
+        *("optimizer.params.eps", "optimizer.params.weight_decay", "optimizer.params.nesterov"),
+    ],
+)
+def test_auto_of_what_is_read_here_is_the_trainer_s(path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(nested(path, "auto"))
+    assert caught.value.field == path
+    assert "Trainer of Hugging Face Transformers" in caught.value.problem
+    assert caught.value.remedy.startswith("write ")
+
+
+def test_adam_is_refused_with_what_deepspeed_means_by_it():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"optimizer": {"type": "Adam", "params": {"adam_w_mode": True}}})
+    assert caught.value.field == "optimizer.type"
+    assert "adam_w_mode" in caught.value.remedy
+
+
+def test_the_old_switch_of_zero_says_which_stage_it_was():
+    for value, stage in ((True, 1), (False, 0)):
+        with pytest.raises(ConfigError) as caught:
+            load_config({"zero_optimization": value})
+        assert caught.value.remedy == f'write {{"stage": {stage}}}'
+
+
+# ------------------------------------------------------------------------------------- counterparts
+
+
+@pytest.mark.parametrize(
+    ("compile_", "enabled"),
+    [
+        ({"deepcompile": True}, True),
+        ({"deepcompile": False}, False),
+        ({"deepcompile": True, "enabled": True}, True),
+        ({"deepcompile": False, "enabled": False}, False),
+    ],
+)
+def test_deepcompile_means_compile(compile_, enabled):
+    assert load_silently({"compile": compile_}).compile == CompileConfig(enabled=enabled)
+
+
+@pytest.mark.parametrize(("deep", "enabled"), [(True, False), (False, True)])
+def test_deepcompile_contradicts_enabled(deep, enabled):
+    with pytest.raises(ConfigError) as caught:
+        load_config({"compile": {"deepcompile": deep, "enabled": enabled}})
+    assert caught.value.field == "compile.deepcompile"
+    assert f"compile.enabled = {enabled}" in caught.value.problem
+
+
+def test_the_old_name_of_bf16():
+    assert load_silently({"bfloat16": {"enabled": True}}).zero.param_dtype is torch.bfloat16
+    assert load_silently({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}}).zero.param_dtype is torch.bfloat16
+    with pytest.raises(ConfigError) as caught:
+        load_config({"bf16": {"enabled": True}, "bfloat16": {"enabled": False}})
+    assert "contradicts bf16.enabled" in caught.value.problem
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "bfloat16"])
+@pytest.mark.parametrize("value", [None, False])
+def test_a_precision_section_may_be_off(name, value):
+    assert load_noting({name: value}) == (Config(), [name])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_communication_data_type_is_reduce_dtype(name, dtype):
+    assert load_silently({"communication_data_type": name}).zero == ZeroConfig(reduce_dtype=dtype)
+    with pytest.raises(ConfigError) as caught:
+        load_config({"communication_data_type": name, **nested("optimizer.params.reduce_dtype", "fp16")})
+    assert caught.value.field == "communication_data_type"
+
+
+# ------------------------------------------------------------------------------------------ convert
+
+EVERYTHING = config_from_kwargs(
+    lr=0.5,
+    momentum=0.5,
+    nesterov=False,
+    weight_decay=0.3,
+    adamw_lr=0.25,
+    adamw_betas=(0.1, 0.2),
+    adamw_eps=0.5,
+    adamw_weight_decay=0.2,
+    adjust_lr="spectral",
+    ns_steps=2,
+    ns_coefficients=((1, 2, 3), (4, 5, 6)),
+    ns_method="standard",
+    ns_dtype="fp32",
+    ns_backend="aten",
+    ns_memory_limit=2**20,
+    stage=1,
+    update="step",
+    exchange="owner",
+    gradient_accumulation_steps=None,
+    gradient_clipping=0.5,
+    nonfinite="skip",
+    max_skipped_steps=7,
+    check_replicas=10,
+    param_dtype="fp16",
+    reduce_dtype="fp32",
+    muon_params=["a.*", "b"],
+)
+CONFIGS = {
+    "default": Config(),
+    "everything": EVERYTHING,
+    "stage 0": Config(zero=ZeroConfig(0)),
+    "one rate": Config(MuonConfig(0.1), AdamWConfig(0.1)),
+    "the other's rate": Config(MuonConfig(3e-4), AdamWConfig(0.02)),
+    "rate of AdamW": Config(adamw=AdamWConfig(0.1)),
+    "one default as rate of both": Config(MuonConfig(3e-4)),
+    "decay of both": Config(MuonConfig(weight_decay=0.0), AdamWConfig(weight_decay=0.0)),
+    "decay of Muon": Config(MuonConfig(weight_decay=0.0)),
+    "decay of AdamW": Config(adamw=AdamWConfig(weight_decay=0.0)),
+    "different decays": Config(MuonConfig(weight_decay=0.2), AdamWConfig(weight_decay=0.0)),
+    "AdamW": Config(algorithm="adamw"),
+    "AdamW with settings": Config(
+        adamw=AdamWConfig(0.5, (0.5, 0.5), 1e-3, 0.0), zero=ZeroConfig(3, update="step"), algorithm="adamw"
+    ),
+    "bf16": Config(zero=ZeroConfig(param_dtype=torch.bfloat16)),
+    "compiled": Config(compile=CompileConfig(enabled=True)),
+    "compiled with options": Config(compile=CompileConfig(enabled=True, dump="graphs", bucket_mb=3, dynamic=False)),
+    "options without compiling": Config(compile=CompileConfig(nvtx=True)),
+}
+EXAMPLES = {
+    f"documentation {place}": json.loads(text)
+    for place, text in enumerate(re.findall(r"```json\n(.*?)```", DOCS, flags=re.DOTALL))
+}
+SOURCES = (
+    CONFIGS | EXAMPLES | {name: SAMPLES[name] for name in LOADED} | {"tutorial": ROOT / "examples" / "config.json"}
+)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_converted_is_the_same_config_without_a_notice(name):
+    expected, _ = load_noting(SOURCES[name])
+    converted = convert(SOURCES[name])
+    assert json.loads(json.dumps(converted)) == converted
+    assert load_silently(converted) == expected
+    assert convert(converted) == converted
+
+
+def test_everything_is_everything():
+    """No setting that can be written keeps its default, so that none is left out above."""
+    for part in (EVERYTHING.muon, EVERYTHING.adamw, EVERYTHING.zero, EVERYTHING.muon.ns):
+        for field in dataclasses.fields(part):
+            if field.name not in ("ns", "eps") or part is EVERYTHING.adamw:
+                assert getattr(part, field.name) != field.default, field.name
+
+
+def test_converted_is_minimal_and_in_order():
+    assert convert({"zero_optimization": {"stage": 2}, "compile": False, "optimizer": {"type": "Muon"}}) == {}
+    converted = convert(SAMPLES["zero2"])
+    assert json.dumps(converted) == json.dumps(
+        {
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 2e-4, "weight_decay": 0.02, "betas": [0.9, 0.99], "reduce_dtype": "float32"},
+            },
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+        }
+    )
+    assert list(convert(SAMPLES["deepcompile"])) == ["compile", "optimizer", "zero_optimization", "bf16"]
+    params = convert(EVERYTHING)["optimizer"]["params"]
+    assert list(params)[:6] == ["muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "adjust_lr"]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (Config(MuonConfig(ns=NSConfig(eps=1e-3))), "NSConfig.eps"),
+        (config_from_kwargs(muon_params=lambda name, param: True), "muon_params"),
+    ],
+)
+def test_what_only_python_can_say_cannot_be_converted(config, field):
+    with pytest.raises(ConfigError) as caught:
+        convert(config)
+    assert caught.value.field == field
+
+
+def test_command_prints_the_config_and_on_stderr_the_hints(capsys):
+    assert main(["convert", str(SAMPLES["muon"])]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == convert(SAMPLES["muon"])
+    assert printed.err.startswith("no effect here: ")
+    assert set(printed.err.strip().removeprefix("no effect here: ").split(", ")) == set(LOADED["muon"][1].split())
+
+
+def test_command_without_hints_prints_the_config_alone(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    assert main(["convert", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert (json.loads(printed.out), printed.err) == ({"zero_optimization": {"stage": 3}}, "")
+
+
+@pytest.mark.parametrize("path", [SAMPLES["zero3_fp16"], Path("no such file.json")])
+def test_command_prints_problems_on_stderr(capsys, path):
+    assert main(["convert", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert printed.err == f"{caught.value}\n"
+
+
+# --------------------------------------------------------------------------------------------- docs
+
+SECTION = DOCS[DOCS.index("## Coming from DeepSpeed") :]
+
+
+def test_every_key_of_deepspeed_is_documented_as_what_it_is():
+    table = SECTION[SECTION.index("| **no effect here**") :]
+    parts = table.partition("| **an error**")
+    hints, requests = (set(re.findall(r"`([\w.]+)`", part)) for part in (parts[0], parts[2]))
+    for section, keys in FOREIGN.items():
+        for key in keys:
+            named = hints if refusal(section, key, "asked for") is None else requests
+            path = f"{section}.{key}".replace("bfloat16", "bf16")
+            assert {key, path, key.removeprefix("stage3_")} & named, (section, key)
+
+
+def test_the_example_of_the_page_is_what_convert_makes_of_it():
+    before, after = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SECTION, flags=re.DOTALL))
+    (notice,) = re.findall(r"^no effect here: (.*)$", SECTION, flags=re.MULTILINE)
+    assert convert(before) == after
+    assert load_noting(before)[1] == notice.split(", ")
