@@ -73,8 +73,8 @@ _HINTS: dict[str, str] = {
     "flops_profiler tensorboard wandb comet csv_monitor comms_logger "
     "prescale_gradients gradient_predivide_factor sparse_gradients seq_parallel_communication_data_type "
     "disable_allgather allgather_size disable_python_gc graph_harvesting vocabulary_size "
-    "use_data_before_expert_parallelism pipeline zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio "
-    "activation_checkpointing autotuning checkpoint nebula datastates_ckpt",
+    "use_data_before_expert_parallelism data_parallel_size pipeline aio zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer activation_checkpointing autotuning checkpoint nebula datastates_ckpt",
     "zero_optimization": "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size "
     "use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size round_robin_gradients sub_group_size "
     "load_from_fp32_weights elastic_checkpoint legacy_stage1 grad_hooks ignore_unused_parameters "
