@@ -93,3 +93,21 @@ def test_too_little_text_is_one_clear_error(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "too few" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
+    """By torchrun, as its first lines say; uncompiled, which takes a quarter of the time."""
+    script = ROOT / "examples" / "train_transformers.py"
+    assert len(script.read_text().splitlines()) < 75
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    settings = ["--use_cpu", "--report_to=none", "--per_device_train_batch_size=1", "--save_steps=1"]
+    settings += ["--eval_strategy=no"]
+    for steps in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+        command += [*settings, f"--max_steps={steps}", f"--output_dir={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / f"checkpoint-{steps}" / "model.safetensors").exists()
+    assert (tmp_path / "model.safetensors").exists()
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2

@@ -1,0 +1,199 @@
+"""Hugging Face's ``Trainer`` with ZeRO and Muon.
+
+    trainer = MuonTrainer(model=model, args=args, train_dataset=data, muon_config="config.json")
+    trainer.train()
+
+Everything else is the ``Trainer``'s: its arguments, callbacks, schedulers, logs and folders. What changes: the model is
+sharded where the optimizer is made and not wrapped in DDP, weights are saved whole by all ranks together, and
+optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on with another number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from compile_muon.checkpoint import Checkpointer
+from compile_muon.config import Config, load_config
+from compile_muon.errors import ConfigError, config_error, join_errors
+from compile_muon.initialize import initialize
+from compile_muon.optimizer import MuonZero
+
+__all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
+
+_FOLDER = "muon_zero"
+
+#: "auto" in a config, by path, and the TrainingArguments that it stands for
+_AUTO = {
+    ("gradient_accumulation_steps",): lambda args: args.gradient_accumulation_steps,
+    ("gradient_clipping",): lambda args: args.max_grad_norm,
+    ("bf16", "enabled"): lambda args: args.bf16,
+    ("optimizer", "params", "lr"): lambda args: args.learning_rate,
+    ("optimizer", "params", "weight_decay"): lambda args: args.weight_decay,
+    ("optimizer", "params", "betas"): lambda args: [args.adam_beta1, args.adam_beta2],
+    ("optimizer", "params", "eps"): lambda args: args.adam_epsilon,
+}
+
+
+def _read(source: str | os.PathLike | Mapping[str, Any] | Config, args: TrainingArguments) -> Config:
+    """The configuration, with ``"auto"`` filled in and micro-batches counted as the arguments say.
+
+    Raises:
+        ConfigError: about all that is wrong with it.
+    """
+    if isinstance(source, Config):
+        return _with_accumulation(source, args)
+    values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+    for path, value in _AUTO.items():
+        section = values
+        for key in path[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(path[-1]) == "auto":
+            section[path[-1]] = value(args)
+    values.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    return _with_accumulation(load_config(values), args)
+
+
+def _with_accumulation(config: Config, args: TrainingArguments) -> Config:
+    steps = config.zero.gradient_accumulation_steps
+    if steps not in (None, args.gradient_accumulation_steps):
+        raise config_error(
+            "gradient_accumulation_steps", steps,
+            f"contradicts TrainingArguments.gradient_accumulation_steps = {args.gradient_accumulation_steps}",
+            'leave it out of muon_config, or write "auto"',
+        )  # fmt: skip
+    return config
+
+
+def _refuse(args: TrainingArguments, given: Mapping[str, Any]) -> None:
+    """Settings of the Trainer that would train something else than they say.
+
+    Args:
+        given: the Trainer's own keyword arguments.
+    Raises:
+        ConfigError: about all of them.
+    """
+    inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
+    wrong: list[tuple[str, Any, str, str]] = [
+        ("fp16", args.fp16, "scales the loss, which Muon's checks take for infinite gradients", "use bf16"),
+        ("deepspeed", args.deepspeed, "shards the model too", "leave it out"),
+        ("fsdp", args.fsdp, "shards the model too", "leave it out"),
+        ("torch_compile", args.torch_compile, "would compile the model a second time", inside),
+        ("auto_find_batch_size", args.auto_find_batch_size, "starts over with a sharded model", "set it to False"),
+        ("optim_target_modules", args.optim_target_modules, "belongs to another optimizer", "leave it out"),
+        ("n_gpu", args.n_gpu if args.n_gpu > 1 else 0, "is DataParallel", "start one process per GPU with torchrun"),
+    ]
+    errors = [config_error(f"TrainingArguments.{name}", value, *why) for name, value, *why in wrong if value]
+    for name in ("optimizers", "optimizer_cls_and_kwargs"):
+        if given.get(name) not in (None, (None, None)):
+            remedy = "leave it out: muon_config says which optimizer trains what"
+            kind = type(given[name][0]).__name__
+            errors.append(config_error(name, kind, "is another optimizer than MuonZero", remedy))
+    if errors:
+        raise join_errors(errors)
+
+
+class MuonTrainer(Trainer):
+    """``transformers.Trainer`` over a sharded model and :class:`compile_muon.MuonZero`.
+
+    Args:
+        muon_config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the TrainingArguments say.
+        args, kwargs: the Trainer's own.
+    Raises:
+        ConfigError: settings that cannot be honoured, all in one error.
+    """
+
+    model: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        muon_config: str | os.PathLike | Mapping[str, Any] | Config,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self.args, kwargs)
+        self.muon_config = _read(muon_config, self.args)
+        # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+
+    @property
+    def muon(self) -> MuonZero:
+        """The optimizer behind whatever wraps it."""
+        optimizer = self.optimizer
+        while not isinstance(optimizer, MuonZero):
+            optimizer = optimizer.optimizer
+        return optimizer
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Shard the model in place, compile it if the config says so, and make its optimizer; once."""
+        if self.optimizer is None:
+            self.model, self.optimizer = initialize(self.model if model is None else model, self.muon_config)
+        return self.optimizer
+
+    # ------------------------------------------------------------------ logs
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Beside what the Trainer logs while it trains, ``optimizer.metrics()``."""
+        if "loss" in logs and self.optimizer is not None:
+            metrics = self.muon.metrics()
+            logs = {**logs, **{f"muon_zero/{name}": value for name, value in metrics.items() if name != "grad_norm"}}
+        super().log(logs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # ------------------------------------------------------------------ saving and loading
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Whole weights, written by all ranks together; the rest by one."""
+        from compile_muon.weights import save_pretrained
+
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        save_pretrained(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
+        if not self.args.should_save:
+            return
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpointer = Checkpointer(os.path.join(output_dir, _FOLDER), keep_last=1)
+        checkpointer.save(self.state.global_step, self.model, self.muon, scheduler=self.lr_scheduler)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        found = Checkpointer(os.path.join(checkpoint, _FOLDER)).load(self.model, self.muon, scheduler=self.lr_scheduler)
+        if found is None:
+            raise ConfigError(
+                f"resume_from_checkpoint = {checkpoint!r}: has no optimizer state of MuonZero in it; resume from one "
+                "that MuonTrainer saved (save_only_model=False), or begin anew from its weights with from_pretrained"
+            )
+
+
+class MuonSeq2SeqTrainer(MuonTrainer, Seq2SeqTrainer):
+    """The same over ``transformers.Seq2SeqTrainer``; at stage 3 ranks generate as long as the longest of them."""
+
+    def prediction_step(self, *args: Any, **gen_kwargs: Any) -> Any:
+        """Every token takes all ranks where weights are gathered for it."""
+        known = {name: gen_kwargs.pop(name) for name in ("ignore_keys",) if name in gen_kwargs}
+        chosen = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
+        if self.muon_config.zero.stage == 3:
+            chosen.setdefault("synced_gpus", self.args.world_size > 1)
+        return super().prediction_step(*args, **known, **chosen)

@@ -1,0 +1,284 @@
+"""``MuonTrainer`` beside a plain loop: clipped, accumulated, evaluated, saved, gone on with, on several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import full
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils.data import Dataset, SequentialSampler
+
+import compile_muon
+
+CONFIG = {
+    "optimizer": {"type": "Muon", "params": {"lr": "auto", "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}},
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+STEPS, ACCUMULATED, BATCH, LIMIT, RATE = 6, 2, 2, 0.5, 0.02
+
+
+def world_and_rank() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+def gpt(**settings: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    shape = dict(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(GPT2Config(**shape, **dropout, **settings))
+
+
+class Sentences(Dataset):
+    def __init__(self, size: int = 96) -> None:
+        dice = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 61, (size, 8), generator=dice)
+        # The Trainer divides by the number of labels, of which the first predicts nothing.
+        self.labels = torch.cat((torch.full((size, 1), -100), self.tokens[:, 1:]), dim=1)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[None]:
+    """The environment that torchrun gives a rank, and none of Accelerate's singletons left behind."""
+    from accelerate.state import AcceleratorState
+
+    world, rank = world_and_rank()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if world > 1:
+        os.environ.update(zip(names, map(str, (rank, world, rank, world, "127.0.0.1", 1)), strict=True))
+    AcceleratorState._reset_state(True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
+        for name in names:
+            os.environ.pop(name, None)
+
+
+def trainer_of(folder: str, stage: int, *, compiled: bool = False, **settings: Any) -> Any:
+    from transformers import TrainingArguments
+
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    class InOrder(MuonTrainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    defaults: dict[str, Any] = dict(
+        max_steps=STEPS, per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED, use_cpu=True,
+        max_grad_norm=LIMIT, learning_rate=RATE, warmup_steps=2, logging_steps=1, report_to=[], disable_tqdm=True,
+        save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    config = {**CONFIG, "zero_optimization": {"stage": stage}, "compile": {"codegen": "eager"} if compiled else False}
+    arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
+    return InOrder(
+        model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config
+    )
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def losses(trainer: Any, key: str = "loss") -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def train(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+    with launched():
+        trainer = trainer_of(folder, stage, compiled=compiled)
+        trainer.train()
+        assert trainer.muon.metrics()["skipped_steps"] == 0
+        assert "muon_zero/bytes_sent" in trainer.state.log_history[0]
+        return losses(trainer), losses(trainer, "grad_norm"), losses(trainer, "eval_loss"), weights(trainer.model)
+
+
+def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
+    """The same by hand, in one process on the batches of all ranks."""
+    from transformers import get_linear_schedule_with_warmup
+
+    model, data = gpt(), Sentences()
+    optimizer = compile_muon.MuonZero(
+        model, lr=RATE, adamw_lr=0.003, weight_decay=0.1, adamw_weight_decay=0.1, ns_dtype="fp32",
+        gradient_accumulation_steps=None,
+    )  # fmt: skip
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
+    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for step in range(STEPS):
+        total = 0.0
+        for batch in range(world * ACCUMULATED):
+            first = (step * world * ACCUMULATED + batch) * BATCH % len(data)
+            tokens = data.tokens[first : first + BATCH]
+            loss = model(input_ids=tokens, labels=tokens).loss / (world * ACCUMULATED)
+            loss.backward()
+            total += loss.item()
+        found[0].append(total)
+        found[1].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % 3 == 0:
+            tokens = Sentences(12).tokens
+            with torch.no_grad():
+                found[2].append(model(input_ids=tokens, labels=tokens).loss.item())
+    return *found, weights(model)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "compiled"),
+    [(2, 0, False), (2, 1, True), (2, 2, False), (2, 3, True), (3, 3, False), (1, 2, True)],
+)
+def test_the_trainer_trains_as_a_plain_loop(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, compiled: bool
+) -> None:
+    expected = plain(world)
+    for found in ranks(world).run(train, folder=str(tmp_path), stage=stage, compiled=compiled):
+        for mine, theirs in zip(found[:3], expected[:3], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-5)
+        for name, value in expected[3].items():
+            torch.testing.assert_close(found[3][name], value, rtol=1e-4, atol=1e-5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in found[3].items())
+
+
+# ------------------------------------------------------------------------------------------------- going on
+
+
+def go_on(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor]]:
+    """From checkpoint-3: the weights the next step begins with, its losses, and the last weights."""
+    from transformers import TrainerCallback
+
+    began: list[dict[str, Tensor]] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not began:
+                began.append(weights(kwargs["model"]))
+
+    with launched():
+        trainer = trainer_of(folder, stage)
+        trainer.add_callback(Watch())
+        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
+        return began[0], losses(trainer)[-3:], weights(trainer.model)
+
+
+def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
+    saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
+    for world, stage in ((2, 3), (1, 0), (3, 1)):
+        for began, later, last in ranks(world).run(go_on, folder=str(tmp_path), stage=stage):
+            assert all(torch.equal(began[name], saved[name]) for name in began)
+            if world == 2:
+                assert later == whole[0][3:]
+                assert all(torch.equal(last[name], value) for name, value in whole[3].items())
+
+
+def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[int]]]:
+    """At a rate that makes it worse: the first checkpoint is the best. Then what the model generates."""
+    with launched():
+        trainer = trainer_of(folder, 3, learning_rate=3.0, load_best_model_at_end=True, metric_for_best_model="loss")
+        trainer.train()
+        tokens = torch.tensor([[1, 2, 3]])
+        trainer.model.eval()
+        with torch.no_grad():
+            text = trainer.model.generate(tokens, max_new_tokens=4, do_sample=False, attention_mask=tokens.bool())
+        return Path(trainer.state.best_model_checkpoint).name, weights(trainer.model), text.tolist()
+
+
+def test_the_best_model_is_loaded_at_the_end_and_generates(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (best, held, text), (_, _, other) = ranks(2).run(train_to_the_best, folder=str(tmp_path))
+    saved = load_file(tmp_path / best / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in held.items())
+    whole = gpt()
+    whole.load_state_dict(saved, strict=False)
+    whole.tie_weights()
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = whole.eval().generate(tokens, max_new_tokens=4, do_sample=False, attention_mask=tokens.bool())
+    assert text == other == expected.tolist()
+
+
+def generate_unevenly(folder: str) -> tuple[list[int], float]:
+    """T5 at stage 3, whose ranks generate texts of different lengths; the lengths, and the evaluation's loss."""
+    from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from compile_muon.integrations.transformers import MuonSeq2SeqTrainer
+
+    torch.manual_seed(0)
+    shape = dict(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.0, eos_token_id=1, pad_token_id=0))
+    with launched():
+        _, rank = world_and_rank()
+        arguments = Seq2SeqTrainingArguments(
+            output_dir=folder, max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, use_cpu=True,
+            report_to=[], disable_tqdm=True, predict_with_generate=True, save_strategy="no",
+        )  # fmt: skip
+        config = {**CONFIG, "zero_optimization": {"stage": 3}}
+        trainer = MuonSeq2SeqTrainer(
+            model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(8), muon_config=config
+        )
+        trainer.train()
+        found = trainer.evaluate(max_new_tokens=3 + 4 * rank)
+        return [rank], found["eval_loss"]
+
+
+def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (_, one), (_, other) = ranks(2).run(generate_unevenly, folder=str(tmp_path))
+    assert one == other
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"torch_compile": True}, r"TrainingArguments.torch_compile = True: would compile .*\"compile\": true"),
+        ({"auto_find_batch_size": True}, "TrainingArguments.auto_find_batch_size = True"),
+        ({"gradient_accumulation_steps": 3, "config": {"gradient_accumulation_steps": 2}}, "contradicts"),
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers = 'SGD': is another optimizer"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    from transformers import TrainingArguments
+
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    given = {name: settings.pop(name) for name in ("optimizers",) if name in settings}
+    config = {**CONFIG, **settings.pop("config", {})}
+    with launched(), pytest.raises(compile_muon.ConfigError, match=said):
+        arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
+        MuonTrainer(model=gpt(), args=arguments, train_dataset=Sentences(), muon_config=config, **given)
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
+    with launched():
+        (tmp_path / "checkpoint-3").mkdir()
+        trainer = trainer_of(str(tmp_path), 2)
+        trainer.create_optimizer()
+        with pytest.raises(compile_muon.ConfigError, match="has no optimizer state of MuonZero"):
+            trainer._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
+
+
+def test_the_package_does_not_import_transformers() -> None:
+    code = "import compile_muon.integrations, sys; assert not {'transformers', 'accelerate'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
