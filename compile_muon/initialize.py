@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,21 +24,32 @@ def initialize(
     *,
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
+    weights: str | os.PathLike | None = None,
+    init: Callable[..., Any] | None = None,
 ) -> tuple[M, MuonZero]:
     """Shard ``model`` in place, compile it in place if the config says so, and build its optimizer.
 
     Args:
-        model: module with all parameters on one device.
+        model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
+            then given on the device that the ranks meet on, shard by shard.
         config: path of a JSON file, a mapping in DeepSpeed's vocabulary, or a :class:`Config`.
         mesh: 1-D data-parallel mesh; default: all ranks of the default process group.
         process_group: the data-parallel group, instead of ``mesh``.
+        weights: a folder that :func:`compile_muon.load_pretrained` reads, once the model is sharded.
+        init: ``init(module)`` initializes the parameters and buffers that ``module`` holds itself; called as
+            ``model.apply(init)`` would, with whole tensors of one module at a time, of which rank 0's values are kept.
+            A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, it is only called
+            for modules that have buffers which no folder holds.
     Returns:
         The same model object, and its :class:`MuonZero`.
     Raises:
         ConfigError, UnsupportedModelError: nothing is changed then.
+        CheckpointError: ``weights`` do not fit; the model is sharded and has no values then.
     """
     resolved = load_config(config)
-    optimizer = MuonZero.from_config(model, resolved, mesh=mesh, process_group=process_group)
+    optimizer = MuonZero.from_config(
+        model, resolved, mesh=mesh, process_group=process_group, weights=weights, init=init
+    )
     settings = resolved.compile
     if settings.enabled:
         # nn.Module.compile keeps the type and the state_dict keys

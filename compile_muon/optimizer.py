@@ -7,6 +7,7 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -29,7 +30,8 @@ from compile_muon.config import (
 )
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.layout import resolve_mesh
+from compile_muon.model.layout import resolve_mesh, target_device
+from compile_muon.model.materialize import Values
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
@@ -76,6 +78,7 @@ class MuonZero(Optimizer):
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         mesh: 1-D data-parallel ``DeviceMesh``; default: all ranks of the default process group.
+        weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
     Raises:
         ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
         UnsupportedModelError: a parameter cannot be sharded or orthogonalized. Nothing is changed in either case.
@@ -112,9 +115,11 @@ class MuonZero(Optimizer):
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
         muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
         mesh: DeviceMesh | None = None,
+        weights: str | os.PathLike | None = None,
+        init: Callable[..., Any] | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(model, config_from_kwargs(**settings), mesh, None)
+        self._setup(model, config_from_kwargs(**settings), mesh, None, weights, init)
 
     @classmethod
     def from_config(
@@ -124,17 +129,27 @@ class MuonZero(Optimizer):
         *,
         mesh: DeviceMesh | None = None,
         process_group: dist.ProcessGroup | None = None,
+        weights: str | os.PathLike | None = None,
+        init: Callable[..., Any] | None = None,
     ) -> MuonZero:
         """The same from a resolved :class:`Config`."""
         self = cls.__new__(cls)
-        self._setup(model, config, mesh, process_group)
+        self._setup(model, config, mesh, process_group, weights, init)
         return self
 
     def _setup(
-        self, model: nn.Module, config: Config, mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        config: Config,
+        mesh: DeviceMesh | None,
+        process_group: dist.ProcessGroup | None,
+        weights: str | os.PathLike | None,
+        init: Callable[..., Any] | None,
     ) -> None:
-        assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon")
-        device = next(model.parameters()).device
+        values = Values.of(model, weights, init)
+        meta = values is not None and values.meta
+        assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon", meta=meta)
+        device = target_device(mesh, process_group) if meta else next(model.parameters()).device
         mesh = resolve_mesh(mesh, process_group, device)
         self.config = config
         self.grad_norm: Tensor | None = None
@@ -148,6 +163,8 @@ class MuonZero(Optimizer):
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
         self._ledger.accounts = shard_model(model, assignments, config, mesh, self._ledger, self._hyper)
+        if values is not None:
+            values.fill(model, device)
         self._ledger.before_backward = self._sync_momentum
         self._ownership = Ownership(model, self._ledger.accounts)
         self._handouts = self._ledger.accounts[0].handouts

@@ -85,11 +85,13 @@ class _Use:
         return self.name.rpartition(".")[2]
 
 
-def assign(model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool = True) -> dict[str, Assignment]:
+def assign(
+    model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool = True, meta: bool = False
+) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
-    ``use_muon=False`` everything trainable goes to AdamW.
+    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -100,7 +102,7 @@ def assign(model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool =
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    check_supported(model)
+    check_supported(model, meta=meta)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if not use_muon:

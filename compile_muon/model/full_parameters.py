@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import buckets, refresh_replicas
 
-__all__ = ["full_parameters"]
+__all__ = ["Held", "full_parameters", "gather_whole"]
 
 _c10d = torch.ops._c10d_functional
 #: What a DTensor keeps among the attributes of its own.
@@ -54,7 +54,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         UnsupportedModelError: a parameter was edited without ``write``; its shape, dtype, device or requires_grad
             changed; a parameter or module was added, removed or untied. The sharded model is as before then.
     """
-    held = [_Held.of(path, inner) for path, inner in module.named_modules()]
+    held = [Held.of(path, inner) for path, inner in module.named_modules()]
     accounts = list({id(account): account for each in held for account in each.accounts.values()}.values())
     for account in accounts:
         if account.name in account.handouts.whole:
@@ -62,8 +62,8 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
                 f"{account.name}: is whole already in an outer full_parameters block, over another module it is tied "
                 "to; enter one block over a module that holds both"
             )
-    gathered = zip(accounts, _gather(accounts), strict=True)
-    whole: dict[int, Any] = {id(account): _parameter(account, full) for account, full in gathered}
+    gathered = gather_whole(accounts)
+    whole: dict[int, Any] = {id(account): _parameter(account, gathered[id(account)]) for account in accounts}
     before = None if write else _fingerprints(accounts, whole)
     for each in held:
         each.open(whole)
@@ -92,7 +92,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A module as it was before: its class, and what it held."""
 
     path: str
@@ -104,11 +104,11 @@ class _Held:
     trained: dict[str, bool]
 
     @staticmethod
-    def of(path: str, module: nn.Module) -> _Held:
+    def of(path: str, module: nn.Module) -> Held:
         accounts = accounts_of(module)
         parameters, children = dict(module._parameters), dict(module._modules)
         trained = {name: account.param.requires_grad for name, account in accounts.items()}
-        return _Held(path, module, type(module), parameters, children, accounts, trained)
+        return Held(path, module, type(module), parameters, children, accounts, trained)
 
     def open(self, whole: dict[int, Any]) -> None:
         """Let the module hold whole parameters."""
@@ -131,8 +131,12 @@ class _Held:
         for name, account in self.accounts.items():
             self.module.__dict__[account_key(name)] = account
 
-    def problems(self) -> list[str]:
-        """What happened inside that cannot be written back."""
+    def problems(self, among: Container[int] | None = None) -> list[str]:
+        """What happened inside that cannot be written back.
+
+        Args:
+            among: ids of the accounts whose parameters are looked at; default: all.
+        """
         now, children = self.module._parameters, self.module._modules
         where = self.path + "." if self.path else ""
         found = [
@@ -143,7 +147,7 @@ class _Held:
         found += [f"{where}{name}: was added" for name in now if name not in self.parameters and now[name] is not None]
         for name, account in self.accounts.items():
             problem = self._problem(name, account, now.get(name))
-            if problem:
+            if problem and (among is None or id(account) in among):
                 found.append(f"{where}{name}: {problem}")
         return found
 
@@ -163,7 +167,7 @@ class _Held:
         return None
 
 
-def _untied(held: Sequence[_Held], whole: dict[int, Any]) -> list[str]:
+def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
     return [
         f"{each.path + '.' if each.path else ''}{name}: is tied to {account.name}, but one of them was replaced alone"
         for each in held
@@ -198,8 +202,8 @@ def _fingerprints(accounts: Sequence[Account], whole: dict[int, Any]) -> Tensor 
 
 
 @torch.no_grad()
-def _gather(accounts: Sequence[Account]) -> list[Tensor]:
-    """The whole values in master dtype, in memory of their own."""
+def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
+    """The whole values in master dtype, in memory of their own, by the id of the account."""
     found: dict[int, Tensor] = {}
     for bucket in buckets(accounts, lambda spec: spec.dtype):
         shards = [account.local.detach() for account in bucket]
@@ -210,7 +214,7 @@ def _gather(accounts: Sequence[Account]) -> list[Tensor]:
         specs: list[ParamSpec] = [replace(a.spec, compute_dtype=a.spec.dtype) for a in bucket]
         pieces = gather_finish(gather_start(shards, specs), specs)
         found |= {id(account): piece for account, piece in zip(bucket, pieces, strict=True)}
-    return [found[id(account)] for account in accounts]
+    return found
 
 
 def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]:

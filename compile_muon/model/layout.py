@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,24 @@ from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
 from compile_muon.runtime.board import backend_of
 
-__all__ = ["describe", "resolve_mesh"]
+__all__ = ["describe", "resolve_mesh", "target_device"]
+
+
+def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
+    """Where a model on the meta device is to get its memory: where its ranks meet, or torch's default device."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = "cpu" if found is None else found.type
+    if mesh is not None:
+        kind = mesh.device_type
+    elif dist.is_available() and dist.is_initialized():
+        group: Any = process_group or dist.group.WORLD
+        # Gloo works on GPUs too, but who chose it for them did not mean to train there.
+        kind = kind if backend_of(group, torch.device(kind)) != "gloo" else "cpu"
+    else:
+        kind = torch.get_default_device().type
+    if kind in ("cpu", "meta"):
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def resolve_mesh(
@@ -93,8 +111,10 @@ def _gather(mesh: DeviceMesh) -> str:
     return "all_to_all" if backend_of(mesh.get_group(), mesh.device_type) == "gloo" else "all_gather"
 
 
-def describe(param: Tensor, assignment: Assignment, config: Config, mesh: DeviceMesh | None) -> ParamSpec:
-    """Static facts of one parameter under this configuration."""
+def describe(
+    param: Tensor, assignment: Assignment, config: Config, mesh: DeviceMesh | None, device: torch.device
+) -> ParamSpec:
+    """Static facts of one parameter, which is or will be on ``device``, under this configuration."""
     world = 1 if mesh is None else mesh.size()
     stage = config.zero.stage
     compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
@@ -107,6 +127,6 @@ def describe(param: Tensor, assignment: Assignment, config: Config, mesh: Device
         dtype=encode_dtype(param.dtype),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
-        muon=_muon_spec(assignment, config, param.device, world, stage),
+        muon=_muon_spec(assignment, config, device, world, stage),
         gather="all_gather" if mesh is None else _gather(mesh),
     )

@@ -127,13 +127,21 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
         return None
     saved = mesh.get_coordinate()
     here = (mesh.mesh == (dist.get_rank() if dist.is_initialized() else 0)).nonzero().tolist()
+    owner = f"rank {'?' if saved is None else ', '.join(map(str, saved))} of {mesh.size()}"
     try:
-        alive = all(mesh.get_group(dim).size() == mesh.size(dim) for dim in range(mesh.ndim))
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     except RuntimeError:  # unpickled where there is no such group
-        alive = False
-    if alive and saved is not None and here == [list(saved)]:
-        return None
-    return f"rank {'?' if saved is None else ', '.join(map(str, saved))} of {mesh.size()}"
+        return owner
+    if any(group.size() != mesh.size(dim) for dim, group in enumerate(groups)):
+        return owner
+    other = saved is None or here != [list(saved)]
+    if not isinstance(account.param, DTensor) or mesh != account.param.device_mesh:
+        # It is going to be gathered: nobody may do that alone.
+        flag = torch.tensor([other], dtype=torch.int32, device=mesh.device_type)
+        for group in groups:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        other = bool(flag.item())
+    return owner if other else None
 
 
 def _as_parameter(account: Account, value: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_meta:
+                continue
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, source, group=group)
             if whole.data_ptr() != tensor.data_ptr():
@@ -52,18 +54,32 @@ def _view_alone(rows: Tensor) -> Tensor:
     return torch.from_dlpack(rows.reshape(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
 
 
-def _split(param: nn.Parameter, spec: ParamSpec, mesh: DeviceMesh | None) -> tuple[nn.Parameter, Tensor | None]:
-    """The parameter users see from now on, and the resident replica (stages 1 and 2)."""
+def _split(
+    param: nn.Parameter, spec: ParamSpec, mesh: DeviceMesh | None, device: torch.device
+) -> tuple[nn.Parameter, Tensor | None]:
+    """The parameter users see from now on, and the resident replica (stages 1 and 2).
+
+    One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
+    """
     whole = param.detach().contiguous()
+    if param.is_meta and not spec.gathered:
+        whole = torch.empty_like(whole, device=device)
     if mesh is None or spec.stage == 0:
-        return param, None
+        if not param.is_meta:
+            return param, None
+        new = nn.Parameter(whole, requires_grad=param.requires_grad)
+        vars(new).update(vars(param))
+        return new, None
     replica = None
     local = whole
     if spec.sharded:
         start, stop = spec.shard_rows(spec.rank)
         # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
         shared = spec.replicated_weight and spec.compute_dtype == spec.dtype
-        local = _view_alone(whole[start:stop]) if shared else whole[start:stop].clone()
+        if spec.gathered and param.is_meta:
+            local = torch.empty_like(whole[start:stop], device=device)
+        else:
+            local = _view_alone(whole[start:stop]) if shared else whole[start:stop].clone()
         if spec.replicated_weight:
             replica = whole if shared else whole.to(getattr(torch, spec.compute_dtype))
     placement = Shard(0) if spec.sharded else Replicate()
@@ -88,17 +104,18 @@ def shard_model(
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
     Args:
-        model: the module; all its parameters on one device.
+        model: the module; all its parameters on one device, or on the meta device.
         assignments: algorithm per parameter name.
         config: resolved configuration.
         mesh: data-parallel mesh, None for one process.
         ledger: where the parameters keep their accounts.
-        hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer.
+        hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer; its device is the shards'.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
     named = dict(model.named_parameters())
-    specs = {name: describe(param, assignments[name], config, mesh) for name, param in named.items()}
+    device = hyper.device
+    specs = {name: describe(param, assignments[name], config, mesh, device) for name, param in named.items()}
     if mesh is not None:
         with ledger.place.at("the sharding of the model"):
             agree(model, config, specs, mesh, ledger.place.board)
@@ -107,7 +124,7 @@ def shard_model(
     handouts = Handouts()
     for name, param in named.items():
         spec = specs[name]
-        new, replica = _split(param, spec, mesh)
+        new, replica = _split(param, spec, mesh, device)
         local = local_tensor(new).detach()
         momentum = torch.zeros_like(local) if spec.muon else local.new_empty(0)
         accounts[param] = Account(name, new, spec, momentum, hyper, replica, ledger, handouts)

@@ -16,16 +16,24 @@ __all__ = ["check_supported", "wrapper_types"]
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_supported(model: nn.Module) -> None:
+def check_supported(model: nn.Module, *, meta: bool = False) -> None:
     """Refuse a model that cannot be trained; nothing is changed.
 
+    Args:
+        meta: whether parameters without memory are all right, because they will be given some.
     Raises:
         UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
     """
     _check_modules(model)
     parameters = dict(model.named_parameters())
     for name, param in parameters.items():
-        _check_parameter(name, param)
+        _check_parameter(name, param, meta=meta)
+    if meta and not all(param.is_meta for param in parameters.values()):
+        real = next(name for name, param in parameters.items() if not param.is_meta)
+        lost = next(name for name, param in parameters.items() if param.is_meta)
+        raise UnsupportedModelError(
+            f"{real}: has memory, and {lost} is on the meta device; build all of the model under torch.device('meta')"
+        )
     _check_overlaps(parameters)
 
 
@@ -65,14 +73,18 @@ def wrapper_types() -> tuple[type, ...]:
     return tuple(kinds)
 
 
-def _check_parameter(name: str, param: nn.Parameter) -> None:
+def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
     def no(problem: str, remedy: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name}: {problem}; {remedy}")
 
     if nn.parameter.is_lazy(param):
         raise no("is not initialized yet", "run one forward pass through the lazy module first")
-    if param.is_meta:
-        raise no("is on the meta device", 'give it memory first, model.to_empty(device="cpu"), and initialize it')
+    if param.is_meta and not meta:
+        raise no(
+            "is on the meta device",
+            "say where its values come from, weights=folder (as save_pretrained writes it) or init=f with f(module) "
+            "initializing a module's own parameters: memory is then given shard by shard",
+        )
     if _is_dtensor(param):
         raise no(
             "is a DTensor already (FSDP2, tensor parallel, or an earlier call of compile_muon)",
@@ -101,7 +113,7 @@ def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in parameters.items()
-        if p.numel() and p.is_contiguous()  # strided ones may interleave without sharing an element
+        if p.numel() and p.is_contiguous() and not p.is_meta  # strided ones may interleave without sharing an element
     )
     for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):
         if device == next_device and start < end:

@@ -81,7 +81,7 @@ class TensorFile:
 
     def __init__(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
         start, _, self._size = header(facts)
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115, close() and abandon() do
         self._file.write(start)
 
     def write(self, piece: Tensor) -> None:

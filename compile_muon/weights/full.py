@@ -84,10 +84,11 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
             weights.check_live()
             if wire.rank == 0:
                 sources = _sources(weights, {} if mapping is None else mapping, strict)
-        plan = [sorted(sources.items()), {n: mapping[n] for n in weights.others if mapping and n in mapping}]
+        given = set(mapping or ()) if wire.rank == 0 else set()
+        plan = [sources, {n: mapping[n] for n in weights.others if mapping is not None and n in given}]
         if weights.group is not None:
             dist.broadcast_object_list(plan, group=weights.group, group_src=0)
-        sources, others = dict(plan[0]), plan[1]
+        sources, others = plan
         error: Exception | None = None
         for name in (n for n in weights.entries if n in sources):
             entry, whole = weights.entries[name], None
@@ -135,10 +136,10 @@ def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict
     """
     sources: dict[str, str] = {}
     problems: list[str] = []
-    known = set(weights.others)
+    known, given = set(weights.others), set(mapping)  # `in` of a Mapping may read a tensor
     for name, entry in weights.entries.items():
         known |= set(weights.names(name))
-        stored = next((n for n in weights.names(name) if n in mapping), None)
+        stored = next((n for n in weights.names(name) if n in given), None)
         if stored is not None:
             sources[name] = stored
             try:

@@ -22,7 +22,7 @@ from compile_muon.weights.contents import Entry, Weights, weights_of
 from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
 from compile_muon.weights.wire import Wire
 
-__all__ = ["load_pretrained", "save_pretrained"]
+__all__ = ["load_pretrained", "save_pretrained", "tied_names"]
 
 _BATCH_BYTES = 64 << 20  # of this rank's rows read at once, or one tensor's that are more
 
@@ -123,7 +123,7 @@ def _files_entries(weights: Weights) -> dict[str, Entry]:
             "use full_state_dict() or a Checkpointer"
         )
     ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
-    tied = _tied_names(weights.module)
+    tied = tied_names(weights.module)
     found = {}
     for name, entry in weights.entries.items():
         names = weights.names(name)
@@ -134,7 +134,7 @@ def _files_entries(weights: Weights) -> dict[str, Entry]:
     return found
 
 
-def _tied_names(module: nn.Module) -> list[str]:
+def tied_names(module: nn.Module) -> list[str]:
     """Patterns of names that Hugging Face's models tie to others."""
     found = []
     for path, inner in module.named_modules():

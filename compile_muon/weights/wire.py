@@ -36,6 +36,7 @@ class Wire:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
+        self._buffer: Tensor | None = None
         self.rank, self.world = (0, 1) if group is None else (group.rank(), group.size())
 
     def goes_on(self, error: Exception | None) -> bool:
@@ -66,9 +67,10 @@ class Wire:
                     if piece.numel():
                         dist.send(piece, group=self._group, group_dst=0)
             elif self.rank == 0:
-                buffer = torch.empty(min(size, _PIECE), dtype=torch.uint8, device=self._device)
+                if self._buffer is None:
+                    self._buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self._device)
                 for start in range(0, size, _PIECE):
-                    piece = buffer[: size - start]
+                    piece = self._buffer[: size - start]
                     dist.recv(piece, group=self._group, group_src=source)
                     yield piece.cpu()
 
