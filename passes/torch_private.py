@@ -122,7 +122,7 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
     """The process group that functional collectives know by ``name``."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(cast("Any", name))
 
 
 def collective_failed(error: BaseException) -> bool:

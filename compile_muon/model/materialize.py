@@ -221,7 +221,8 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
             continue
         if problems:
             raise UnsupportedModelError("init: " + listed(problems))
-        return [(accounts[key], found[key].detach()) for key in accounts if key in wanted and found[key] is not None]
+        kept = ((accounts[key], found[key]) for key in accounts if key in wanted)
+        return [(account, value.detach()) for account, value in kept if value is not None]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -120,8 +120,8 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
         if not spec.sharded or value.shape == spec.shape or value.shape[1:] != spec.shape[1:] or not value.ndim:
             return None
         spans = [spec.shard_rows(rank) for rank in range(spec.world)]
-        owner = next((rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)), None)
-        return None if owner is None else f"rank {owner} of {spec.world}"
+        owners = [rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)]
+        return f"rank {owners[0]} of {spec.world}" if owners else None
     mesh = value.device_mesh
     if all(placement.is_replicate() for placement in value.placements):
         return None

@@ -86,7 +86,7 @@ class TensorFile:
 
     def write(self, piece: Tensor) -> None:
         """Append bytes: 1-D uint8 on the CPU."""
-        self._file.write(memoryview(piece.numpy()))
+        self._file.write(piece.numpy().data)
 
     def close(self) -> None:
         """Have all of it on the disk.
