@@ -2,8 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/weights.py [--width 2048] [--layers 24] [--stage 3] [--folder DIR]
 
-Prints, for each function, how far the resident set rose above where it stood before (VmHWM, reset through
-/proc/self/clear_refs), in MiB and in units of the model's largest tensor. Mapped pages of the file being read count.
+The model is built on the meta device and initialized shard by shard; then weights go out and in, unless
+--init-only. Prints for each, per rank, how far the resident set rose at most (VmHWM, reset through
+/proc/self/clear_refs) above where it stood before, of the initialization less the bytes of the rank's shards and
+optimizer state; in MiB and in units of the model's largest tensor. Mapped pages of the file being read count.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import compile_muon
+from compile_muon.runtime.shards import local_tensor
 
 
 def _status(key: str) -> float:
@@ -40,6 +43,11 @@ def measured(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[A
     return value, _status("VmHWM") - before, time.perf_counter() - start
 
 
+def _init(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+
+
 def main() -> None:
     """Measure and print, on rank 0 for all ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,32 +55,43 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--folder")
+    parser.add_argument("--init-only", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
 
-    torch.manual_seed(0)
-    blocks = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.layers)]
-    model = nn.Sequential(nn.Embedding(8 * args.width, args.width), *blocks)
+    with torch.device("meta"):
+        blocks = [nn.Linear(args.width, args.width, bias=False) for _ in range(args.layers)]
+        model = nn.Sequential(nn.Embedding(8 * args.width, args.width), *blocks)
     sizes = [p.numel() * p.element_size() / 2**20 for p in model.parameters()]
-    compile_muon.MuonZero(model, stage=args.stage)
+    optimizer, rise, seconds = measured(compile_muon.MuonZero, model, stage=args.stage, init=_init)
+    states = [tensor for slots in optimizer.state.values() for tensor in slots.values()]
+    held = [local_tensor(tensor) for tensor in (*model.parameters(), *states)]
+    held_size = sum(tensor.numel() * tensor.element_size() for tensor in held) / 2**20
+    rows = [("MuonZero(init=...)", rise - held_size, seconds)]
     with tempfile.TemporaryDirectory(dir=args.folder) as own:
         folder = [own]
         dist.broadcast_object_list(folder)
-        rows = []
+        state: dict[str, Any] = {}
         for name, arguments in (
-            ("full_state_dict", []), ("save_pretrained", folder), ("load_pretrained", folder),
+            () if args.init_only
+            else (("full_state_dict", []), ("save_pretrained", folder), ("load_pretrained", folder))
         ):  # fmt: skip
             value, rise, seconds = measured(getattr(compile_muon, name), model, *arguments)
             rows.append((name, rise, seconds))
             if name == "full_state_dict":
                 state = value
-        _, rise, seconds = measured(compile_muon.load_full_state_dict, model, state)
-        rows.append(("load_full_state_dict", rise, seconds))
+        if not args.init_only:
+            _, rise, seconds = measured(compile_muon.load_full_state_dict, model, state)
+            rows.append(("load_full_state_dict", rise, seconds))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, rows)
+        del state
         if dist.get_rank() == 0:
-            print(f"{sum(sizes):.0f} MiB of weights, largest tensor {max(sizes):.0f} MiB, stage {args.stage}")
+            print(
+                f"{sum(sizes):.0f} MiB of weights, largest tensor {max(sizes):.0f} MiB, stage {args.stage}; "
+                f"rank 0 holds {held_size:.0f} MiB of shards and optimizer state"
+            )
             for i, (name, _, _) in enumerate(rows):
                 for rank, found in enumerate(everyone):
                     rise, seconds = found[i][1:]

@@ -33,6 +33,7 @@ from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.layout import resolve_mesh, target_device
 from compile_muon.model.materialize import Values
 from compile_muon.model.ownership import Ownership
+from compile_muon.model.readers import place_of_another
 from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
@@ -538,7 +539,19 @@ class MuonZero(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`."""
+        """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.
+
+        Raises:
+            LedgerError: they are those of another rank; nothing is loaded.
+        """
+        for slots in state_dict["state"].values():
+            for slot, value in slots.items():
+                owner = place_of_another(value) if isinstance(value, DTensor) else None
+                if owner is not None:
+                    raise LedgerError(
+                        f"{slot}: holds the rows of rank {owner} that it was saved by, and not this rank's; save with "
+                        "a Checkpointer, or load on each rank what it saved"
+                    )
         super().load_state_dict(state_dict)
         for account in self._muon:
             loaded = local_tensor(self.state[account.param]["momentum_buffer"])

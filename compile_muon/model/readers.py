@@ -21,7 +21,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter
 
-__all__ = ["accounts_of", "check_kind", "install_readers", "original_class"]
+__all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "place_of_another"]
 
 _PREFIX = "_muon_zero_"
 _LOADING = "_loading_whole_tensors"
@@ -122,12 +122,27 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
         spans = [spec.shard_rows(rank) for rank in range(spec.world)]
         owners = [rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)]
         return f"rank {owners[0]} of {spec.world}" if owners else None
+    owner_place = place_of_another(value, gathered=not _same_mesh(account.param, value))
+    return None if owner_place is None else f"rank {owner_place}"
+
+
+def _same_mesh(param: Tensor, value: DTensor) -> bool:
+    return isinstance(param, DTensor) and param.device_mesh == value.device_mesh
+
+
+def place_of_another(value: DTensor, *, gathered: bool = False) -> str | None:
+    """The place in its mesh that a DTensor's rows belong to, if it is not this rank's: it was saved by another one.
+
+    Args:
+        gathered: whether it is going to be, by all ranks of its mesh; then all have the same answer, which is
+            collective.
+    """
     mesh = value.device_mesh
     if all(placement.is_replicate() for placement in value.placements):
         return None
     saved = mesh.get_coordinate()
     here = (mesh.mesh == (dist.get_rank() if dist.is_initialized() else 0)).nonzero().tolist()
-    owner = f"rank {'?' if saved is None else ', '.join(map(str, saved))} of {mesh.size()}"
+    owner = f"{'?' if saved is None else ', '.join(map(str, saved))} of {mesh.size()}"
     try:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
     except RuntimeError:  # unpickled where there is no such group
@@ -135,8 +150,7 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
     if any(group.size() != mesh.size(dim) for dim, group in enumerate(groups)):
         return owner
     other = saved is None or here != [list(saved)]
-    if not isinstance(account.param, DTensor) or mesh != account.param.device_mesh:
-        # It is going to be gathered: nobody may do that alone.
+    if gathered:  # nobody may do that alone
         flag = torch.tensor([other], dtype=torch.int32, device=mesh.device_type)
         for group in groups:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)

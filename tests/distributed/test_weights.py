@@ -318,6 +318,27 @@ def test_what_rank_0_saved_alone_does_not_load_in_silence(ranks: Callable[[int],
         net().load_state_dict(torch.load(io.BytesIO(pickled), weights_only=False))
 
 
+def save_state() -> bytes:
+    model, optimizer = sharded(3)
+    train(model, optimizer)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    return buffer.getvalue()
+
+
+def load_state(saved: list[bytes]) -> list[str]:
+    _, optimizer = sharded(3)
+    states = [torch.load(io.BytesIO(data), weights_only=False) for data in saved]
+    return [error_of(optimizer.load_state_dict, state) for state in states]
+
+
+def test_optimizer_state_of_another_rank_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    saved = ranks(2).run(save_state)
+    for rank, said in enumerate(ranks(2).run(load_state, saved=saved)):
+        assert said[rank] == "no error"
+        assert f"holds the rows of rank {1 - rank} of 2 that it was saved by" in said[1 - rank]
+
+
 def call_alone(what: str, folder: str) -> str:
     model, _ = sharded(3)
     if dist.get_rank() == 1:
