@@ -114,7 +114,7 @@ def store_of(group: Any) -> torch.distributed.Store | None:
     try:
         store: Any = _get_process_group_store(group)
         return cast("torch.distributed.Store", store.clone())
-    except (AttributeError, KeyError, RuntimeError):  # stores in Python, and the fake group's, are not cloned
+    except (KeyError, RuntimeError):  # stores in Python, and that of the fake group, are not cloned
         return None
 
 
@@ -122,7 +122,8 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
     """The process group that functional collectives know by ``name``."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(cast("Any", name))
+    resolve: Any = _resolve_process_group
+    return cast("torch.distributed.ProcessGroup", resolve(name))
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -221,8 +221,7 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
             continue
         if problems:
             raise UnsupportedModelError("init: " + listed(problems))
-        kept = ((accounts[key], found[key]) for key in accounts if key in wanted)
-        return [(account, value.detach()) for account, value in kept if value is not None]
+        return [(accounts[key], value.detach()) for key, value in found.items() if key in wanted and value is not None]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
