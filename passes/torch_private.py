@@ -114,7 +114,7 @@ def store_of(group: Any) -> torch.distributed.Store | None:
     try:
         store: Any = _get_process_group_store(group)
         return cast("torch.distributed.Store", store.clone())
-    except (KeyError, RuntimeError):  # stores in Python, and that of the fake group, are not cloned
+    except (AttributeError, KeyError, RuntimeError):  # stores in Python, and the fake group's, are not cloned
         return None
 
 

@@ -470,7 +470,7 @@ def overlapping(model):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (meta, r"b\.weight.*meta.*to_empty"),
+        (meta, r"b\.weight.*meta.*weights=folder"),
         (sparse, r"b\.weight.*sparse.*to_dense"),
         (complex_weights, r"b\.weight.*complex.*view_as_real"),
         (overlapping, r"(a|b)\.weight"),

@@ -772,7 +772,7 @@ def test_lazy_parameter():
 
 
 def test_meta_parameter():
-    refused(nn.Linear(4, 4, device="meta"), "weight:", "meta", "to_empty")
+    refused(nn.Linear(4, 4, device="meta"), "weight:", "meta", "weights=folder")
 
 
 def test_trainable_float8():
