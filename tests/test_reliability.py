@@ -62,7 +62,10 @@ def test_what_an_error_names(reliability: Callable[[str], Any]) -> None:
         ("ranks 0, 2 wait in step 4", False, True),
         ("[127.0.0.1]:39842 closed the connection of rank 12 in step 30", False, False),
     ):
-        assert (ranks.names_rank(message), ranks.names_step(message)) == (rank, step), message
+        assert (ranks.names_rank(message), ranks.names_step(message, late=False)) == (rank, step), message
+    # A fault of a step may show in the next: counted from 1, two more than the fault's, counted from 0.
+    assert not ranks.names_step("rank 1 waits in step 5", late=False)
+    assert ranks.names_step("rank 1 waits in step 5", late=True)
 
     def outcome(fault: str, *survivors: dict[str, Any], error: float | None = None) -> str:
         base = {"ended": "raised", "step": 3, "message": "rank 1, step 3"}
@@ -72,7 +75,10 @@ def test_what_an_error_names(reliability: Callable[[str], Any]) -> None:
     assert outcome("no step", {}, {"message": "Connection closed by peer"}) == "unnamed"
     assert outcome("no step", {"step": 4}, {}) == "named, late"
     assert outcome("no step", {"ended": "hung"}, {}) == "hung"
-    assert outcome("no step", {"ended": "ended with -6"}, {}) == "aborted"
+    assert outcome("no step", {"ended": "ended with -6"}, {}) == "aborted, named"
+    assert outcome("no step", {"ended": "ended with -6"}, {"message": "Connection closed by peer"}) == "aborted"
+    assert outcome("no step", {"ended": "ended with -6"}, {"ended": "ended with -6"}) == "aborted"
+    assert outcome("no step", {"ended": "ended with 0"}, {}) == "aborted"
     assert outcome("no step", {"ended": "completed"}, {}) == "WRONG"
     assert outcome("no step", error=1e-2) == "WRONG" and outcome("no step", error=1e-7) == "right"
     assert outcome("slow, in time", {}, {}) == "refused"
