@@ -20,6 +20,7 @@ from reference import full, world_and_rank
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from zoo import Uneven
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
@@ -28,26 +29,19 @@ from compile_muon.__main__ import main
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
-class Net(nn.Module):
-    """Uneven and empty shards, a scalar, a tie, statistics that differ between ranks, and dropout."""
+class Net(Uneven):
+    """Beside what is uneven: statistics that differ between ranks, and dropout."""
 
     def __init__(self, rows: int = 9) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, rows)
-        self.norm = nn.BatchNorm1d(rows)
-        self.thin = nn.Linear(rows, 1)
-        self.down = nn.Linear(1, 6, bias=False)
-        self.head = nn.Linear(6, 6, bias=False)
-        self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.head.weight
+        super().__init__(rows)
         self.low = nn.Linear(6, 5, dtype=torch.bfloat16)
         self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def hidden(self, h: Tensor) -> Tensor:
+        return nn.functional.dropout(h, 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.dropout(torch.tanh(self.norm(self.up(x))), 0.3)
-        h = self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
-        return self.low(h.bfloat16()).float() + self.frozen.sum()
+        return self.low(super().forward(x).bfloat16()).float() + self.frozen.sum()
 
 
 class Loader:

@@ -14,6 +14,7 @@ from harness import Ranks
 from reference import full
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from zoo import Uneven
 
 import compile_muon
 from compile_muon import UnsupportedModelError, full_parameters
@@ -22,31 +23,12 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Net(nn.Module):
-    """Uneven shards (9 rows), empty ones (1 row, no bias beside it), a scalar, a tie and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 9)
-        self.norm = nn.BatchNorm1d(9)
-        self.thin = nn.Linear(9, 1)
-        self.down = nn.Linear(1, 6, bias=False)
-        self.head = nn.Linear(6, 6, bias=False)
-        self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.head.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.norm(self.up(x)))
-        return self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
-
-
-def net(seed: int = 0) -> Net:
+def net(seed: int = 0) -> Uneven:
     torch.manual_seed(seed)
-    return Net().eval()  # the running statistics stay what they are
+    return Uneven().eval()  # the running statistics stay what they are
 
 
-def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Net, compile_muon.MuonZero]:
+def sharded(stage: int, seed: int = 0, **settings: Any) -> tuple[Uneven, compile_muon.MuonZero]:
     model = net(seed)
     return model, compile_muon.MuonZero(model, stage=stage, adamw_eps=1e-4, ns_dtype="float32", **settings)
 
@@ -319,7 +301,7 @@ def test_full_parameters_refuse_alike_on_all_ranks(ranks: Callable[[int], Ranks]
 # ------------------------------------------------------------------------------- edits, moves, wrappers
 
 
-def _by_data(model: Net) -> None:
+def _by_data(model: Uneven) -> None:
     model.head.weight.data = torch.zeros(6, 6)
 
 

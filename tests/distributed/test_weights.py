@@ -17,6 +17,7 @@ from harness import Ranks
 from reference import full, world_and_rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from zoo import Uneven
 
 import compile_muon
 from compile_muon import CheckpointError, ConfigError, PeerError, UnsupportedModelError, full_parameters
@@ -25,28 +26,18 @@ from compile_muon.weights.files import parse_size
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
 
-class Net(nn.Module):
-    """Uneven and empty shards, a scalar, a tie, buffers that are persistent or not, integers and half precision."""
+class Net(Uneven):
+    """Beside what is uneven: buffers that are persistent or not, integers, half precision, and what is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 9)
-        self.norm = nn.BatchNorm1d(9)
-        self.thin = nn.Linear(9, 1)
-        self.down = nn.Linear(1, 6, bias=False)
-        self.head = nn.Linear(6, 6, bias=False)
-        self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.head.weight
         self.low = nn.Linear(6, 5, dtype=torch.bfloat16)
         self.frozen = nn.Parameter(torch.randn(3, 2), requires_grad=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("flags", torch.tensor([True, False, True]))
         self.register_buffer("passing", torch.ones(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.norm(self.up(x)))
-        h = self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
-        return self.low(h.bfloat16()).float() + self.frozen.sum()
+        return self.low(super().forward(x).bfloat16()).float() + self.frozen.sum()
 
 
 def net(seed: int = 0) -> Net:

@@ -14,9 +14,32 @@ from reference import Matrices, hidden_matrices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["ZOO", "ZooModel"]
+__all__ = ["ZOO", "Uneven", "ZooModel"]
 
 VOCABULARY = 64
+
+
+class Uneven(nn.Module):
+    """Uneven shards (9 rows), empty ones (1 row), a scalar, a tie and buffers."""
+
+    def __init__(self, rows: int = 9) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, rows)
+        self.norm = nn.BatchNorm1d(rows)
+        self.thin = nn.Linear(rows, 1)
+        self.down = nn.Linear(1, 6, bias=False)
+        self.head = nn.Linear(6, 6, bias=False)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.head.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(torch.tanh(self.norm(self.up(x))))
+        return self.tied(torch.tanh(self.head(self.down(self.thin(h)) * self.scale)))
+
+    def hidden(self, h: Tensor) -> Tensor:
+        """What a test puts behind the first layer."""
+        return h
 
 
 def _generator(step: int, micro: int, rank: int) -> torch.Generator:
