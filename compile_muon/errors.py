@@ -26,6 +26,7 @@ __all__ = [
     "config_error",
     "join_errors",
     "listed",
+    "ranks_named",
     "warn_user",
 ]
 
@@ -88,17 +89,26 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
+def ranks_named(ranks: Sequence[int]) -> str:
+    """At least one rank, in words.
+
+    >>> ranks_named([1]), ranks_named([0, 2])
+    ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 def by_rank(values: Sequence[object]) -> str:
     """Which ranks have which value, the rarest first.
 
     >>> by_rank([2, 3, 2])
     '3 on rank 1, 2 on ranks 0, 2'
     """
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(str(value), []).append(str(rank))
+        ranks.setdefault(str(value), []).append(rank)
     rarest = sorted(ranks.items(), key=lambda item: len(item[1]))
-    return ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {', '.join(r)}" for value, r in rarest)
+    return ", ".join(f"{value} on {ranks_named(who)}" for value, who in rarest)
 
 
 def config_error(field: str, value: object, problem: str, remedy: str) -> ConfigError:

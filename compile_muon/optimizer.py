@@ -499,11 +499,10 @@ class MuonZero(Optimizer):
         found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items() if names)
         if not found:
             return False
-        problem = f"{found} = inf or nan: nothing was updated in step {self._ledger.place.step}"
         zero, counters = self.config.zero, self._ledger.counters
+        where = survey.ranks(wrong) if self._compares and zero.nonfinite == "error" else ""
+        problem = f"{found} = inf or nan{where}: nothing was updated in step {self._ledger.place.step}"
         if zero.nonfinite == "error":
-            if self._compares:
-                problem = problem.replace(" = inf or nan", f" = inf or nan{survey.ranks(wrong)}")
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
                 "out"

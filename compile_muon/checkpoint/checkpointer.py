@@ -30,7 +30,7 @@ from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.checkpoint.storage import read_tensors, write_tensors
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
-from compile_muon.errors import CheckpointError, warn_user
+from compile_muon.errors import CheckpointError, ranks_named, warn_user
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
 
@@ -295,11 +295,10 @@ class Checkpointer:
         # Ranks may look at different moments; the first one's view counts, but all or none must see something.
         views = ranks.gather(self.steps())
         present = views[0]
-        blind = [str(rank) for rank, view in enumerate(views) if not view]
+        blind = [rank for rank, view in enumerate(views) if not view]
         if 0 < len(blind) < ranks.world:
             raise CheckpointError(
-                f"{self._folder.path}: holds checkpoints for some ranks, and none for rank{'s' * (len(blind) > 1)} "
-                f"{', '.join(blind)}; {_SHARE}"
+                f"{self._folder.path}: holds checkpoints for some ranks, and none for {ranks_named(blind)}; {_SHARE}"
             )
         if step is not None and step not in present:
             there = f"there are {', '.join(map(str, present))}" if present else "there is none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.checkpoint.manifest import DamagedError
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.torch_private import timeout_of
+from compile_muon.runtime.board import gather_objects
 from compile_muon.runtime.place import Place
 
 __all__ = ["Ranks"]
@@ -61,14 +62,12 @@ class Ranks:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.world
         try:
-            dist.all_gather_object(found, value, group=self.group)
+            return gather_objects(value, self.group)
         except RuntimeError as error:
             if not self._apart:
                 raise
             raise self._alone("a rank did not answer while a checkpoint was made or loaded", error) from error
-        return found
 
     def _alone(self, what: str, error: RuntimeError) -> CheckpointError:
         return CheckpointError(f"{what}: {error}\n{self._place.everyone()}".rstrip())

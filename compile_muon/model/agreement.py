@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.board import Board
+from compile_muon.runtime.board import Board, gather_objects
 
 __all__ = ["agree"]
 
@@ -102,8 +102,7 @@ def agree(
 
 def _disagreement(title: str, mine: dict[str, str], mesh: DeviceMesh) -> Exception:
     """What to raise; collective."""
-    found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, mine, group=mesh.get_group())
+    found = gather_objects(mine, mesh.get_group())
     keys = list(dict.fromkeys(key for facts in found for key in facts))
     differing = [key for key in keys if len({facts.get(key) for facts in found}) > 1]
     if len(differing) > 1 and _ORDER in differing:

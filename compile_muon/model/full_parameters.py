@@ -16,7 +16,7 @@ from compile_muon.passes.exchange.transfers import gather_finish, gather_start
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import buckets, refresh_replicas
+from compile_muon.runtime.replicas import buckets, refresh_by_owner
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
 
@@ -246,5 +246,4 @@ def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
                 start, stop = spec.shard_rows(spec.rank)
                 full = full[start:stop]
             account.local.detach().copy_(full)
-    for ledger in {id(account.ledger): account.ledger for account in accounts}.values():
-        ledger.count(refresh_replicas([account for account in accounts if account.ledger is ledger]))
+    refresh_by_owner(accounts)

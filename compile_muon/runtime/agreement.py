@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.errors import LedgerError, by_rank, listed
+from compile_muon.errors import LedgerError, by_rank, listed, ranks_named
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.board import gather_objects
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
-from compile_muon.runtime.trail import Trail, Visit
+from compile_muon.runtime.trail import Trail, Visit, frame_label
 
 __all__ = ["Agreement", "Copies"]
 
@@ -123,22 +124,22 @@ class Agreement:
         return LedgerError(f"ranks disagree in step {self.step} {what}: nothing was updated; {remedy}")
 
     def _explain(self, group: dist.ProcessGroup) -> LedgerError:
-        everyone = _gather({"steps": str(self.step), **self.settings}, group)
+        everyone = gather_objects({"steps": str(self.step), **self.settings}, group)
         differing = [key for key in everyone[0] if len({facts.get(key) for facts in everyone}) > 1]
         if differing:
             said = [f"{key} = {by_rank([facts.get(key) for facts in everyone])}" for key in differing]
             return self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
-        return self._error(_first_difference(_gather(self.trail.visits(), group)), _VISITS)
+        return self._error(_first_difference(gather_objects(self.trail.visits(), group)), _VISITS)
 
     def _name_copies(self, group: dist.ProcessGroup, copies: Copies) -> LedgerError:
-        rows = _gather([tuple(row) for row in copies.fingerprints.tolist()], group)
+        rows = gather_objects([tuple(row) for row in copies.fingerprints.tolist()], group)
         said = []
         for i, name in enumerate(copies.names):
             column = [row[i] for row in rows]
             if len(set(column)) > 1:
                 usual = max(column, key=column.count)
-                odd = [str(rank) for rank, value in enumerate(column) if value != usual]
-                said.append(f"{name} on rank{'s' * (len(odd) > 1)} {', '.join(odd)}")
+                odd = [rank for rank, value in enumerate(column) if value != usual]
+                said.append(f"{name} on {ranks_named(odd)}")
         return self._error(f"on what all hold a copy of: {listed(said)} is not what the other ranks have", _COPIES)
 
 
@@ -148,12 +149,6 @@ _VISITS = (
     "the same order on every rank"
 )
 _COPIES = "go back to the last checkpoint, and do on every rank what is done to weights on one"
-
-
-def _gather(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
@@ -177,7 +172,7 @@ def _described(visits: Sequence[Visit | None]) -> list[str]:
         if visit is None:
             texts.append("none any more")
             continue
-        frame = f"frame {int(visit.frame[5:])}" if visit.frame.startswith("frame") else "eager code"
+        frame = frame_label(visit.frame) or "eager code"
         if place is not None:
             what = f" at {visit.names[place]}" if place < len(visit.names) else f", without a parameter {place + 1}"
         elif detail is not None:

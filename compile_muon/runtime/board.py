@@ -16,18 +16,20 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from compile_muon.errors import PeerError, by_rank
+from compile_muon.errors import PeerError, by_rank, ranks_named
 from compile_muon.passes.torch_private import timeout_of
 
 if TYPE_CHECKING:
     from compile_muon.runtime.place import Place
 
-__all__ = ["Board", "Entry", "backend_of", "keep_up", "report"]
+__all__ = ["Board", "Entry", "backend_of", "gather_objects", "keep_up", "report"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("compile_muon")
 
@@ -47,6 +49,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
     """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends.get(torch.device(device).type, "")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """``value`` of every rank, on every rank; small things between our own processes."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class Entry(NamedTuple):
@@ -207,8 +216,7 @@ def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> s
     for (_, text), ranks in sorted(said.items()):
         verb, _, rest = text.partition(" ")
         singular, _, plural = verb.partition("/")
-        subject = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        sentences.append(f"{subject} {singular if len(ranks) == 1 else plural} {rest}")
+        sentences.append(f"{ranks_named(ranks)} {singular if len(ranks) == 1 else plural} {rest}")
     before = [places[rank].collectives if rank in places else 0 for rank in range(world)]
     counted = f"\n(collectives before: {by_rank(before)})" if len(set(before)) > 1 else ""
     return "; ".join(sentences) + counted

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
 from compile_muon.runtime.board import Board, Entry, keep_up
+from compile_muon.runtime.trail import frame_label
 
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
@@ -99,7 +100,8 @@ class Place:
     def told(self) -> Entry:
         """The place as the others read it."""
         step, half, name, accounts = self._at
-        frame = f" of frame {int(name[5:])}" if name.startswith("frame") else ""
+        label = frame_label(name)
+        frame = f" of {label}" if label else ""
         where = f"{half}{frame}{_holder([account.name for account in accounts])}"
         return Entry(step, where, self._entered is not None, self.collectives, self._raised)
 

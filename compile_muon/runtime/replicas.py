@@ -12,7 +12,7 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import edits_of
 
-__all__ = ["buckets", "keep_fresh", "refresh_replicas"]
+__all__ = ["buckets", "keep_fresh", "refresh_by_owner", "refresh_replicas"]
 
 _BUCKET_BYTES = 25 * 2**20
 
@@ -55,6 +55,12 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
         sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
         total = total + Traffic(sent, ((specs[0].gather, 1),))
     return total
+
+
+def refresh_by_owner(accounts: Sequence[Account]) -> None:
+    """:func:`refresh_replicas` for parameters of one optimizer or several, each of which counts its traffic."""
+    for ledger in {id(account.ledger): account.ledger for account in accounts}.values():
+        ledger.count(refresh_replicas([account for account in accounts if account.ledger is ledger]))
 
 
 def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.errors import ranks_named
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.board import gather_objects
 from compile_muon.runtime.speculation import Speculation, differ
 
 __all__ = ["Survey", "not_finite", "squares"]
@@ -218,12 +220,9 @@ class Survey:
             for names, vector in self._own
             for (what, name), number in zip(names, vector.tolist(), strict=True)
         )
-        found: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(found, mine, group=self.group)
-        ranks = [str(rank) for rank, holds in enumerate(found) if holds]
-        if len(ranks) in (0, len(found)):
-            return " on every rank"
-        return f" on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        found = gather_objects(mine, self.group)
+        ranks = [rank for rank, holds in enumerate(found) if holds]
+        return " on every rank" if len(ranks) in (0, len(found)) else f" on {ranks_named(ranks)}"
 
     def numbers(self, what: str) -> Mapping[str, float]:
         """What :meth:`wait` has read under ``what``, by name."""

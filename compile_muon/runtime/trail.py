@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
 
-__all__ = ["Trail", "Visit"]
+__all__ = ["Trail", "Visit", "frame_label"]
 
 #: visits that can still be named; the digest knows of all
 _REMEMBERED = 4096
+
+
+def frame_label(frame: str) -> str:
+    """A frame as errors call it; empty for what is none.
+
+    >>> frame_label("frame0003"), frame_label("")
+    ('frame 3', '')
+    """
+    return f"frame {int(frame[5:])}" if frame.startswith("frame") else ""
 
 
 class Visit(NamedTuple):

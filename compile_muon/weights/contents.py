@@ -19,7 +19,7 @@ from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.place import Place
-from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.replicas import refresh_by_owner
 
 __all__ = ["Entry", "Weights", "weights_of"]
 
@@ -132,8 +132,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Shards were written: gather the resident weights anew; collective."""
-        for ledger in {id(account.ledger): account.ledger for account in self.accounts}.values():
-            ledger.count(refresh_replicas([account for account in self.accounts if account.ledger is ledger]))
+        refresh_by_owner(self.accounts)
 
 
 def weights_of(model: nn.Module) -> Weights:
