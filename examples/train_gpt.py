@@ -6,14 +6,17 @@
 The text is the source code of Python's own standard library, which every machine has; --data takes your own.
 Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps. Who
 starts it again when a rank or a node dies, torchrun, SLURM or Kubernetes, is in docs/multi-node.md.
+--compare trains again from the same start on the same batches, with AdamW (adamw.json), and plots both.
 """
 
 import argparse
+import json
 import os
 import resource
 import sysconfig
 import time
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean, median
 
@@ -120,13 +123,78 @@ def generate(model: nn.Module, prompt: bytes, args: argparse.Namespace, device: 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def plot(train: list[float], val: dict[int, float], path: Path) -> None:
-    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
-    axes.plot(range(1, len(train) + 1), train, alpha=0.6, label="training")
-    axes.plot(list(val), list(val.values()), "o-", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Byte-level GPT trained with Muon under ZeRO")
-    axes.legend()
-    axes.figure.savefig(path, dpi=150)
+def plot(histories: dict[str, dict], path: Path) -> None:
+    units = ("step", "second") if len(histories) > 1 else ("step",)
+    figure = Figure(figsize=(2 + 5 * len(units), 4), layout="constrained")
+    for axes, unit in zip(figure.subplots(1, len(units), sharey=True, squeeze=False)[0], units, strict=True):
+        for color, (name, history) in zip(("C0", "C1"), histories.items(), strict=False):
+            typical = median(history["seconds"])  # a step that compiles counts as two
+            clock = list(accumulate(min(seconds, 2 * typical) for seconds in history["seconds"]))
+            at = clock if unit == "second" else range(1, len(clock) + 1)
+            axes.plot(at, history["train"], color, alpha=0.25)
+            steps, losses = zip(*history["val"].items(), strict=True)
+            axes.plot([at[step - 1] for step in steps], losses, color + "o-", label=name)
+        axes.set(xlabel=unit + "s", ylabel="loss (nats per byte)", ylim=(None, max(history["train"][0] * 0.7, 1)))
+        axes.legend(title="validation (faint: training)")
+    figure.suptitle("Byte-level GPT under ZeRO")
+    figure.savefig(path, dpi=150)
+
+
+def train(
+    config: Path, out: Path, args: argparse.Namespace, texts: tuple[Tensor, Tensor], rank: int, device: torch.device
+) -> dict:
+    torch.manual_seed(args.seed)  # every rank starts from the same weights
+    model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), config)
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
+    checkpointer = compile_muon.Checkpointer(out / "checkpoints", asynchronous=True)
+    save_every = args.save_every or max(args.steps // 8, 1)
+    history = {"algorithm": optimizer.config.algorithm, "train": [], "val": {}, "seconds": []}
+    history.update(checkpointer.load(model, optimizer, scheduler=schedule) or {})
+    losses, val, seconds = history["train"], history["val"], history["seconds"]
+
+    sent, console, first = 0, Console(quiet=rank != 0), len(losses)
+    if first:
+        console.print(f"going on from step {first}: {out}/checkpoints")
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=rank != 0) as progress:
+        bar = progress.add_task("compiling", total=args.steps, completed=first)
+        for step in range(first, args.steps):
+            began, sent_before = time.perf_counter(), optimizer.traffic.bytes_sent
+            x, y = windows(texts[0], args, (args.seed, step, rank), device)
+
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+
+            losses.append(loss.item())  # waits for the device, so the time is the step's
+            seconds.append(time.perf_counter() - began)
+            sent = optimizer.traffic.bytes_sent - sent_before
+            progress.update(bar, advance=1, description=f"loss {losses[-1]:.3f}")
+            if (step + 1) % save_every == 0 or step + 1 == args.steps:
+                with torch.no_grad():
+                    here = mean(model(*windows(texts[1], args, (i, rank), device)).item() for i in range(4))
+                val[step + 1] = mean(every_rank(here))
+                console.print(f"step {step + 1:5}   training {mean(losses[-10:]):.3f}   validation {val[step + 1]:.3f}")
+                checkpointer.save(step + 1, model, optimizer, scheduler=schedule, **history)
+
+    checkpointer.wait()
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peaks = every_rank(torch.cuda.max_memory_allocated() if device.type == "cuda" else resident)
+    sample = generate(model, b"def ", args, device)
+    summary, pace = optimizer.summary(), median(seconds)
+    table = Table("ZeRO stage | world size", f"{summary.stage} | {summary.world_size} ({device.type})")
+    table.add_row("tokens per second", f"{args.batch * args.context * summary.world_size / pace:,.0f}")
+    table.add_row("step time", f"{1000 * pace:,.0f} ms (the first, with compilation: {seconds[0]:.0f} s)")
+    table.add_row("sent per step and rank", f"{sent:,} bytes")
+    table.add_row("peak memory per rank", " | ".join(f"{peak / 2**20:,.0f} MiB" for peak in peaks))
+    table.add_row("parameters by Muon | AdamW", f"{summary.muon_parameters:,} | {summary.adamw_parameters:,}")
+    table.add_row("loss: training | validation", f"{mean(losses[-10:]):.3f} | {list(val.values())[-1]:.3f}")
+    table.add_row("saved", f"{out}/checkpoints | {args.out}/loss.png")
+    console.print(table)
+    console.print(sample, markup=False, highlight=False, emoji=False)
+    return history
 
 
 @record  # a rank's traceback ends up in torchrun's report
@@ -137,6 +205,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where checkpoints and the plot go")
     parser.add_argument("--batch", type=int, default=4, help="windows per rank and step; default 4")
     parser.add_argument("--save-every", type=int, help="steps from checkpoint to checkpoint; default: an eighth of all")
+    parser.add_argument("--compare", action="store_true", help="then AdamW from the same start; plots both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for another rank; default 600")
     for name, default in dict(steps=500, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=f"default {default}")
@@ -148,58 +217,15 @@ def main() -> None:
         parser.error(f"--data {args.data}: {len(text)} bytes of text are too few for --context {args.context}")
 
     rank, device = start(timedelta(seconds=args.timeout))
-    torch.manual_seed(args.seed)  # every rank starts from the same weights
-    model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), args.config)
-    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
-    checkpointer = compile_muon.Checkpointer(args.out / "checkpoints", asynchronous=True)
-    save_every = args.save_every or max(args.steps // 8, 1)
-    saved = checkpointer.load(model, optimizer, scheduler=schedule) or {"train": [], "val": {}}
-    train, val = saved["train"], saved["val"]
-
-    seconds, sent, console = [], 0, Console(quiet=rank != 0)
-    if train:
-        console.print(f"going on from step {len(train)}: {args.out}/checkpoints")
-    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=rank != 0) as progress:
-        bar = progress.add_task("compiling", total=args.steps, completed=len(train))
-        for step in range(len(train), args.steps):
-            began, sent_before = time.perf_counter(), optimizer.traffic.bytes_sent
-            x, y = windows(train_text, args, (args.seed, step, rank), device)
-
-            loss = model(x, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-
-            train.append(loss.item())  # waits for the device, so the time is the step's
-            seconds.append(time.perf_counter() - began)
-            sent = optimizer.traffic.bytes_sent - sent_before
-            progress.update(bar, advance=1, description=f"loss {train[-1]:.3f}")
-            if (step + 1) % save_every == 0 or step + 1 == args.steps:
-                with torch.no_grad():
-                    losses = [model(*windows(val_text, args, (i, rank), device)).item() for i in range(4)]
-                val[step + 1] = mean(every_rank(mean(losses)))
-                console.print(f"step {step + 1:5}   training {mean(train[-10:]):.3f}   validation {val[step + 1]:.3f}")
-                checkpointer.save(step + 1, model, optimizer, scheduler=schedule, train=train, val=val)
-
-    checkpointer.wait()
-    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peaks = every_rank(torch.cuda.max_memory_allocated() if device.type == "cuda" else resident)
-    sample = generate(model, b"def ", args, device)
+    trainings, histories = {args.config: args.out}, {}
+    if args.compare:
+        trainings[Path(__file__).parent / "adamw.json"] = args.out / "adamw"
+    for config, out in trainings.items():
+        history = train(config, out, args, (train_text, val_text), rank, device)
+        histories[history["algorithm"]] = history
     if rank == 0:
-        plot(train, val, args.out / "loss.png")
-        summary, pace = optimizer.summary(), median(seconds or [float("nan")])
-        table = Table("ZeRO stage | world size", f"{summary.stage} | {summary.world_size} ({device.type})")
-        table.add_row("tokens per second", f"{args.batch * args.context * summary.world_size / pace:,.0f}")
-        table.add_row("step time", f"{1000 * pace:,.0f} ms (the first, with compilation: {sum(seconds[:1]):.0f} s)")
-        table.add_row("sent per step and rank", f"{sent:,} bytes")
-        table.add_row("peak memory per rank", " | ".join(f"{peak / 2**20:,.0f} MiB" for peak in peaks))
-        table.add_row("parameters by Muon | AdamW", f"{summary.muon_parameters:,} | {summary.adamw_parameters:,}")
-        table.add_row("loss: training | validation", f"{mean(train[-10:]):.3f} | {list(val.values())[-1]:.3f}")
-        table.add_row("saved", f"{args.out}/checkpoints | {args.out}/loss.png")
-        console.print(table)
-        console.print(sample, markup=False, highlight=False, emoji=False)
+        plot(histories, args.out / "loss.png")
+        (args.out / "losses.json").write_text(json.dumps(histories))
     if dist.is_initialized():
         dist.destroy_process_group()
 

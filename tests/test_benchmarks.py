@@ -385,3 +385,19 @@ def test_ns_training(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     first = [row for row in rows if row["differences"] == [0.0]]
     assert len(rows) == 10 and {"jordan", "you", "polar_express"} == {row["coefficients"] for row in first}
+
+
+# --- the example's learning rates -------------------------------------------------------------------------------------
+
+
+def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
+    tune = benchmark("tune_example")
+    monkeypatch.setattr(tune, "GRID", {"adamw.json": {"lr": (0.004, 50.0)}})
+    file = tmp_path / "grid.json"
+    file.write_text('{"adamw.json": {"lr 50.0": 9.0}}')
+    tiny = ["--layers=1", "--width=32", "--context=32", "--batch=2", f"--json={file}", "--steps=3"]
+    monkeypatch.setattr(sys, "argv", ["tune_example.py", *tiny])
+    tune.main()
+    found = json.loads(file.read_text())["adamw.json"]
+    assert found["lr 0.004"] < found["lr 50.0"] == 9.0
+    assert "adamw.json   best: lr 0.004\n" in capsys.readouterr().out

