@@ -79,7 +79,7 @@ class Values:
             UnsupportedModelError: ``init`` did more than to give parameters and buffers values.
             CheckpointError: the weights do not fit.
         """
-        from compile_muon.weights.pretrained import load_pretrained
+        from compile_muon.weights.pretrained import load_whole
 
         passing = {id(buffer) for buffer in _passing_buffers(model).values() if buffer.is_meta}
         needing = [m for m in model.modules() if any(id(b) in passing for b in m._buffers.values())]
@@ -90,7 +90,7 @@ class Values:
         if self.init is not None and self.meta:
             _initialize(model, self.init, device, None if self.weights is None else needing)
         if self.weights is not None:
-            load_pretrained(model, self.weights)
+            load_whole(model, self.weights)
 
 
 def _per_module(init: Callable[..., Any]) -> Init:

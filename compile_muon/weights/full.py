@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.weights.contents import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 
-__all__ = ["full_state_dict", "load_full_state_dict"]
+__all__ = ["full_state_dict", "gather", "load_full_state_dict"]
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -31,32 +32,47 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     weights = weights_of(model)
     with weights.place.at("full_state_dict"):
         ranks = weights.meet("full_state_dict")
-        wire = Wire(weights.group, weights.device)
-        found: dict[str, Tensor] = {}
-        error: Exception | None = None
-        for name, entry in weights.entries.items():
-            flat = None
-            if wire.rank == 0:
-                try:
-                    flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-                except RuntimeError as failed:  # no memory
-                    error = failed
-            if not wire.goes_on(error):
-                break
-            position = 0
-            for piece in wire.collect(entry):
-                assert flat is not None
-                flat[position : position + piece.numel()] = piece
-                position += piece.numel()
-            if flat is not None:
-                found[name] = flat.view(entry.tensor.dtype).view(entry.shape)
-        ranks.agree("full_state_dict", error)
-    if wire.rank != 0:
-        return {}
+        return gather(weights, ranks, "full_state_dict")
+
+
+def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Whole tensors on rank 0, an empty dictionary elsewhere; collective.
+
+    Args:
+        ranks: that have met.
+        names: of those to gather, the same on every rank; None for all.
+    Raises:
+        CheckpointError: rank 0 has no room; on every rank.
+    """
+    wire = Wire(weights.group, weights.device)
+    found: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for name, entry in weights.entries.items():
+        if names is not None and not any(alias in names for alias in weights.names(name)):
+            continue
+        flat = None
+        if wire.rank == 0:
+            try:
+                flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+            except RuntimeError as failed:  # no memory
+                error = failed
+        if not wire.goes_on(error):
+            break
+        position = 0
+        for piece in wire.collect(entry):
+            assert flat is not None
+            flat[position : position + piece.numel()] = piece
+            position += piece.numel()
+        if flat is not None:
+            found[name] = flat.view(entry.tensor.dtype).view(entry.shape)
+    ranks.agree(doing, error)
     whole: dict[str, Any] = {}
+    if wire.rank != 0:
+        return whole
     for key in weights.module.state_dict(keep_vars=True):  # tied names stand where they always do
         name = key.replace("_orig_mod.", "")
-        whole[name] = weights.others[name] if name in weights.others else found[weights.aliases.get(name, name)]
+        if names is None or name in names:
+            whole[name] = weights.others[name] if name in weights.others else found[weights.aliases.get(name, name)]
     return whole
 
 

@@ -18,11 +18,12 @@ from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.contents import Entry, Weights, weights_of
 from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
 from compile_muon.weights.wire import Wire
 
-__all__ = ["load_pretrained", "save_pretrained", "tied_names"]
+__all__ = ["load_pretrained", "load_whole", "save_pretrained", "tied_names"]
 
 _BATCH_BYTES = 64 << 20  # of this rank's rows read at once, or one tensor's that are more
 
@@ -32,7 +33,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
 
     Parameters (master values) and persistent buffers (rank 0's), tied ones once, in ``model.safetensors`` or several
     files and their index; and ``config.json`` and ``generation_config.json`` of a Hugging Face model. Rank 0 writes,
-    row by row as they come. Every file gets its name once it is whole and on the disk, the index last.
+    row by row as they come. Every file gets its name once it is whole and on the disk, the index last. Of a
+    ``PeftModel``, its adapters alone, as its own ``save_pretrained`` does.
 
     Args:
         folder: need only be seen by rank 0. Weights that are in it are replaced, other files stay.
@@ -49,6 +51,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
     with weights.place.at("save_pretrained"):
         ranks = weights.meet("save_pretrained", limit)
         doing = f"{folder}: weights were not saved"
+        if has_adapters(weights.module):
+            return save_adapters(weights, folder, ranks, doing)
         with ranks.together(doing):
             entries = _files_entries(weights)
             facts = {name: TensorFacts(e.shape, encode_dtype(e.tensor.dtype)) for name, e in entries.items()}
@@ -173,7 +177,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool
 
     Args:
         folder: written by :func:`save_pretrained`, or by Hugging Face's with the names that the model has; seen by
-            every rank.
+            every rank. Of adapters, for a ``PeftModel`` that has them.
         strict: False to leave alone what is missing, and ignore what is not in the model.
     Raises:
         UnsupportedModelError: nothing in ``model`` is sharded.
@@ -181,10 +185,21 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool
             and nothing was changed then; or a file could not be read on the way.
         PeerError: a rank does not come.
     """
+    _load(model, folder, strict, adapters=True)
+
+
+def load_whole(model: nn.Module, folder: str | os.PathLike) -> None:
+    """The same for a model without values yet, which adapters alone do not give."""
+    _load(model, folder, strict=True, adapters=False)
+
+
+def _load(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters: bool) -> None:
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
     with weights.place.at("load_pretrained"):
         ranks = weights.meet("load_pretrained", strict)
+        if adapters and has_adapters(weights.module) and all(ranks.gather(holds_adapters(weights.module, folder))):
+            return load_adapters(weights, folder, ranks, strict=strict)
         with ranks.together(f"{folder}: nothing was loaded"):
             weights.check_live()
             stored = TensorFolder(folder)

@@ -1,0 +1,124 @@
+"""PEFT's adapters in and out of a sharded model, in PEFT's own files; the base model's weights stay where they are.
+
+Which tensors belong to an adapter, and what they are called in its file, PEFT alone knows: it is asked with tensors
+that have no memory, and only those it chose are gathered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compile_muon.checkpoint.folder import sync_folder
+from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.weights.contents import Weights
+from compile_muon.weights.full import gather, load_full_state_dict
+
+__all__ = ["has_adapters", "holds_adapters", "load_adapters", "save_adapters"]
+
+_FILE = "adapter_model.safetensors"
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether it is a ``PeftModel``; PEFT is not imported for the question."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+def holds_adapters(module: Any, folder: Path) -> bool:
+    """Whether ``folder`` has what :func:`save_adapters` writes of ``module``, a ``PeftModel``."""
+    return any((_subfolder(folder, adapter) / _FILE).is_file() for adapter in module.peft_config)
+
+
+def _subfolder(folder: Path, adapter: str) -> Path:
+    return folder if adapter == "default" else folder / adapter
+
+
+def _names(weights: Weights, adapter: str) -> dict[str, str | None]:
+    """What PEFT calls each tensor of an adapter, to its name in the model; None for what it computes of several."""
+    from peft import get_peft_model_state_dict
+
+    module = weights.module
+    hollow = {
+        name: torch.empty(entry.shape, dtype=entry.tensor.dtype, device="meta")
+        for key, entry in weights.entries.items()
+        for name in weights.names(key)
+    }
+    found = get_peft_model_state_dict(module, state_dict=hollow, adapter_name=adapter)
+    by_id = {id(tensor): name for name, tensor in hollow.items()}
+    return {name: by_id.get(id(tensor)) for name, tensor in found.items()}
+
+
+def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> None:
+    """``PeftModel.save_pretrained`` with whole tensors, by rank 0; collective.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank.
+    """
+    module: Any = weights.module
+    wanted: set[str] | None = set()
+    with ranks.together(doing):
+        if ranks.rank == 0:
+            found = [name for adapter in module.peft_config for name in _names(weights, adapter).values()]
+            wanted = None if None in found else {name for name in found if name is not None}
+    state = gather(weights, ranks, doing, ranks.gather(wanted)[0])
+    with ranks.together(doing):
+        if ranks.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".adapters-", suffix=".tmp") as beside:
+                module.save_pretrained(beside, state_dict=state)
+                _place(Path(beside), folder)
+
+
+def _place(beside: Path, folder: Path) -> None:
+    """Give files their names once they are on the disk: weights first, then what says how to read them."""
+    files = sorted((path for path in beside.rglob("*") if path.is_file()), key=lambda path: path.suffix == ".json")
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    for path in files:
+        final = folder / path.relative_to(beside)
+        final.parent.mkdir(exist_ok=True)
+        os.replace(path, final)
+        sync_folder(final.parent)
+
+
+def load_adapters(weights: Weights, folder: Path, ranks: Ranks, *, strict: bool) -> None:
+    """Load into each adapter of the model what ``folder`` has of it; collective.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, and nothing was changed then; on every rank.
+    """
+    module: Any = weights.module
+    state: dict[str, Tensor] = {}
+    with ranks.together(f"{folder}: nothing was loaded"):
+        if ranks.rank == 0:
+            for adapter in module.peft_config:
+                state |= _read(weights, adapter, _subfolder(folder, adapter), strict)
+    load_full_state_dict(module, state, strict=False)
+
+
+def _read(weights: Weights, adapter: str, folder: Path, strict: bool) -> Mapping[str, Tensor]:
+    """Of an adapter's file, by name in the model."""
+    from safetensors.torch import load_file
+
+    names = _names(weights, adapter)
+    stored = load_file(folder / _FILE) if (folder / _FILE).is_file() else {}
+    if computed := [name for name, key in names.items() if key is None]:
+        raise CheckpointError(
+            f"{listed(computed)}: PEFT computes it of several tensors; load with PeftModel.from_pretrained before "
+            "sharding"
+        )
+    problems = [f"{name}: is missing" for name in names if name not in stored]
+    problems += [f"{name}: is not in adapter {adapter!r} of the model" for name in stored if name not in names]
+    if problems and strict:
+        raise CheckpointError(listed(problems))
+    return {str(names[name]): tensor for name, tensor in stored.items() if name in names}
