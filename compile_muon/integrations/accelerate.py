@@ -1,0 +1,414 @@
+"""Hugging Face Accelerate with ZeRO and Muon.
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer = compile_muon.initialize(model.to(accelerator.device), "config.json")
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
+
+Everything else is Accelerate's: its loop, loaders, schedulers, trackers and folders. What changes: the model is not
+wrapped in DDP; ``accumulate`` keeps gradients on their rank; and what reads or writes the model as a whole
+(``get_state_dict``, ``save_model``, ``save_state``, ``load_state``, the norm that ``clip_grad_norm_`` returns) knows
+that it is sharded. Plain models and optimizers beside it stay Accelerate's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compile_muon.checkpoint import Checkpointer
+from compile_muon.checkpoint.manifest import describe_file
+from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
+from compile_muon.model.readers import accounts_of
+from compile_muon.optimizer import MuonZero
+from compile_muon.summary import Summary
+from compile_muon.weights import full_state_dict, save_pretrained
+from compile_muon.weights.adapters import has_adapters
+from compile_muon.weights.contents import weights_of
+
+__all__ = ["AcceleratedMuonZero", "prepare"]
+
+_FOLDER = "muon_zero"
+
+#: what Accelerate puts into the folder of a state
+_STATE_FILE = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict|random_states|custom_checkpoint)(_\d+)?"
+    r"\.(safetensors|bin|pkl)"
+)
+
+#: how `accelerate launch` and the plugins say that something else shards the model
+_SHARDERS = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+
+
+class AcceleratedMuonZero(AcceleratedOptimizer):
+    """Accelerate's wrapper of an optimizer: steps and drops gradients only where an accumulation ends.
+
+    Args:
+        optimizer: stays there as ``optimizer``.
+        model: that it trains; sharded.
+    """
+
+    optimizer: MuonZero
+
+    def __init__(self, optimizer: MuonZero, model: nn.Module) -> None:
+        super().__init__(optimizer, device_placement=False)
+        self.model = model
+        self._is_accelerate_prepared = True  # or Accelerator.prepare_optimizer would wrap it once more
+
+    def metrics(self) -> dict[str, float]:
+        """See :meth:`MuonZero.metrics`; for ``accelerator.log``."""
+        return self.optimizer.metrics()
+
+    def summary(self) -> Summary:
+        """See :meth:`MuonZero.summary`."""
+        return self.optimizer.summary()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """See :meth:`MuonZero.step`. One that ``nonfinite="skip"`` leaves out counts as skipped: no scheduler steps."""
+        skipped = self.metrics()["skipped_steps"]
+        super().step(closure)
+        self._is_overflow = self.metrics()["skipped_steps"] > skipped
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """``accelerator.prepare`` for sharded models and their optimizers, and all that goes with them.
+
+    Args:
+        accelerator: made before the model was sharded. From here on its ``accumulate``, ``clip_grad_norm_``,
+            ``get_state_dict``, ``save_model``, ``save_state`` and ``load_state`` know the sharded model.
+        objects: in any order, what ``compile_muon.initialize`` returned, one pair or several; and whatever
+            ``accelerator.prepare`` takes: data loaders, schedulers, plain models and their optimizers.
+    Returns:
+        The prepared objects in their order: the same model, the optimizer as :class:`AcceleratedMuonZero`.
+    Raises:
+        ConfigError: settings that cannot be honoured, all in one error; nothing was prepared.
+    """
+    pairs = _pairs(objects)
+    _refuse(accelerator, objects, pairs)
+    if not isinstance(getattr(accelerator, "_muon_zero", None), _Sharded):
+        accelerator._muon_zero = _Sharded(accelerator)
+    prepared: dict[int, Any] = {}
+    for model, optimizer in pairs:
+        # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        model.no_sync = _no_sync(optimizer)  # what accelerator.no_sync() and accumulate() look for
+        prepared[id(model)] = model
+        prepared[id(optimizer)] = accelerator.prepare_optimizer(AcceleratedMuonZero(optimizer, model))
+    rest = [thing for thing in objects if id(thing) not in prepared]
+    found = accelerator.prepare(*rest) if rest else ()
+    prepared |= {id(thing): new for thing, new in zip(rest, found if len(rest) > 1 else [found], strict=False)}
+    return tuple(prepared[id(thing)] for thing in objects)
+
+
+def _no_sync(optimizer: MuonZero) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    # A function, which copy.deepcopy of the model leaves alone; a bound method would take the optimizer along.
+    return lambda: optimizer.accumulate()
+
+
+# ------------------------------------------------------------------------------------------- what cannot be honoured
+
+
+def _sharded(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
+
+
+def _pairs(objects: tuple[Any, ...]) -> list[tuple[Any, MuonZero]]:
+    """Each MuonZero with its model.
+
+    Raises:
+        ConfigError: one of a pair is missing.
+    """
+    remedy = "give prepare() both that compile_muon.initialize(model, config) returned"
+    modules = [thing for thing in objects if _sharded(thing)]
+    errors, pairs = [], []
+    for optimizer in (thing for thing in objects if isinstance(thing, MuonZero)):
+        trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        model = next((m for m in modules if any(id(param) in trained for param in m.parameters())), None)
+        if model is None:
+            errors.append(config_error("optimizer", "MuonZero", "comes without the model it trains", remedy))
+        else:
+            pairs.append((model, optimizer))
+    found = {id(model) for model, _ in pairs}
+    for model in modules:
+        if id(model) not in found:
+            kind = type(model).__name__
+            errors.append(config_error("model", kind, "is sharded, and its MuonZero is not there", remedy))
+    if not modules and not errors:
+        kinds = ", ".join(type(thing).__name__ for thing in objects)
+        errors.append(config_error("objects", kinds, "hold no sharded model and MuonZero", remedy))
+    if errors:
+        raise join_errors(errors)
+    return pairs
+
+
+def _refuse(accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tuple[nn.Module, MuonZero]]) -> None:
+    """Settings that would train, or save, something else than they say.
+
+    Raises:
+        ConfigError: about all of them.
+    """
+    errors = _refused_settings(accelerator)
+    for model, optimizer in pairs:
+        errors += _refused_pair(accelerator, model, optimizer)
+    sharded = {id(param) for model, _ in pairs for param in model.parameters()}
+    for other in objects:
+        if isinstance(other, torch.optim.Optimizer) and not isinstance(other, MuonZero):
+            if any(id(param) in sharded for group in other.param_groups for param in group["params"]):
+                remedy = "leave it out: MuonZero trains all parameters of its model"
+                errors.append(config_error("optimizer", type(other).__name__, "trains a sharded model too", remedy))
+    if errors:
+        raise join_errors(errors)
+
+
+def _refused_settings(accelerator: Accelerator) -> list[ConfigError]:
+    errors = []
+    # On a CPU Accelerate forgets its plugins, and leaves these flags.
+    given = {plugin for flag, plugin in _SHARDERS.items() if os.environ.get(flag, "false").lower() == "true"}
+    kind = accelerator.distributed_type.value
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        given.add(f"{kind.lower()}_plugin")
+    if accelerator.parallelism_config is not None:
+        given.add("parallelism_config")
+    for plugin in sorted(given):
+        remedy = "leave it out, and start with torchrun or `accelerate launch --multi_gpu`"
+        errors.append(config_error(f"Accelerator({plugin}=...)", plugin, "shards the model too", remedy))
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        problem = "scales the loss or casts weights, which Muon's checks take for infinite gradients or an edit"
+        errors.append(config_error("mixed_precision", accelerator.mixed_precision, problem, 'use "bf16"'))
+    dynamo = accelerator.state.dynamo_plugin.backend.value
+    if dynamo != "NO":
+        remedy = 'leave it out, and set "compile": true in the config, which compiles with backend="muon_zero"'
+        errors.append(config_error("dynamo_backend", dynamo, "would compile the model a second time", remedy))
+    hook = getattr(accelerator.ddp_handler, "comm_hook", None)
+    if hook is not None and hook.value != "no":
+        remedy = "leave it out, and set reduce_dtype (communication_data_type) in the config"
+        errors.append(
+            config_error("DistributedDataParallelKwargs.comm_hook", hook.value, "there is no DDP to hook", remedy)
+        )
+    return errors
+
+
+def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> list[ConfigError]:
+    errors = []
+    steps = optimizer.config.zero.gradient_accumulation_steps
+    if steps not in (None, 1):
+        remedy = "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"
+        problem = "is the accelerator's to say, which may end an accumulation early"
+        errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
+    device = next(model.parameters()).device
+    at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
+    if accelerator.device_placement and not at_home:
+        problem = f"is on {device}, where batches of the accelerator are on {accelerator.device}"
+        remedy = "shard model.to(accelerator.device): what is sharded cannot be moved"
+        errors.append(config_error("model", type(model).__name__, problem, remedy))
+    world = 1 if optimizer._group is None else optimizer._group.size()
+    if world != accelerator.num_processes:
+        problem = f"is sharded over {world} of the accelerator's {accelerator.num_processes} processes"
+        remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
+        if accelerator.num_processes == 1:
+            remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
+        errors.append(config_error("optimizer", "MuonZero", problem, remedy))
+    if any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator)):
+        errors.append(config_error("optimizer", "MuonZero", "is prepared already", "prepare it once"))
+    return errors
+
+
+# ------------------------------------------------------------------------------------------- the accelerator's methods
+
+
+def _optimizers(accelerator: Accelerator) -> list[AcceleratedMuonZero]:
+    """Those that are prepared; the same on every rank, and gone with ``accelerator.free_memory()``."""
+    return [found for found in accelerator._optimizers if isinstance(found, AcceleratedMuonZero)]
+
+
+class _Sharded:
+    """What takes the place of some methods of one accelerator; the class and other accelerators keep theirs."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._plain: dict[str, Callable[..., Any]] = {}
+        for name in ("clip_grad_norm_", "get_state_dict", "save_model", "save_state", "load_state"):
+            self._plain[name] = getattr(accelerator, name)
+            setattr(accelerator, name, getattr(self, name))
+        self._loading: list[AcceleratedMuonZero] = []
+        self._step = 0
+        # The hook is told which folder automatic_checkpoint_naming takes.
+        accelerator.register_load_state_pre_hook(lambda models, folder: self._load(Path(folder)))
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The norm as a plain tensor on every rank."""
+        norm = self._plain["clip_grad_norm_"](*args, **kwargs)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # ------------------------------------------------------------------ whole weights
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Whole weights on rank 0, nothing elsewhere; collective."""
+        if _sharded(model):
+            return full_state_dict(self._accelerator.unwrap_model(model, keep_torch_compile=False))
+        return self._plain["get_state_dict"](model, unwrap)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Whole weights by all ranks together, streamed; gathered on rank 0 where ``save_pretrained`` writes others."""
+        bare = self._accelerator.unwrap_model(model, keep_torch_compile=False)
+        if _sharded(model) and safe_serialization and not has_adapters(bare):
+            save_pretrained(bare, save_directory, max_shard_size=max_shard_size)
+        else:
+            self._plain["save_model"](model, save_directory, max_shard_size, safe_serialization)
+
+    # ------------------------------------------------------------------ the state of a run
+
+    @contextlib.contextmanager
+    def _plain_ones(self) -> Iterator[list[AcceleratedMuonZero]]:
+        """Accelerate sees neither sharded models nor their optimizers, of which it would save rank 0's rows."""
+        accelerator, ours = self._accelerator, _optimizers(self._accelerator)
+        hidden = {id(optimizer) for optimizer in ours} | {id(optimizer.model) for optimizer in ours}
+        models, optimizers = accelerator._models, accelerator._optimizers
+        accelerator._models = [model for model in models if id(model) not in hidden]
+        accelerator._optimizers = [optimizer for optimizer in optimizers if id(optimizer) not in hidden]
+        try:
+            yield ours
+        finally:
+            accelerator._models, accelerator._optimizers = models, optimizers
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Path:
+        """First what is Accelerate's; then ours, whose commit is that of the whole state; collective.
+
+        Raises:
+            CheckpointError: it cannot be written, or gradients of micro-batches would be lost.
+        """
+        self._check_gradients()
+        with self._plain_ones() as ours:
+            state = Path(self._plain["save_state"](*args, **kwargs))
+        for folder, wrapped in _folders(state, ours).items():
+            ranks = _meet(wrapped, "save_state")
+            optimizer = wrapped.optimizer
+            step = optimizer._ledger.place.step - 1  # place has the step under way
+            with ranks.together(f"{folder}: was not saved"):
+                if ranks.rank == 0:
+                    _write_record(folder, step, {"step": self._accelerator.step, "files": _digests(state)})
+            save_pretrained(wrapped.model, folder)
+            Checkpointer(folder, keep_last=1).save(step, wrapped.model, optimizer)
+            if ranks.rank == 0:
+                for old in set(folder.glob("accelerate-*.json")) - {_record(folder, step)}:
+                    old.unlink()
+        return state
+
+    def _check_gradients(self) -> None:
+        held = [p for o in _optimizers(self._accelerator) for p in o.model.parameters() if p.grad is not None]
+        if held and not self._accelerator.sync_gradients:
+            raise CheckpointError(
+                "save_state: gradients of the micro-batches since the last step would be lost; call it where "
+                "accelerator.sync_gradients is true, after optimizer.zero_grad()"
+            )
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """First ours, then what is Accelerate's; collective, on any number of ranks.
+
+        Raises:
+            CheckpointError: there is no such state, or it is damaged, which nothing was loaded of; or it does not fit.
+        """
+        with self._plain_ones() as ours:
+            self._loading = ours
+            try:
+                self._plain["load_state"](*args, **kwargs)
+            finally:
+                self._loading = []
+        # Accelerate has a step of each rank, and of none that was not there. What was saved ended an accumulation.
+        self._accelerator.step = self._step - self._step % self._accelerator.gradient_accumulation_steps
+
+    def _load(self, state: Path) -> None:
+        folders = _folders(state, self._loading)
+        chosen = {}
+        for folder, wrapped in folders.items():
+            with _meet(wrapped, "load_state").together(f"{state}: nothing was loaded"):
+                _check_count(state, folders)
+                chosen[folder], self._step = _choose(state, folder)
+        for folder, wrapped in folders.items():
+            Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=chosen[folder])
+
+
+def _meet(wrapped: AcceleratedMuonZero, doing: str) -> Ranks:
+    return weights_of(wrapped.model).meet(doing)
+
+
+# ------------------------------------------------------------------------------------------- the record of a state
+
+
+def _folders(state: Path, ours: list[AcceleratedMuonZero]) -> dict[Path, AcceleratedMuonZero]:
+    return {state / (f"{_FOLDER}_{i}" if i else _FOLDER): wrapped for i, wrapped in enumerate(ours)}
+
+
+def _digests(state: Path) -> dict[str, str]:
+    """SHA-256 of the files that Accelerate wrote."""
+    files = sorted(path for path in state.iterdir() if path.is_file() and _STATE_FILE.fullmatch(path.name))
+    return {path.name: describe_file(path).sha256 for path in files}
+
+
+def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
+    """Say which files belong to the checkpoint of ``step`` that comes next: a state saved over another has both."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f"accelerate-{step}.json.tmp"
+    with open(beside, "w") as file:
+        json.dump(record, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, _record(folder, step))
+
+
+def _record(folder: Path, step: int) -> Path:
+    return folder / f"accelerate-{step}.json"
+
+
+def _check_count(state: Path, folders: dict[Path, AcceleratedMuonZero]) -> None:
+    there = {path for path in state.glob(f"{_FOLDER}*") if path.is_dir()}
+    if more := sorted(path.name for path in there - folders.keys()):
+        raise CheckpointError(f"{listed(more)}: is of a model that is not prepared; prepare as many as were saved")
+
+
+def _choose(state: Path, folder: Path) -> tuple[int, int]:
+    """The checkpoint that Accelerate's files in ``state`` belong to, and the accelerator's step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    steps = Checkpointer(folder).steps()
+    if not steps:
+        raise CheckpointError(
+            f"{folder.name}: has no checkpoint of MuonZero; load a state that was saved after prepare() of "
+            "compile_muon.integrations.accelerate and not cut off, or begin anew from whole weights"
+        )
+    there, problems = _digests(state), []
+    for step in reversed(steps):
+        try:
+            record = json.loads(_record(folder, step).read_text())
+            wrong = [name for name, digest in record["files"].items() if there.get(name) != digest]
+        except (OSError, ValueError, KeyError) as error:
+            problems.append(f"step {step}: {_record(folder, step).name}: {error}")
+            continue
+        if not wrong:
+            return step, record["step"]
+        problems.append(f"step {step}: {listed(wrong)}: is damaged, missing, or of another save")
+    raise CheckpointError(f"{'; '.join(problems)}; load the state before")
