@@ -26,37 +26,19 @@ CONFIG = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
 class GPT(nn.Module):
-    def __init__(self, length: int, width: int = 128, layers: int = 4) -> None:
+    def __init__(self, length: int, width: int = 128) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)), nn.LayerNorm(width))
+        block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 4, nn.LayerNorm(width), enable_nested_tensor=False)
         self.lm_head = nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        later = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        guess = self.lm_head(self.blocks(x))[:, :-1]
+        guess = self.lm_head(self.blocks(x, later, is_causal=True))[:, :-1]
         return F.cross_entropy(guess.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def windows(length: int, size: int) -> TensorDataset:
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"".join(file.read_bytes() for file in files)[: size * length]
-    return TensorDataset(torch.frombuffer(bytearray(text), dtype=torch.uint8).view(-1, length).long())
 
 
 def main() -> None:
@@ -67,26 +49,23 @@ def main() -> None:
     args = parser.parse_args()
     set_seed(0)
     project = ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # or Accelerate counts one process, whatever torchrun started
-        gradient_accumulation_steps=2,
-        log_with="tensorboard",
-        project_config=project,
-    )
+    cpu = not torch.cuda.is_available()  # unless told, Accelerate sees one process there, whatever torchrun started
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_steps=2, log_with="tensorboard", project_config=project)
     accelerator.init_trackers("train_accelerate")
-    data = windows(128, args.windows)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = bytearray(b"".join(file.read_bytes() for file in files)[: args.windows * 128])
+    data = TensorDataset(torch.frombuffer(text, dtype=torch.uint8).view(-1, 128).long())
     train, held = torch.utils.data.random_split(data, [0.95, 0.05])
     loader, evaluation = DataLoader(train, batch_size=16, shuffle=True), DataLoader(held, batch_size=16)
 
     model, optimizer = compile_muon.initialize(GPT(128).to(accelerator.device), CONFIG)  # was: AdamW(...)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader) // 2)
-    model, optimizer, loader, evaluation, scheduler = prepare(  # was: accelerator.prepare(
-        accelerator, model, optimizer, loader, evaluation, scheduler
-    )
-    states = sorted(Path(args.output_dir).glob("checkpoints/*"), key=lambda path: int(path.name.split("_")[1]))
-    if states:
-        accelerator.load_state(states[-1])
-        project.iteration = int(states[-1].name.split("_")[1]) + 1
+    objects = (model, optimizer, loader, evaluation, scheduler)
+    model, optimizer, loader, evaluation, scheduler = prepare(accelerator, *objects)  # was: accelerator.prepare(...)
+    done = [int(path.name.split("_")[1]) for path in Path(args.output_dir).glob("checkpoints/*")]
+    if done:
+        accelerator.load_state()  # the newest
+        project.iteration = max(done) + 1
     for epoch in range(project.iteration, args.epochs):
         loader.set_epoch(epoch)
         for (tokens,) in loader:

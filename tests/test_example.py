@@ -125,3 +125,18 @@ def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
     assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
     for config in (CONFIG, SCRIPT.with_name("adamw.json")):
         load_config(config)
+
+
+def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
+    """The same; its second run is one epoch longer, and does that one alone."""
+    script = ROOT / "examples" / "train_accelerate.py"
+    assert len(script.read_text().splitlines()) < 95
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    for epochs in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+        command += [f"--epochs={epochs}", "--windows=128", f"--output_dir={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [line.split(":")[0] for line in done.stdout.splitlines()] == [f"epoch {epochs - 1}"]
+    assert (tmp_path / "weights" / "model.safetensors").exists()
+    assert len(list((tmp_path / "train_accelerate").glob("events.out.tfevents.*"))) == 2

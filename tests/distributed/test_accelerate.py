@@ -327,6 +327,22 @@ def test_gradients_that_would_be_lost_are_refused(tmp_path: Path) -> None:
             accelerator.save_state(tmp_path)
 
 
+def test_an_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
+    """With another number of micro-batches, where Accelerate's own count is in the middle of a step."""
+    for count in (2, 3):
+        with launched():
+            accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=count)
+            if count == 3:
+                accelerator.load_state(tmp_path)
+            synced = []
+            for _ in range(count):
+                with accelerator.accumulate(model):
+                    synced.append(accelerator.sync_gradients)
+                    one_step(accelerator, model, optimizer)
+            assert synced == [False] * (count - 1) + [True]
+            accelerator.save_state(tmp_path)
+
+
 def adversaries(folder: str) -> tuple[list[float], list[float]]:
     """Two sharded models and a plain one under DDP in one accelerator: losses before saving, and after loading."""
     from accelerate import Accelerator
