@@ -130,7 +130,9 @@ def script(folder: str, stage: int, compiled: bool = False, resume: str = "") ->
                     accelerator.backward(loss)
                     total += accelerator.gather(loss.detach()).mean().item() / ACCUMULATED
                     if accelerator.sync_gradients:
-                        found[1].append(accelerator.clip_grad_norm_(model.parameters(), LIMIT).item())
+                        norm = accelerator.clip_grad_norm_(model.parameters(), LIMIT)
+                        assert type(norm) is Tensor
+                        found[1].append(norm.item())
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
@@ -356,7 +358,10 @@ def adversaries(folder: str) -> tuple[list[float], list[float]]:
             models = [compile_muon.initialize(Words(), {**CONFIG, "zero_optimization": {"stage": s}}) for s in (1, 3)]
             plain_one = torch.optim.AdamW(third.parameters(), lr=0.01)
             (g, g_opt), (d, d_opt) = models
-            d_opt, g, third, g_opt, d, plain_one = prepare(accelerator, d_opt, g, third, g_opt, d, plain_one)
+            d_opt, third, d, plain_one = prepare(accelerator, d_opt, third, d, plain_one)
+            save_state = accelerator.save_state
+            g, g_opt = prepare(accelerator, g, g_opt)
+            assert accelerator.save_state == save_state  # not put in its own place
             each = ((g, g_opt), (d, d_opt), (third, plain_one))
             if resume:
                 accelerator.load_state(folder)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 from reference import full
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
 
@@ -199,10 +199,16 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_adapters_are_no_values_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
     model, _ = compile_muon.initialize(lora(), CONFIG)
     compile_muon.save_pretrained(model, tmp_path)
-    with torch.device("meta"):
-        hollow = lora()
-    with pytest.raises(compile_muon.MuonZeroError, match="weights"):
-        compile_muon.initialize(hollow, CONFIG, weights=tmp_path, init=lambda module: None)
+    for settled in (False, True):
+        if settled:  # whole weights beside them are
+            whole = {name: value.clone() for name, value in compile_muon.full_state_dict(model).items()}
+            save_file(whole, tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            hollow = lora()
+        refused = pytest.raises(compile_muon.CheckpointError, match="holds neither model.safetensors nor")
+        with contextlib.nullcontext() if settled else refused:
+            compile_muon.initialize(hollow, CONFIG, weights=tmp_path)
+    assert all(torch.equal(value, weights(model)[name]) for name, value in weights(hollow).items())
 
 
 def usual_lines(folder: str) -> dict[str, Tensor]:
