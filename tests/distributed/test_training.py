@@ -105,14 +105,15 @@ def test_pairwise_is_pairwise() -> None:
         assert {(c[i], c[j]) for c in PAIRWISE} == set(itertools.product(left, right))
 
 
+@pytest.mark.campaign
 @cases(itertools.product(*AXES.values()))
-def test_two_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(2), **settings)
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @cases(PAIRWISE)
-def test_other_worlds(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
+def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
     check(ranks(world), **settings)
 
 
