@@ -1,0 +1,617 @@
+"""PyTorch Lightning's ``Trainer`` with ZeRO and Muon.
+
+    trainer = L.Trainer(strategy=MuonZeroStrategy("config.json"), devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    trainer.fit(module, loader)
+
+Everything else is Lightning's: its arguments, callbacks, loggers and loops. What changes: the LightningModule is sharded
+in place where the optimizer is made and not wrapped in DDP, and a checkpoint, still one file, is made by all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from compile_muon.config import CompileConfig, Config, load_config
+from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
+from compile_muon.initialize import initialize
+from compile_muon.model.readers import accounts_of
+from compile_muon.optimizer import MuonZero
+from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.shards import local_tensor
+from compile_muon.weights import full_state_dict, load_full_state_dict
+from compile_muon.weights.optimizer_state import full_optimizer_state, load_full_optimizer_state
+
+__all__ = ["MuonZeroStrategy", "grad_norm"]
+
+#: what torch.compile(module) puts before the names of what is inside
+_COMPILED = "_orig_mod."
+
+#: callbacks that would not do what they say, why not, and what to do instead
+_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
+    WeightAveraging: (
+        "copies the model before it is sharded",
+        "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
+    ),
+    StochasticWeightAveraging: (
+        "copies the model before it is sharded",
+        "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
+    ),
+    ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
+    BaseFinetuning: (
+        "adds parameters to the optimizer later, which MuonZero does not take",
+        "set requires_grad where the module is built, and fit again to train more",
+    ),
+    BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
+    LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
+}
+
+
+class MuonZeroStrategy(ParallelStrategy):
+    """A Lightning strategy over a sharded LightningModule and :class:`compile_muon.MuonZero`.
+
+    Args:
+        config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the Trainer says. The optimizer made
+            from it is :attr:`muon`, for ``configure_optimizers`` to put a scheduler on. None where
+            ``configure_optimizers`` makes a ``MuonZero`` itself.
+        init: ``init(module)`` gives the parameters that ``module`` holds itself their values, for a module built under
+            ``trainer.init_module(empty_init=True)``; default: ``module.reset_parameters()``.
+        process_group_backend: "gloo" or "nccl"; default: that of the device.
+        timeout: of the process group: how long a rank waits for one that does not come.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
+            strategies; the Trainer fills them in.
+    Raises:
+        ConfigError: from ``trainer.fit``, before anything is changed: settings that cannot be honoured, all in one
+            error.
+    """
+
+    strategy_name = "muon_zero"
+
+    def __init__(
+        self,
+        config: str | os.PathLike | Mapping[str, Any] | Config | None = None,
+        *,
+        init: Callable[[nn.Module], Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.config = config
+        self.num_nodes = 1
+        self._init = init
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._resolved: Config | None = None
+        self._muon: MuonZero | None = None
+        self._settings: list[dict[str, Any]] = []
+
+    @property
+    def muon(self) -> MuonZero:
+        """The optimizer that was made from ``config``; there from ``configure_optimizers`` on.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._muon is None:
+            raise ConfigError(
+                "trainer.strategy.muon: is made from MuonZeroStrategy(config) where trainer.fit calls "
+                "configure_optimizers; use it there or later, and give the strategy a config"
+            )
+        return self._muon
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is dealt to ranks, and logs reduced."""
+        return True
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """As given, and what was chosen once the process group is there."""
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank its own share of the data."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Refuse what cannot be honoured, then connect the ranks."""
+        assert self.lightning_module is not None and self.cluster_environment is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._resolved = self._read_and_refuse(self.lightning_module.trainer)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
+            self._process_group_backend = backend
+            device = self.root_device if self.root_device.type != "cpu" else None
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and Lightning's messages, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            index = self.root_device.index
+            dist.barrier(device_ids=[index] if dist.get_backend() == "nccl" and index is not None else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src``, on every rank."""
+        if not dist.is_initialized():
+            return obj
+        several = [obj]
+        dist.broadcast_object_list(several, src)
+        return several[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean (or what ``reduce_op`` says) over all ranks of a tensor; anything else as it is."""
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()  # is of all ranks already
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    def teardown(self) -> None:
+        """The module stays sharded, and where it is: one can fit again, evaluate and save."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # ------------------------------------------------------------------ settings
+
+    def _read_and_refuse(self, trainer: pl.Trainer) -> Config | None:
+        """The configuration, with ``"auto"`` filled in.
+
+        Raises:
+            ConfigError: about all settings of config, Trainer and module that would train something else than they say.
+        """
+        errors = list(self._refusals(trainer))
+        config: Config | None = None
+        try:
+            config = self._read(trainer)
+        except ConfigError as error:
+            errors += error.errors
+        if errors:
+            raise join_errors(errors)
+        return config
+
+    def _read(self, trainer: pl.Trainer) -> Config | None:
+        if self.config is None:
+            return None
+        clips = trainer.gradient_clip_val if trainer.gradient_clip_algorithm != "value" else None
+        automatic = {
+            ("gradient_accumulation_steps",): trainer.accumulate_grad_batches,
+            ("gradient_clipping",): clips or 0.0,
+            ("bf16", "enabled"): str(self.precision_plugin.precision).startswith("bf16"),
+        }
+        config = load_config(_filled(self.config, automatic))
+        steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
+        errors = []
+        unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
+        if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
+            errors.append(
+                config_error(
+                    "gradient_accumulation_steps", steps,
+                    f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})",
+                    'leave it out of the config, or write "auto"',
+                )  # fmt: skip
+            )
+        if limit is not None and trainer.gradient_clip_val not in (None, limit):
+            errors.append(
+                config_error(
+                    "gradient_clipping", limit, f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})",
+                    "give one of them",
+                )  # fmt: skip
+            )
+        if errors:
+            raise join_errors(errors)
+        # Lightning says which micro-batch is not the last: block_backward_sync.
+        return replace(config, zero=replace(config.zero, gradient_accumulation_steps=1))
+
+    def _refusals(self, trainer: pl.Trainer) -> Iterator[ConfigError]:
+        module = trainer.lightning_module
+        plugin = self.precision_plugin
+        half = type(plugin) is HalfPrecision and plugin.precision == "bf16-true"
+        mixed = type(plugin) is MixedPrecision and plugin.scaler is None
+        if type(plugin) not in (Precision, DoublePrecision) and not half and not mixed:
+            yield config_error(
+                "Trainer.precision", getattr(plugin, "precision", type(plugin).__name__),
+                "scales the loss, or replaces layers or the step",
+                'use "32-true", "bf16-mixed", "bf16-true" or "64-true"',
+            )  # fmt: skip
+        if self.root_device.type not in ("cpu", "cuda"):
+            yield config_error("Trainer.accelerator", self.root_device.type, "is not supported", "use CPU or CUDA")
+        if self._layer_sync is not None:
+            yield config_error(
+                "Trainer.sync_batchnorm", True,
+                "puts collectives of its own between those of the compiled graphs, which has not been tried",
+                "leave it out: every rank then has statistics of its own batches",
+            )  # fmt: skip
+        if trainer._detect_anomaly and self.world_size > 1:
+            yield config_error(
+                "Trainer.detect_anomaly", True, "fails in PyTorch's DTensor on several ranks",
+                "use torch.autograd.set_detect_anomaly(True, check_nan=False), or one rank",
+            )  # fmt: skip
+        if module._compiler_ctx is not None:
+            yield config_error(
+                "model", "torch.compile(module)", "compiles training_step as a whole",
+                'give the module itself, with "compile": true in the config',
+            )  # fmt: skip
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            for kind, why in _CALLBACKS.items():
+                if isinstance(callback, kind):
+                    yield config_error("Trainer.callbacks", type(callback).__name__, *why)
+        if is_sharded(module) and self._muon is None:
+            yield config_error(
+                "model", type(module).__name__, "has been sharded by another strategy, or by an optimizer of its own",
+                "fit it again with the Trainer that did, where the strategy has a config; or save a checkpoint, and "
+                "begin from load_from_checkpoint",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ model and optimizer
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """``trainer.init_module(empty_init=True)`` builds on the meta device; shards get memory, and values, in fit."""
+        place = torch.device("meta") if empty_init else nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """To this rank's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Shard the module and make its optimizer, to fit; to evaluate alone, every rank has it whole."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = module = self.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if not is_sharded(module):
+            self.precision_plugin.convert_module(module)
+            if not fits or self._resolved is None:
+                _materialize_distributed_module(module, self.root_device)
+            if not _is_meta(module):
+                self.model_to_device()
+                _values_of_first_rank(module)
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """The optimizer of ``config``, and what ``configure_optimizers`` adds to it, or makes itself."""
+        assert self.lightning_module is not None
+        module: Any = self.lightning_module
+        self._reset_optimizers_and_schedulers()
+        if self._muon is not None and is_sharded(module):
+            self._begin_anew(self._muon)
+        elif self._resolved is not None:
+            init = (self._init or _reset_parameters) if _is_meta(module) else None
+            _, self._muon = initialize(module, self._resolved, init=init)
+            self._settings = [{k: v for k, v in g.items() if k != "params"} for g in self._muon.param_groups]
+            _compile_children(module, self._resolved.compile)
+        configure = module.configure_optimizers
+        module.configure_optimizers = lambda: self._muon if (found := configure()) is None else found
+        try:
+            super().setup_optimizers(trainer)
+        finally:
+            del module.configure_optimizers
+        self._check_optimizers(module)
+
+    def _begin_anew(self, muon: MuonZero) -> None:
+        """As Lightning does in every fit: the state of a new optimizer, over the weights there are."""
+        for slots in muon.state.values():
+            for value in slots.values():
+                local_tensor(value).zero_()
+        for group, settings in zip(muon.param_groups, self._settings, strict=True):
+            for key in group.keys() - settings.keys() - {"params"}:
+                del group[key]
+            group.update(settings)
+        muon.zero_grad()
+        muon.loaded(0)
+
+    def _check_optimizers(self, module: nn.Module) -> None:
+        """Raise for an optimizer that is not ours, and for parameters that nothing would train.
+
+        Raises:
+            ConfigError: naming them.
+        """
+        remedy = (
+            "return trainer.strategy.muon, alone or with an lr_scheduler"
+            if self._muon is not None
+            else "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
+        )
+        others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
+        if others or (self._muon is not None and [id(o) for o in self.optimizers] != [id(self._muon)]):
+            names = ", ".join(type(optimizer).__name__ for optimizer in others or self.optimizers)
+            raise config_error("configure_optimizers", names, "is another optimizer than the strategy's", remedy)
+        trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
+        if left:
+            raise config_error(
+                "configure_optimizers", listed(left), "are trainable, and in no optimizer",
+                "give MuonZero the whole LightningModule, or set requires_grad=False",
+            )  # fmt: skip
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around all micro-batches of a step but its last."""
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                assert isinstance(optimizer, MuonZero)
+                stack.enter_context(optimizer.accumulate())
+            yield
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whole weights go into shards."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """``module.state_dict()``, whole and on the CPU, on rank 0; empty elsewhere."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        if not is_sharded(module):
+            return module.state_dict()
+        # A child that is torch.compile(child) has that in its names, for load_from_checkpoint too.
+        whole = full_state_dict(module)
+        return dict(zip(module.state_dict(keep_vars=True), whole.values(), strict=True)) if whole else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State by the names of parameters, whole and on the CPU, on rank 0; empty elsewhere."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        assert isinstance(optimizer, MuonZero)
+        return full_optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """One file, by rank 0.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        with self._together(f"{filepath}: was not saved"):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What is in the file, on every rank.
+
+        Raises:
+            CheckpointError: a rank cannot read it; on every rank.
+        """
+        found: dict[str, Any] = {}
+        with self._together(f"{checkpoint_path}: was not loaded"):
+            if os.path.isdir(checkpoint_path):
+                raise CheckpointError(
+                    "it is a folder, as FSDP's and DeepSpeed's sharded checkpoints are; make a file of it with "
+                    "`python -m lightning.pytorch.utilities.consolidate_checkpoint`, and begin from its weights"
+                )
+            if type(self.checkpoint_io) is TorchCheckpointIO and os.path.isfile(checkpoint_path):
+                # Mapped, so the ranks of a node have it in memory once.
+                found = torch.load(checkpoint_path, map_location="cpu", mmap=True, weights_only=weights_only)
+            else:
+                found = super().load_checkpoint(checkpoint_path, weights_only)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Whole weights into the module; of a sharded one, rank 0's."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        if is_sharded(module):
+            weights = {name.replace(_COMPILED, ""): value for name, value in checkpoint["state_dict"].items()}
+            load_full_state_dict(module, weights, strict=strict)
+        else:
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """State of as many optimizers as there were, saved on any number of ranks.
+
+        Raises:
+            CheckpointError: it is another strategy's, or of other optimizers.
+        """
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise CheckpointError(
+                f"the checkpoint holds the state of {len(states)} optimizers, and there are {len(self.optimizers)}: "
+                "give the same, or begin anew from its weights, with load_from_checkpoint"
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            assert isinstance(optimizer, MuonZero)
+            load_full_optimizer_state(optimizer, state)
+
+    @contextmanager
+    def _together(self, doing: str) -> Iterator[None]:
+        """What raises inside on one rank raises on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as failed:
+            error = failed
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        answers = gather_objects(said, dist.group.WORLD) if dist.is_initialized() else [said]
+        failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+        if failures:
+            what = "; ".join(f"rank {rank}: {answer}" for rank, answer in failures.items())
+            raise CheckpointError(f"{doing}: {what}") from error
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """``lightning.pytorch.utilities.grad_norm`` of a sharded module; collective.
+
+    Returns:
+        The norm of the whole gradient of each parameter that has one, and ``grad_{norm_type}_norm_total``.
+    """
+    norm_type = float(norm_type)
+    before = f"grad_{norm_type}_norm"
+    grads = {name: param.grad.detach() for name, param in module.named_parameters() if param.grad is not None}
+    norms = {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
+    whole = {
+        f"{before}{group_separator}{name}": norm.full_tensor() if isinstance(norm, DTensor) else norm
+        for name, norm in norms.items()
+    }
+    if whole:
+        whole[f"{before}_total"] = torch.linalg.vector_norm(torch.stack(list(whole.values())), norm_type)
+    return whole
+
+
+# ---------------------------------------------------------------------------------------- of a module
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a MuonZero has it, or a part of it."""
+    return any(accounts_of(inner) for inner in module.modules())
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(param.is_meta for param in module.parameters())
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    """What Lightning calls for a module on the meta device."""
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+    elif module._parameters or module._buffers:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: is on the meta device and has no reset_parameters(); write one, or give "
+            "MuonZeroStrategy(init=f) with f(module) initializing what a module holds itself"
+        )
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with parameters inside ``module`` that can be called: no ModuleList, but what is in it."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _called(child)
+        else:
+            yield child
+
+
+def _compile_children(module: nn.Module, settings: CompileConfig) -> None:
+    """Compile what ``training_step`` calls, each in place: Lightning does not call the module itself.
+
+    Where it calls ``self(batch)`` after all, that is one graph around these.
+    """
+    if not settings.enabled:
+        return
+    for child in _called(module):
+        if child._compiled_call_impl is None and not isinstance(child, torch._dynamo.OptimizedModule):
+            child.compile(
+                backend="muon_zero",
+                fullgraph=settings.fullgraph,
+                dynamic=settings.dynamic,
+                options=settings.options(),
+            )
+
+
+@torch.no_grad()
+def _values_of_first_rank(module: nn.Module) -> None:
+    """Rank 0's parameters and buffers for all, as under DDP: seeds need not agree.
+
+    Ranks with different modules are left alone: MuonZero says what differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    facts = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    if any(other != facts for other in gather_objects(facts, dist.group.WORLD)):
+        return
+    for tensor in tensors:
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(data, 0)
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _filled(source: Any, automatic: Mapping[tuple[str, ...], Any]) -> Any:
+    """``source`` with ``"auto"`` replaced at these paths."""
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, Mapping):
+        values = copy.deepcopy(dict(source))
+    else:
+        try:
+            values = json.loads(Path(source).read_text())
+        except (OSError, ValueError):
+            return source  # load_config says what is wrong with it
+    values.setdefault("gradient_accumulation_steps", None)
+    for path, value in automatic.items():
+        section: Any = values
+        for key in path[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(path[-1]) == "auto":
+            section[path[-1]] = value
+    return values
