@@ -140,3 +140,17 @@ def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert [line.split(":")[0] for line in done.stdout.splitlines()] == [f"epoch {epochs - 1}"]
     assert (tmp_path / "weights" / "model.safetensors").exists()
     assert len(list((tmp_path / "train_accelerate").glob("events.out.tfevents.*"))) == 2
+
+
+def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
+    """By Lightning's own launcher; uncompiled, which takes a fraction of the time."""
+    script = ROOT / "examples" / "train_lightning.py"
+    assert len(script.read_text().splitlines()) < 95
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    for steps in (1, 2):
+        command = [sys.executable, str(script), "--devices=2", "--batch=16", "--save_every=1"]
+        command += [f"--max_steps={steps}", f"--out={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / f"epoch=0-step={steps}.ckpt").exists()
+    assert "Restored all states" in done.stderr

@@ -1,10 +1,11 @@
 """PyTorch Lightning's ``Trainer`` with ZeRO and Muon.
 
-    trainer = L.Trainer(strategy=MuonZeroStrategy("config.json"), devices=2, accumulate_grad_batches=2, gradient_clip_val=1.0)
+    trainer = L.Trainer(strategy=MuonZeroStrategy("config.json"), devices=2, gradient_clip_val=1.0)
     trainer.fit(module, loader)
 
-Everything else is Lightning's: its arguments, callbacks, loggers and loops. What changes: the LightningModule is sharded
-in place where the optimizer is made and not wrapped in DDP, and a checkpoint, still one file, is made by all ranks.
+Everything else is Lightning's: its arguments, callbacks, loggers and loops. What changes: the LightningModule is
+sharded in place where the optimizer is made and not wrapped in DDP, and a checkpoint, still one file, is made by all
+ranks.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ __all__ = ["MuonZeroStrategy", "grad_norm"]
 
 #: what torch.compile(module) puts before the names of what is inside
 _COMPILED = "_orig_mod."
+
+_OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
 
 #: callbacks that would not do what they say, why not, and what to do instead
 _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
@@ -214,8 +217,6 @@ class MuonZeroStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean (or what ``reduce_op`` says) over all ranks of a tensor; anything else as it is."""
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()  # is of all ranks already
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def teardown(self) -> None:
@@ -260,7 +261,8 @@ class MuonZeroStrategy(ParallelStrategy):
         if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
             errors.append(
                 config_error(
-                    "gradient_accumulation_steps", steps,
+                    "gradient_accumulation_steps",
+                    steps,
                     f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})",
                     'leave it out of the config, or write "auto"',
                 )  # fmt: skip
@@ -268,7 +270,9 @@ class MuonZeroStrategy(ParallelStrategy):
         if limit is not None and trainer.gradient_clip_val not in (None, limit):
             errors.append(
                 config_error(
-                    "gradient_clipping", limit, f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})",
+                    "gradient_clipping",
+                    limit,
+                    f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})",
                     "give one of them",
                 )  # fmt: skip
             )
@@ -301,12 +305,7 @@ class MuonZeroStrategy(ParallelStrategy):
                 "Trainer.detect_anomaly", True, "fails in PyTorch's DTensor on several ranks",
                 "use torch.autograd.set_detect_anomaly(True, check_nan=False), or one rank",
             )  # fmt: skip
-        if module._compiler_ctx is not None:
-            yield config_error(
-                "model", "torch.compile(module)", "compiles training_step as a whole",
-                'give the module itself, with "compile": true in the config',
-            )  # fmt: skip
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:
             for kind, why in _CALLBACKS.items():
                 if isinstance(callback, kind):
                     yield config_error("Trainer.callbacks", type(callback).__name__, *why)
@@ -361,12 +360,18 @@ class MuonZeroStrategy(ParallelStrategy):
             self._settings = [{k: v for k, v in g.items() if k != "params"} for g in self._muon.param_groups]
             _compile_children(module, self._resolved.compile)
         configure = module.configure_optimizers
-        module.configure_optimizers = lambda: self._muon if (found := configure()) is None else found
+        module.configure_optimizers = lambda: self._completed(configure())
         try:
             super().setup_optimizers(trainer)
         finally:
             del module.configure_optimizers
         self._check_optimizers(module)
+
+    def _completed(self, configured: Any) -> Any:
+        """What ``configure_optimizers`` returned; in place of None, the optimizer of ``config``."""
+        if configured is None and self._muon is None:
+            raise config_error("configure_optimizers", None, "makes no optimizer, and neither does the strategy", _OWN)
+        return self._muon if configured is None else configured
 
     def _begin_anew(self, muon: MuonZero) -> None:
         """As Lightning does in every fit: the state of a new optimizer, over the weights there are."""
@@ -386,11 +391,7 @@ class MuonZeroStrategy(ParallelStrategy):
         Raises:
             ConfigError: naming them.
         """
-        remedy = (
-            "return trainer.strategy.muon, alone or with an lr_scheduler"
-            if self._muon is not None
-            else "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
-        )
+        remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
         others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
         if others or (self._muon is not None and [id(o) for o in self.optimizers] != [id(self._muon)]):
             names = ", ".join(type(optimizer).__name__ for optimizer in others or self.optimizers)
@@ -500,7 +501,7 @@ class MuonZeroStrategy(ParallelStrategy):
         except Exception as failed:
             error = failed
         said = None if error is None else f"{type(error).__name__}: {error}"
-        answers = gather_objects(said, dist.group.WORLD) if dist.is_initialized() else [said]
+        answers = gather_objects(said, _everyone()) if dist.is_initialized() else [said]
         failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
         if failures:
             what = "; ".join(f"rank {rank}: {answer}" for rank, answer in failures.items())
@@ -532,6 +533,12 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a MuonZero has it, or a part of it."""
     return any(accounts_of(inner) for inner in module.modules())
+
+
+def _everyone() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _is_meta(module: nn.Module) -> bool:
@@ -588,7 +595,7 @@ def _values_of_first_rank(module: nn.Module) -> None:
         return
     tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
     facts = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    if any(other != facts for other in gather_objects(facts, dist.group.WORLD)):
+    if any(other != facts for other in gather_objects(facts, _everyone())):
         return
     for tensor in tensors:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from reference import full
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -165,9 +167,16 @@ def dealt(world: int, rank: int, epoch: int) -> list[int]:
     return list(sampler)
 
 
-def plain(worlds: Sequence[int], dtype: torch.dtype | None = None) -> Found:
-    """The same by hand, in one process on the batches of as many ranks as each step has."""
-    module = Language()
+def plain(
+    worlds: Sequence[int], dtype: torch.dtype | None = None, clip: Callable[..., Any] | None = None, **net: Any
+) -> Found:
+    """The same by hand, in one process on the batches of as many ranks as each step has.
+
+    Args:
+        dtype: of autocast.
+        clip: what clips the gradients of parameters by a limit; default: by their norm.
+    """
+    module = Language(**net)
     data = tokens()
     optimizer = compile_muon.MuonZero(
         module, lr=0.02, adamw_lr=0.003, ns_dtype="fp32", gradient_accumulation_steps=None, update="step"
@@ -182,7 +191,8 @@ def plain(worlds: Sequence[int], dtype: torch.dtype | None = None) -> Found:
                     loss = module.loss((data[chosen],))
                 (loss / (world * ACCUMULATED)).backward()
                 module.losses.append(loss.item())
-        module.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), LIMIT)))
+        module.norms.append(float(nn.utils.get_total_norm([param.grad for param in module.parameters()])))
+        (clip or nn.utils.clip_grad_norm_)(module.parameters(), LIMIT)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
@@ -245,3 +255,414 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], R
                 assert all(torch.equal(value, whole[3][name]) for name, value in found[3].items())
 
 
+# ------------------------------------------------------------------------------------------------- other settings
+
+
+def train_with(stage: int, settings: dict[str, Any], compiled: bool = False) -> Found:
+    with launched():
+        trainer, module = trainer_of(config_of(stage, compiled), **settings), Language()
+        trainer.fit(module, loader(), loader(12))
+        return found_in(module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "other", "near"),
+    [
+        ({"gradient_clip_algorithm": "value"}, {"clip": nn.utils.clip_grad_value_}, 1e-5),
+        ({"precision": "bf16-mixed"}, {"dtype": torch.bfloat16}, 1e-5),
+    ],
+)
+def test_other_settings_train_as_a_plain_loop_too(
+    ranks: Callable[[int], Ranks], settings: dict[str, Any], other: dict[str, Any], near: float
+) -> None:
+    expected = plain([2] * 2 * EPOCH, **other)
+    several = ranks(2).run(train_with, stage=1, settings=settings, compiled=True)
+    assert of_all_ranks([found[0] for found in several]) == pytest.approx(expected[0], rel=near)
+    assert several[0][1] == pytest.approx(expected[1], rel=10 * near)
+
+
+class ByHand(Language):
+    """Manual optimization, as Lightning's guide has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        optimizer, last = self.optimizers(), (batch_idx + 1) % ACCUMULATED == 0
+        with optimizer.toggle_model(sync_grad=last):
+            self.manual_backward(super().training_step(batch, batch_idx) / ACCUMULATED)
+        if last:
+            self.on_before_optimizer_step(optimizer)
+            self.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+
+
+def train_by_hand() -> list[float]:
+    with launched():
+        module = ByHand()
+        trainer = trainer_of(config_of(1), accumulate_grad_batches=1, gradient_clip_val=None)
+        trainer.fit(module, loader())
+        assert trainer.global_step == 2 * EPOCH
+        return module.losses
+
+
+class Two(pl.LightningModule):
+    """Two optimizers, each of a part, made by the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) for _ in range(2)
+        )
+
+    def configure_optimizers(self) -> Any:
+        return [compile_muon.MuonZero(part, stage=stage) for part, stage in zip(self.parts, (3, 1), strict=True)], []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> None:
+        for optimizer, part in zip(self.optimizers(), self.parts, strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(part(batch[0] / 61).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def momenta(trainer: pl.Trainer) -> list[Tensor]:
+    return [
+        full(slots["momentum_buffer"]).clone()
+        for o in trainer.optimizers
+        for slots in o.state.values()
+        if len(slots) == 1
+    ]
+
+
+def train_two(path: str) -> bool:
+    with launched():
+        settings = dict(accumulate_grad_batches=1, gradient_clip_val=None, max_epochs=1)
+        trainer = trainer_of(None, **settings)
+        trainer.fit(Two(), loader())
+        trainer.save_checkpoint(path)
+        saved, again = momenta(trainer), trainer_of(None, **settings)
+        again.fit(Two(), loader(), ckpt_path=path)  # there is nothing left to do
+        return len(saved) == 4 and all(torch.equal(*pair) for pair in zip(saved, momenta(again), strict=True))
+
+
+def test_manual_optimization(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert of_all_ranks(ranks(2).run(train_by_hand)) == pytest.approx(plain([2] * 2 * EPOCH)[0], rel=1e-5)
+    assert all(ranks(2).run(train_two, path=str(tmp_path / "two.ckpt")))
+
+
+class Layers(pl.LightningModule):
+    """Layers in a list, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 16)])
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x * self.scale
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0] / 61).square().mean()
+
+    def configure_optimizers(self) -> None:
+        """The config's is enough."""
+
+
+def train_twice() -> tuple[list[float], list[float], float, float]:
+    """A second fit of the same module, and a first one of another with its weights;
+    and how many directions came of graphs, and how many did not."""
+    with launched():
+        trainer, module = trainer_of(config_of(3, True), max_epochs=1), Language()
+        trainer.fit(module, loader())
+        trainer.fit_loop.max_epochs = 2
+        between, done = compile_muon.full_state_dict(module), len(module.losses)
+        trainer.fit(module, loader())
+        other, another = trainer_of(config_of(3, True), max_epochs=2), Language()
+        several = [between]
+        if dist.is_initialized():
+            dist.broadcast_object_list(several)
+        another.load_state_dict(several[0])
+        other.fit_loop.epoch_progress.current.processed = 1  # the second epoch's data
+        other.fit_loop.epoch_progress.current.completed = 1
+        other.fit(another, loader())
+        flat = trainer_of(config_of(3, True), max_epochs=1, gradient_clip_val=None)
+        flat.fit(Layers(), loader())
+        used = flat.strategy.muon.metrics()["directions_used"]
+        return module.losses[done:], another.losses, used, flat.strategy.muon.metrics()["directions_in_step"]
+
+
+def test_a_second_fit_begins_anew(ranks: Callable[[int], Ranks]) -> None:
+    for second, first, used, late in ranks(2).run(train_twice):
+        assert len(second) == EPOCH * ACCUMULATED
+        assert second == pytest.approx(first, rel=1e-5)
+        assert (used, late) == (2 * EPOCH, 0)
+
+
+def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is."""
+    with launched():
+        trainer = trainer_of(config_of(3), max_epochs=1)
+        with trainer.init_module(empty_init=True):
+            module = Language()
+        assert module.model.up.weight.is_meta
+        trainer.fit(module, loader(), loader(12))
+        trainer.save_checkpoint(path)
+        fresh, alone = trainer_of(config_of(3)), Language()
+        found = [module.evaluations[-1], trainer.validate(module, loader(12), verbose=False)[0]["val_loss"]]
+        found.append(fresh.validate(alone, loader(12), ckpt_path=path, verbose=False)[0]["val_loss"])
+        return found, trainer.predict(module, loader(12)), fresh.predict(alone, loader(12))
+
+
+def test_evaluation_without_a_fit_and_from_the_meta_device(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for evaluations, sharded, whole in ranks(2).run(evaluate_alone, path=str(tmp_path / "x.ckpt")):
+        assert evaluations == pytest.approx([evaluations[0]] * 3, rel=1e-6)
+        assert all(torch.equal(*pair) for pair in zip(sharded, whole, strict=True))
+
+
+class Logged(Language):
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        metrics = self.trainer.strategy.muon.metrics()
+        self.log_dict({f"muon_zero/{name}": value for name, value in metrics.items()})
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+
+
+def train_logged(folder: str) -> tuple[int, int]:
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    with launched():
+        saves = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_last="link", save_top_k=1)
+        settings: dict[str, Any] = dict(
+            callbacks=[saves, LearningRateMonitor("step")], enable_checkpointing=True, log_every_n_steps=1,
+            logger=[CSVLogger(folder), TensorBoardLogger(folder)],
+        )  # fmt: skip
+        trainer, module = trainer_of(config_of(1), **settings), Logged(dropout=0.1, normalized=True)
+        trainer.fit(module, loader(), loader(12))
+        done = trainer.global_step
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, loader(), loader(12), ckpt_path="last")
+        return done, trainer.global_step
+
+
+def test_loggers_and_callbacks(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert ranks(2).run(train_logged, folder=str(tmp_path)) == [(6, 9), (6, 9)]
+    (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
+    logged = table.read_text().splitlines()[0].split(",")
+    named = {"muon_zero/bytes_sent", "grad_2.0_norm_total", "grad_2.0_norm/model.up.weight", "loss", "val_loss"}
+    assert named <= set(logged)
+    assert {"lr-MuonZero/pg1", "lr-MuonZero/pg2"} <= set(logged)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2  # the best, and a link to the last
+    assert list(tmp_path.glob("lightning_logs/*/events*"))
+
+
+# ------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_needs_neither_us_nor_lightning(tmp_path: Path) -> None:
+    with launched():
+        module, trainer = Language(), trainer_of(config_of(2), max_epochs=1)
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+    code = (
+        "import sys, torch; saved = torch.load(sys.argv[1], weights_only=True); print(saved['state_dict'].keys()); "
+        "assert not {'compile_muon', 'lightning'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.ckpt")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(list(module.state_dict())) in done.stdout
+
+
+class Compiled(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="muon_zero", options={"codegen": "eager"})
+
+
+def test_names_of_a_compiled_child_are_its_own(tmp_path: Path) -> None:
+    with launched():
+        trainer, module = trainer_of(config_of(2), max_epochs=1), Compiled()
+        trainer.fit(module, loader())
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        again = Compiled()
+        trainer_of(config_of(2), max_epochs=1).fit(again, loader(), ckpt_path=tmp_path / "x.ckpt")
+    loaded = Compiled.load_from_checkpoint(tmp_path / "x.ckpt")
+    for found in (again, loaded):
+        assert all(map(torch.equal, weights(found).values(), weights(module).values()))
+
+
+def refuse_checkpoints(folder: str) -> list[str]:
+    said = []
+    with launched():
+        module, trainer = Language(), trainer_of(config_of(3), max_epochs=1)
+        trainer.fit(module, loader())
+        blocked = Path(folder) / "file"
+        blocked.write_text("")
+        with pytest.raises(compile_muon.CheckpointError) as error:
+            trainer.save_checkpoint(blocked / "x.ckpt")
+        said.append(str(error.value))
+        paths = [Path(folder) / name for name in ("adamw.ckpt", "muon.ckpt", "folder.ckpt", "none.ckpt")]
+        trainer.save_checkpoint(paths[1])
+        if world_and_rank()[1] == 0:
+            saved = torch.load(paths[1], weights_only=True)
+            saved["optimizer_states"][0] = torch.optim.AdamW(Net().parameters()).state_dict()
+            torch.save(saved, paths[0])
+            paths[2].mkdir()
+        trainer.strategy.barrier()
+        adamw = {**config_of(3), "optimizer": {"type": "AdamW"}}
+        for path, config in zip(paths, (config_of(3), adamw, config_of(3), config_of(3)), strict=True):
+            with pytest.raises(compile_muon.CheckpointError) as error:
+                trainer_of(config, max_epochs=2).fit(Language(), loader(), ckpt_path=str(path))
+            said.append(str(error.value))
+    return said
+
+
+def test_checkpoints_that_cannot_be_written_or_do_not_fit_are_named_on_all_ranks(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    for said in ranks(2).run(refuse_checkpoints, folder=str(tmp_path)):
+        for text, words in zip(
+            said,
+            (
+                "x.ckpt: was not saved: rank 0:",
+                "optimizer state was not loaded: rank 0: it is not optimizer state of MuonZero",
+                "model.up.weight: was muon in it, is adamw now",
+                "it is a folder, as FSDP's",
+                "none.ckpt: was not loaded: rank 0: ",
+            ),
+            strict=True,
+        ):
+            assert words in text
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
+    from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, StochasticWeightAveraging
+    from lightning.pytorch.plugins.precision import HalfPrecision
+
+    config = {**config_of(2), "gradient_accumulation_steps": 3, "gradient_clipping": 2.0, "compil": True}
+    callbacks = [EMAWeightAveraging(), StochasticWeightAveraging(1e-2), BackboneFinetuning()]
+    settings = dict(callbacks=callbacks, plugins=[HalfPrecision("16-true")], sync_batchnorm=True)
+    with launched(), pytest.raises(compile_muon.ConfigError) as error:
+        trainer_of(config, **settings).fit(Language(), loader())
+    fields = [(each.field, each.shown) for each in error.value.errors]
+    assert fields == [
+        ("Trainer.precision", "'16-true'"),
+        ("Trainer.sync_batchnorm", "True"),
+        ("Trainer.callbacks", "'EMAWeightAveraging'"),
+        ("Trainer.callbacks", "'StochasticWeightAveraging'"),
+        ("Trainer.callbacks", "'BackboneFinetuning'"),
+        ("compil", "True"),
+    ]
+    with launched(), pytest.raises(compile_muon.ConfigError) as error:
+        trainer_of({**config_of(2), "gradient_accumulation_steps": 3, "gradient_clipping": 2.0}).fit(
+            Language(), loader()
+        )
+    assert [each.problem for each in error.value.errors] == [
+        "contradicts Trainer(accumulate_grad_batches=2)",
+        "contradicts Trainer(gradient_clip_val=0.5)",
+    ]
+
+
+def test_auto_is_what_the_trainer_says() -> None:
+    config = {**config_of(2), "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    with launched():
+        trainer = trainer_of({**config, "bf16": {"enabled": "auto"}}, fast_dev_run=True)
+        trainer.fit(Language(), loader())
+    zero = trainer.strategy.muon.config.zero
+    assert (zero.gradient_accumulation_steps, zero.gradient_clipping, zero.param_dtype) == (1, LIMIT, None)
+
+
+class Configured(Language):
+    """``configure_optimizers`` is a function of the module."""
+
+    def __init__(self, configure: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._configure = configure
+
+    def configure_optimizers(self) -> Any:
+        return self._configure(self)
+
+
+@pytest.mark.parametrize(
+    ("config", "configure", "said"),
+    [
+        (CONFIG, lambda m: torch.optim.AdamW(m.parameters()), "'AdamW': is another .*return trainer.strategy.muon"),
+        (None, lambda m: torch.optim.AdamW(m.parameters()), r"'AdamW': is another .*MuonZero\(self"),
+        (None, lambda m: None, "None: makes no optimizer, and neither does the strategy"),
+        (None, lambda m: compile_muon.MuonZero(m.model.up, muon_params=["weight"]), "'model.embed.weight, model.down"),
+        (None, lambda m: m.trainer.strategy.muon, "is made from MuonZeroStrategy"),
+    ],
+)
+def test_other_optimizers_are_refused(config: Any, configure: Callable[[Any], Any], said: str) -> None:
+    with launched(), pytest.raises(compile_muon.ConfigError, match=said):
+        trainer_of(config).fit(Configured(configure), loader())
+
+
+def test_a_module_that_another_strategy_sharded_is_refused() -> None:
+    module = Language()
+    with launched():
+        trainer_of(config_of(2), fast_dev_run=True).fit(module, loader())
+        with pytest.raises(compile_muon.ConfigError, match="has been sharded by another strategy"):
+            trainer_of(config_of(2)).fit(module, loader())
+
+
+def test_a_module_without_reset_parameters_is_refused_on_the_meta_device() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+    with launched():
+        trainer = trainer_of(config_of(2))
+        with trainer.init_module(empty_init=True):
+            module = Language()
+            module.model.bare = Bare()
+        with pytest.raises(compile_muon.UnsupportedModelError, match=r"Bare: .* has no reset_parameters"):
+            trainer.fit(module, loader())
+
+
+class Fails(Language):
+    """Rank 1 does not come to the second step; ranks wait for each other four seconds."""
+
+    def configure_optimizers(self) -> Any:
+        group = dist.new_group(timeout=timedelta(seconds=4))
+        return compile_muon.MuonZero(self, stage=3, mesh=DeviceMesh.from_group(group, "cpu"))
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        if world_and_rank()[1] == 1 and self.trainer.global_step == 1:
+            raise ValueError("a batch of another shape")
+        return super().training_step(batch, batch_idx)
+
+
+def fail() -> str:
+    with launched():
+        try:
+            trainer_of(None).fit(Fails(), loader())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_rank_that_raises_is_named_on_the_others(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(fail)
+    assert second == "ValueError: a batch of another shape"
+    assert first.startswith("PeerError: ") and "rank 1" in first
+
+
+def test_the_package_does_not_import_lightning() -> None:
+    code = "import compile_muon.integrations, sys; assert 'lightning' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
