@@ -43,6 +43,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -342,7 +343,8 @@ class MuonZeroStrategy(ParallelStrategy):
                 _materialize_distributed_module(module, self.root_device)
             if not _is_meta(module):
                 self.model_to_device()
-                _values_of_first_rank(module)
+            if not fits and dist.is_initialized():
+                _sync_module_states(module)  # rank 0's values for all, as where a model is sharded
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -393,8 +395,8 @@ class MuonZeroStrategy(ParallelStrategy):
         """
         remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
         others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
-        if others or (self._muon is not None and [id(o) for o in self.optimizers] != [id(self._muon)]):
-            names = ", ".join(type(optimizer).__name__ for optimizer in others or self.optimizers)
+        if others:
+            names = ", ".join(type(optimizer).__name__ for optimizer in others)
             raise config_error("configure_optimizers", names, "is another optimizer than the strategy's", remedy)
         trained = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         left = [name for name, param in module.named_parameters() if param.requires_grad and id(param) not in trained]
@@ -583,24 +585,6 @@ def _compile_children(module: nn.Module, settings: CompileConfig) -> None:
                 dynamic=settings.dynamic,
                 options=settings.options(),
             )
-
-
-@torch.no_grad()
-def _values_of_first_rank(module: nn.Module) -> None:
-    """Rank 0's parameters and buffers for all, as under DDP: seeds need not agree.
-
-    Ranks with different modules are left alone: MuonZero says what differs.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
-    facts = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    if any(other != facts for other in gather_objects(facts, _everyone())):
-        return
-    for tensor in tensors:
-        data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(data, 0)
-        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def _filled(source: Any, automatic: Mapping[tuple[str, ...], Any]) -> Any:

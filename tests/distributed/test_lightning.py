@@ -376,9 +376,33 @@ class Layers(pl.LightningModule):
         """The config's is enough."""
 
 
-def train_twice() -> tuple[list[float], list[float], float, float]:
-    """A second fit of the same module, and a first one of another with its weights;
-    and how many directions came of graphs, and how many did not."""
+def sent(accumulated: int) -> float:
+    """Bytes that a rank sends in an epoch at stage 1."""
+    trainer = trainer_of(
+        config_of(1, True), max_epochs=1, accumulate_grad_batches=accumulated, limit_train_batches=EPOCH * accumulated,
+        gradient_clip_val=None,
+    )  # fmt: skip
+    trainer.fit(Layers(), loader())
+    return trainer.strategy.muon.metrics()["bytes_sent"]
+
+
+def train_layers() -> tuple[float, float, list[float]]:
+    """How many directions came of graphs, how many did not, and what is sent with and without accumulation."""
+    with launched():
+        trainer = trainer_of(config_of(3, True), max_epochs=1, gradient_clip_val=None)
+        trainer.fit(Layers(), loader())
+        metrics = trainer.strategy.muon.metrics()
+        return metrics["directions_used"], metrics["directions_in_step"], [sent(1), sent(ACCUMULATED)]
+
+
+def test_micro_batches_are_reduced_once_and_everything_is_compiled(ranks: Callable[[int], Ranks]) -> None:
+    for used, late, traffic in ranks(2).run(train_layers):
+        assert (used, late) == (2 * EPOCH, 0)
+        assert traffic[0] == traffic[1] > 0
+
+
+def train_twice() -> tuple[list[float], list[float]]:
+    """Losses of a second fit of the same module, and of a first one of another with its weights."""
     with launched():
         trainer, module = trainer_of(config_of(3, True), max_epochs=1), Language()
         trainer.fit(module, loader())
@@ -393,22 +417,23 @@ def train_twice() -> tuple[list[float], list[float], float, float]:
         other.fit_loop.epoch_progress.current.processed = 1  # the second epoch's data
         other.fit_loop.epoch_progress.current.completed = 1
         other.fit(another, loader())
-        flat = trainer_of(config_of(3, True), max_epochs=1, gradient_clip_val=None)
-        flat.fit(Layers(), loader())
-        used = flat.strategy.muon.metrics()["directions_used"]
-        return module.losses[done:], another.losses, used, flat.strategy.muon.metrics()["directions_in_step"]
+        return module.losses[done:], another.losses
 
 
 def test_a_second_fit_begins_anew(ranks: Callable[[int], Ranks]) -> None:
-    for second, first, used, late in ranks(2).run(train_twice):
+    for second, first in ranks(2).run(train_twice):
         assert len(second) == EPOCH * ACCUMULATED
         assert second == pytest.approx(first, rel=1e-5)
-        assert (used, late) == (2 * EPOCH, 0)
 
 
-def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor]]:
-    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is."""
+def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is.
+
+    And what a module that no fit has seen is evaluated with.
+    """
     with launched():
+        new = Language()
+        trainer_of(config_of(3)).validate(new, loader(12), verbose=False)
         trainer = trainer_of(config_of(3), max_epochs=1)
         with trainer.init_module(empty_init=True):
             module = Language()
@@ -418,11 +443,12 @@ def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor]]:
         fresh, alone = trainer_of(config_of(3)), Language()
         found = [module.evaluations[-1], trainer.validate(module, loader(12), verbose=False)[0]["val_loss"]]
         found.append(fresh.validate(alone, loader(12), ckpt_path=path, verbose=False)[0]["val_loss"])
-        return found, trainer.predict(module, loader(12)), fresh.predict(alone, loader(12))
+        return found, trainer.predict(module, loader(12)), fresh.predict(alone, loader(12)), weights(new)
 
 
 def test_evaluation_without_a_fit_and_from_the_meta_device(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    for evaluations, sharded, whole in ranks(2).run(evaluate_alone, path=str(tmp_path / "x.ckpt")):
+    for evaluations, sharded, whole, values in ranks(2).run(evaluate_alone, path=str(tmp_path / "x.ckpt")):
+        assert all(map(torch.equal, values.values(), weights(Language()).values()))
         assert evaluations == pytest.approx([evaluations[0]] * 3, rel=1e-6)
         assert all(torch.equal(*pair) for pair in zip(sharded, whole, strict=True))
 
