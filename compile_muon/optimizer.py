@@ -30,8 +30,8 @@ from compile_muon.config import (
 )
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.layout import resolve_mesh, target_device
 from compile_muon.model.materialize import Values
+from compile_muon.model.mesh import resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
 from compile_muon.model.sharding import shard_model
@@ -151,11 +151,11 @@ class MuonZero(Optimizer):
         meta = values is not None and values.meta
         assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon", meta=meta)
         device = target_device(mesh, process_group) if meta else next(model.parameters()).device
-        mesh = resolve_mesh(mesh, process_group, device)
+        ranks = resolve_mesh(mesh, process_group, device, config.mesh)
         self.config = config
         self.grad_norm: Tensor | None = None
         self._norm = math.nan
-        self._group = None if mesh is None else mesh.get_group()
+        self._group = None if ranks is None else ranks.everyone
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
@@ -163,7 +163,7 @@ class MuonZero(Optimizer):
         self._ledger.place = Place(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
-        self._ledger.accounts = shard_model(model, assignments, config, mesh, self._ledger, self._hyper)
+        self._ledger.accounts = shard_model(model, assignments, config, ranks, self._ledger, self._hyper)
         if values is not None:
             values.fill(model, device)
         self._ledger.before_backward = self._sync_momentum
@@ -380,9 +380,7 @@ class MuonZero(Optimizer):
             agreement.put(survey)
         return survey
 
-    def _directions(
-        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
-    ) -> list[Tensor] | None:
+    def _directions(self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None) -> list[Tensor] | None:
         """Directions of these matrices: those of backward where they hold, the others made here.
 
         Waits for the device once, and again only where some were made in backward and others must be made here.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
 from compile_muon.model.assignment import Assignment
-from compile_muon.passes.costs import bytes_sent, owner_work
+from compile_muon.passes.costs import bytes_by_axis, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 
@@ -26,7 +26,8 @@ class Row:
     Args:
         name, shape, algorithm, reason: as assigned.
         exchange: strategy of the Muon update, "-" otherwise.
-        bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks (formula).
+        bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
+            (formula).
         multiply_adds: Newton-Schulz work over all its matrices, once (formula).
     """
 
@@ -35,7 +36,7 @@ class Row:
     algorithm: str
     reason: str
     exchange: str
-    bytes_sent: float
+    bytes_sent: dict[str, float]
     multiply_adds: float
 
     @property
@@ -54,6 +55,7 @@ class Summary:
     Args:
         rows: one per parameter, in model order.
         stage, world_size: ZeRO stage and ranks.
+        axes: name and size of each, where there are several.
         update: "backward" where backward may carry the update, else "step".
     """
 
@@ -61,6 +63,7 @@ class Summary:
     stage: int
     world_size: int
     update: str
+    axes: tuple[tuple[str, int], ...] = ()
 
     def _count(self, algorithm: str) -> int:
         return sum(row.numel for row in self.rows if row.algorithm == algorithm)
@@ -78,15 +81,17 @@ class Summary:
     def __rich__(self) -> Table:
         from rich.table import Table
 
+        axes = f" ({' x '.join(f'{name} {size}' for name, size in self.axes)})" if self.axes else ""
         table = Table(
-            title=f"MuonZero: stage {self.stage}, world {self.world_size}, update in {self.update}; "
+            title=f"MuonZero: stage {self.stage}, world {self.world_size}{axes}, update in {self.update}; "
             f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements"
         )
         for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            numbers = (f"{row.bytes_sent:,.0f}", f"{row.multiply_adds:,.0f}") if row.algorithm == "muon" else ("-", "-")
+            sent = [f"{sent:,.0f}" + (f" {axis}" if self.axes else "") for axis, sent in row.bytes_sent.items()]
+            numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.algorithm == "muon" else ("-", "-")
             table.add_row(row.name, shape, row.algorithm, row.exchange, *numbers, row.reason)
         return table
 
@@ -98,14 +103,17 @@ class Summary:
         return buffer.getvalue()
 
 
-def _exchange_bytes(spec: ParamSpec) -> float:
-    muon = spec.muon
+def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
+    muon, layout = spec.muon, spec.layout
     if muon is None:
-        return 0.0
-    # at stage 0 every rank already holds the whole gradient
-    strategy = muon.exchange if spec.sharded else {"owner": "owner_whole"}.get(muon.exchange, "local")
+        return {}
+    shards, replicas, strategy = layout.shard.size, layout.replicate.size, muon.exchange
+    if not layout.sharded:  # every rank already holds the whole gradient
+        strategy = {"owner": "owner_whole"}.get(strategy, "local")
+        shards, replicas = layout.everyone.size, 1
     itemsize = decode_dtype(muon.dtype).itemsize
-    return muon.batch * bytes_sent(strategy, muon.rows, muon.cols, world=spec.world, itemsize=itemsize)
+    found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
+    return {layout.everyone.name if axis == "all" else axis: muon.batch * sent for axis, sent in found.items()}
 
 
 def _row(account: Account, assignment: Assignment) -> Row:
@@ -113,7 +121,7 @@ def _row(account: Account, assignment: Assignment) -> Row:
     work = 0.0 if muon is None else muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
     return Row(
         name=account.name,
-        shape=account.spec.shape,
+        shape=account.spec.layout.shape,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
         exchange="-" if muon is None else muon.exchange,
@@ -124,9 +132,16 @@ def _row(account: Account, assignment: Assignment) -> Row:
 
 def summarize(accounts: Sequence[Account], assignments: dict[str, Assignment], config: Config) -> Summary:
     """Collect the rows of a sharded model."""
+    layout = accounts[0].spec.layout
+    axes = (
+        ()
+        if layout.both is None
+        else ((layout.replicate.name, layout.replicate.size), (layout.shard.name, layout.shard.size))
+    )
     return Summary(
         rows=tuple(_row(account, assignments[account.name]) for account in accounts),
         stage=config.zero.stage,
-        world_size=accounts[0].spec.world,
+        world_size=layout.everyone.size,
         update="step" if config.zero.update == "step" else "backward",
+        axes=axes,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
+from .layout import Axis
 from .pipeline import tensor_value
+from .torch_private import group_named
 
 __all__ = ["Traffic", "collectives", "measure_traffic"]
 
@@ -44,47 +46,72 @@ class Traffic:
         bytes_sent: bytes this rank sends (ring or pairwise algorithms).
         collectives: number of collectives by kind.
         matrices: matrices that this rank puts through Newton-Schulz.
+        by_axis: ``bytes_sent`` by axis of the mesh.
     """
 
     bytes_sent: int = 0
     collectives: tuple[tuple[str, int], ...] = ()
     matrices: int = 0
+    by_axis: tuple[tuple[str, int], ...] = ()
 
     def __add__(self, other: Traffic) -> Traffic:
-        counts = dict(self.collectives)
-        for kind, count in other.collectives:
-            counts[kind] = counts.get(kind, 0) + count
         return Traffic(
-            self.bytes_sent + other.bytes_sent, tuple(sorted(counts.items())), self.matrices + other.matrices
+            self.bytes_sent + other.bytes_sent,
+            _sums(self.collectives, other.collectives),
+            self.matrices + other.matrices,
+            _sums(self.by_axis, other.by_axis),
         )
 
 
-def _sent(node: Node, kind: str, rank: int) -> float:
+def _sums(*parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    counts: dict[str, int] = {}
+    for name, count in (pair for part in parts for pair in part):
+        counts[name] = counts.get(name, 0) + count
+    return tuple(sorted(counts.items()))
+
+
+def _sent(node: Node, kind: str, axis: Axis) -> float:
     value = tensor_value(node.args[0])
     nbytes = value.numel() * value.element_size()
     if kind == "all_gather":
-        return nbytes * (node.args[1] - 1)
+        return nbytes * (axis.size - 1)
     if kind == "reduce_scatter":
-        return nbytes * (node.args[2] - 1) / node.args[2]
+        return nbytes * (axis.size - 1) / axis.size
+    if kind == "all_reduce":
+        return 2 * nbytes * (axis.size - 1) / axis.size
     if kind == "all_to_all":
-        return sum(size for peer, size in enumerate(node.args[2]) if peer != rank) * value.element_size()
+        return sum(size for peer, size in enumerate(node.args[2]) if peer != axis.index) * value.element_size()
     raise ValueError(f"no formula for {kind}")
+
+
+def _axis(name: str) -> Axis:
+    """Of a collective that the model makes itself, in a group of its own."""
+    group = group_named(name)
+    return Axis("other", group.size(), group.rank(), name)
 
 
 def _matrices(node: Node) -> int:
     return sum(tensor_value(x).shape[:-2].numel() for x in node.args[0])
 
 
-def measure_traffic(gm: GraphModule, *, world: int, rank: int) -> Traffic:
-    """Count a lowered graph's collectives, the bytes they send, and its Newton-Schulz matrices."""
-    sent = 0.0
+def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
+    """Count a lowered graph's collectives, the bytes they send, and its Newton-Schulz matrices.
+
+    Args:
+        axes: of the parameters whose collectives these are; all others count as axis "other".
+    """
+    known = {axis.group: axis for axis in axes}
+    sent: dict[str, float] = {}
     counts: dict[str, int] = {}
     for node, kind in collectives(gm):
+        name = node.args[-1]  # the group comes last in each of them
+        axis = known[name] if name in known else _axis(name)
         counts[kind] = counts.get(kind, 0) + 1
-        if kind == "all_reduce":
-            value = tensor_value(node.args[0])
-            sent += 2 * value.numel() * value.element_size() * (world - 1) / world
-        else:
-            sent += _sent(node, kind, rank)
+        sent[axis.name] = sent.get(axis.name, 0.0) + _sent(node, kind, axis)
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
-    return Traffic(round(sent), tuple(sorted(counts.items())), sum(_matrices(node) for node in newton_schulz))
+    return Traffic(
+        round(sum(sent.values())),
+        tuple(sorted(counts.items())),
+        sum(_matrices(node) for node in newton_schulz),
+        tuple(sorted((name, round(nbytes)) for name, nbytes in sent.items())),
+    )

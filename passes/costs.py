@@ -1,10 +1,10 @@
 """Formulas of communication and arithmetic, once.
 
-Bytes and operations as sympy expressions in rows, cols, world size, steps and dtype size. They choose the exchange
-strategy, balance the owners, print in ``optimizer.summary()``, and are what the tests compare counted graphs with.
+Bytes and operations as sympy expressions in rows, cols, ranks along each axis, steps and dtype size. They choose the
+exchange strategy, balance the owners, print in ``optimizer.summary()``, and are what the tests compare counted graphs with.
 
-Sources: byte table in docs/exchange.md (one matrix of S bytes, W ranks, sent per rank); operation counts of
-Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
+Sources: byte table in docs/exchange.md (one matrix of S bytes, N shards x M replicas, sent per rank); operation
+counts of Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
 """
 
 from __future__ import annotations
@@ -20,33 +20,40 @@ __all__ = [
     "BYTES_SENT",
     "OWNER_WORK",
     "WEIGHT_BYTES",
+    "bytes_by_axis",
     "bytes_sent",
     "choose_exchange",
     "gram_operations",
     "owner_work",
     "standard_operations",
     "weight_bytes",
+    "weight_bytes_by_axis",
 ]
 
-R, C, W, T, B = sympy.symbols("rows cols world steps itemsize", positive=True, integer=True)
+R, C, T, B = sympy.symbols("rows cols steps itemsize", positive=True, integer=True)
+#: ranks along ``shard`` and ``replicate``, and all of them
+N, M = sympy.symbols("shards replicas", positive=True, integer=True)
+W = N * M
 K = sympy.Min(R, C)
 L = sympy.Max(R, C)
 S = R * C * B
 
-#: bytes that one rank sends for one matrix and optimizer step, on average over the ranks
-BYTES_SENT: dict[str, sympy.Expr] = {
-    "local": sympy.Integer(0),
-    "replicate": S * (W - 1) / W,
-    "owner": 2 * S * (W - 1) / W**2,
-    # stage 0: gradients are whole already, only the directions travel back
-    "owner_whole": S * (W - 1) / W,
+#: bytes that one rank sends over each axis for one matrix and optimizer step, on average over the ranks
+BYTES_SENT: dict[str, dict[str, sympy.Expr]] = {
+    # whole matrices are where they are needed; replicas share a stack of them
+    "local": {"replicate": S * (M - 1) / W},
+    "replicate": {"shard": S * (N - 1) / N},
+    # rows to an owner inside a replica and directions back; then the rows of each replica's part to the others
+    "owner": {"shard": 2 * S * (N - 1) / (N * W), "replicate": S * (M - 1) / W},
+    # nothing is cut: gradients are whole already, only the directions travel, over both axes as one
+    "owner_whole": {"all": S * (W - 1) / W},
 }
 
-#: bytes that one rank sends to unshard a weight once, to reduce-scatter or all-reduce its gradient once
-WEIGHT_BYTES: dict[str, sympy.Expr] = {
-    "all_gather": S * (W - 1) / W,
-    "reduce_scatter": S * (W - 1) / W,
-    "all_reduce": 2 * S * (W - 1) / W,
+#: bytes that one rank sends over each axis to unshard a weight once, to reduce its gradient once
+WEIGHT_BYTES: dict[str, dict[str, sympy.Expr]] = {
+    "all_gather": {"shard": S * (N - 1) / N},
+    "reduce_scatter": {"shard": S * (N - 1) / N, "replicate": 2 * S / N * (M - 1) / M},
+    "all_reduce": {"all": 2 * S * (W - 1) / W},
 }
 
 #: operations of the standard form, and of the gram form with one restart
@@ -64,51 +71,77 @@ _LATENCY_SECONDS = 2.0e-5
 
 @functools.cache
 def _function(expression: sympy.Expr) -> Callable[..., float]:
-    return sympy.lambdify((R, C, W, T, B), expression, modules=[{"Min": min, "Max": max}, "math"])
+    return sympy.lambdify((R, C, N, M, T, B), expression, modules=[{"Min": min, "Max": max}, "math"])
 
 
-def _evaluate(expression: sympy.Expr, rows: int, cols: int, world: int = 1, steps: int = 1, itemsize: int = 1) -> float:
-    return _function(expression)(rows, cols, world, steps, itemsize)
+def _work(expression: sympy.Expr, rows: int, cols: int, steps: int) -> float:
+    return _function(expression)(rows, cols, 1, 1, steps, 1)
 
 
-def bytes_sent(strategy: str, rows: int, cols: int, *, world: int, itemsize: int) -> float:
-    """Bytes one rank sends, on average, to orthogonalize one ``rows x cols`` matrix under ``strategy``."""
-    return _evaluate(BYTES_SENT[strategy], rows, cols, world, 1, itemsize)
+def _by_axis(
+    table: dict[str, sympy.Expr], rows: int, cols: int, shards: int, replicas: int, itemsize: int
+) -> dict[str, float]:
+    found = {axis: _function(formula)(rows, cols, shards, replicas, 1, itemsize) for axis, formula in table.items()}
+    return {axis: sent for axis, sent in found.items() if sent}
 
 
-def weight_bytes(collective: str, rows: int, cols: int, *, world: int, itemsize: int) -> float:
-    """Bytes one rank sends for one unshard or one gradient reduction of a ``rows x cols`` parameter."""
-    return _evaluate(WEIGHT_BYTES[collective], rows, cols, world, 1, itemsize)
+def bytes_by_axis(
+    strategy: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
+) -> dict[str, float]:
+    """Bytes one rank sends over each axis, on average, to orthogonalize one ``rows x cols`` matrix."""
+    return _by_axis(BYTES_SENT[strategy], rows, cols, shards, replicas, itemsize)
+
+
+def bytes_sent(strategy: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
+    """The same over all axes, of ``world`` ranks in all."""
+    shards = world // replicas
+    return sum(bytes_by_axis(strategy, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values())
+
+
+def weight_bytes_by_axis(
+    collective: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
+) -> dict[str, float]:
+    """Bytes one rank sends over each axis for one unshard or one gradient reduction of a ``rows x cols`` parameter."""
+    return _by_axis(WEIGHT_BYTES[collective], rows, cols, shards, replicas, itemsize)
+
+
+def weight_bytes(collective: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
+    """The same over all axes, of ``world`` ranks in all."""
+    shards = world // replicas
+    return sum(
+        weight_bytes_by_axis(collective, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values()
+    )
 
 
 def owner_work(rows: int, cols: int, *, steps: int) -> float:
     """Multiply-adds of Newton-Schulz on one matrix: the weight of the owner balance."""
-    return _evaluate(OWNER_WORK, rows, cols, 1, steps, 1)
+    return _work(OWNER_WORK, rows, cols, steps)
 
 
 def standard_operations(rows: int, cols: int, *, steps: int) -> float:
     """Operations of the standard form with dense products."""
-    return _evaluate(STANDARD_OPERATIONS, rows, cols, 1, steps, 1)
+    return _work(STANDARD_OPERATIONS, rows, cols, steps)
 
 
 def gram_operations(rows: int, cols: int, *, steps: int) -> float:
     """Operations of the gram form with dense products and one restart."""
-    return _evaluate(GRAM_OPERATIONS, rows, cols, 1, steps, 1)
+    return _work(GRAM_OPERATIONS, rows, cols, steps)
 
 
-def choose_exchange(rows: int, cols: int, *, world: int, steps: int, itemsize: int) -> str:
+def choose_exchange(rows: int, cols: int, *, world: int, replicas: int = 1, steps: int, itemsize: int) -> str:
     """The cheaper of ``replicate`` and ``owner`` for one matrix.
 
     Time = latency x collectives + bytes / link + operations / throughput on a nominal machine. Under ``owner`` a rank
-    computes 1/world of the matrices; under ``replicate`` all of them, but with one collective instead of two.
+    computes 1/world of the matrices; under ``replicate`` all of them, but with one collective instead of two, or of
+    three where there are replicas.
     """
     if world == 1:
         return "local"
     operations = standard_operations(rows, cols, steps=steps)
     seconds = {
         strategy: collectives * _LATENCY_SECONDS
-        + bytes_sent(strategy, rows, cols, world=world, itemsize=itemsize) / _LINK_BYTES_PER_SECOND
+        + bytes_sent(strategy, rows, cols, world=world, replicas=replicas, itemsize=itemsize) / _LINK_BYTES_PER_SECOND
         + operations / ranks_sharing / _OPERATIONS_PER_SECOND
-        for strategy, collectives, ranks_sharing in (("replicate", 1, 1), ("owner", 2, world))
+        for strategy, collectives, ranks_sharing in (("replicate", 1, 1), ("owner", 2 + (replicas > 1), world))
     }
     return min(seconds, key=seconds.__getitem__)

@@ -42,7 +42,7 @@ def unshard(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None,
 @unshard.register_fake
 def _(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec: str) -> Tensor:
     facts = ParamSpec.decode(spec)
-    return shard.new_empty(facts.shape, dtype=decode_dtype(facts.compute_dtype))
+    return shard.new_empty(facts.layout.shape, dtype=decode_dtype(facts.compute_dtype))
 
 
 @torch.library.custom_op("muon_zero::reduce_grad", mutates_args=())
@@ -53,7 +53,7 @@ def reduce_grad(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor
 @reduce_grad.register_fake
 def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
     facts = ParamSpec.decode(spec)
-    return grad.new_empty(facts.local_shape, dtype=decode_dtype(facts.dtype))
+    return grad.new_empty(facts.layout.local_shape, dtype=decode_dtype(facts.dtype))
 
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
@@ -136,7 +136,7 @@ class Unshard(_Marker):
     """An ``unshard`` marker in a graph.
 
     Args:
-        node: the marker; ``spec.shape``, ``spec.compute_dtype``.
+        node: the marker; ``spec.layout.shape``, ``spec.compute_dtype``.
         spec: static facts of the parameter.
         shard, state, hyper: nodes of its tensor arguments.
         replica: node of the resident copy, or None.
@@ -164,7 +164,7 @@ class _GradientMarker(_Marker):
     def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
         """Put a marker at the graph's insertion point."""
         node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
-        node.meta["val"] = tensor_value(grad).new_empty(spec.local_shape, dtype=cls.dtype(spec))
+        node.meta["val"] = tensor_value(grad).new_empty(spec.layout.local_shape, dtype=cls.dtype(spec))
         return cls.of(node)
 
 
@@ -172,9 +172,9 @@ class ReduceGrad(_GradientMarker):
     """A ``reduce_grad`` marker in a graph.
 
     Args:
-        node: the marker; ``spec.local_shape``, ``spec.dtype``.
+        node: the marker; ``spec.layout.local_shape``, ``spec.dtype``.
         spec: static facts of the parameter.
-        grad: node of the gradient of the whole weight, ``spec.shape``.
+        grad: node of the gradient of the whole weight, ``spec.layout.shape``.
         state, hyper: nodes of the parameter's state and of ``(1 - momentum, momentum)``.
     """
 
@@ -189,9 +189,9 @@ class Orthogonalize(_GradientMarker):
     """An ``orthogonalize`` marker in a graph.
 
     Args:
-        node: the marker; the direction, ``spec.local_shape``, ``spec.muon.dtype``.
+        node: the marker; the direction, ``spec.layout.local_shape``, ``spec.muon.dtype``.
         spec: static facts of the parameter, with ``muon``.
-        grad: node of the averaged gradient of the shard, ``spec.local_shape``, master dtype.
+        grad: node of the averaged gradient of the shard, ``spec.layout.local_shape``, master dtype.
         state, hyper: nodes of the momentum and of ``(1 - momentum, momentum)``.
     """
 

@@ -48,8 +48,8 @@ class Extras(Generic[T]):
     """The extra outputs of one backward, by index of the gradient they belong to.
 
     Args:
-        unreduced: of ACCUMULATE: the gradient of the whole weight, ``spec.shape``, master dtype.
-        directions: of SPECULATE: ``spec.local_shape``, in the dtype of Newton-Schulz.
+        unreduced: of ACCUMULATE: the gradient of the whole weight, ``spec.layout.shape``, master dtype.
+        directions: of SPECULATE: ``spec.layout.local_shape``, in the dtype of Newton-Schulz.
         fingerprints: None without SPECULATE, else ``[SPECULATEs, FINGERPRINT_WORDS]`` int64: of the gradient
             (``carried`` included) that each direction was made from.
     """
@@ -70,9 +70,9 @@ class BackwardRequest:
 
     Args:
         purposes: what to do with each gradient.
-        unreduced: stage 1 only, with REDUCE or SPECULATE: whether the sum of earlier micro-batches (``spec.shape``,
+        unreduced: stage 1 only, with REDUCE or SPECULATE: whether the sum of earlier micro-batches (``layout.shape``,
             master dtype, contiguous) comes in as an extra input and is added ahead of the reduction.
-        carried: SPECULATE only: whether what ``.grad`` already holds (``spec.local_shape``, master dtype, contiguous)
+        carried: SPECULATE only: whether what ``.grad`` already holds (``layout.local_shape``, master dtype, contiguous)
             comes in as an extra input. It counts for the direction and its fingerprint; the gradient returned stays
             this backward's own.
     """
@@ -87,7 +87,7 @@ class BackwardRequest:
     ) -> BackwardRequest:
         """``purpose`` for every gradient that allows it, REDUCE for the rest; so also ``unreduced`` and ``carried``."""
         allowed = {
-            Purpose.ACCUMULATE: [grad.spec.accumulates for grad in grads],
+            Purpose.ACCUMULATE: [grad.spec.layout.accumulates for grad in grads],
             Purpose.REDUCE: [True for _ in grads],
             Purpose.SPECULATE: [grad.speculates for grad in grads],
         }[purpose]
@@ -95,7 +95,7 @@ class BackwardRequest:
         return cls(
             purposes,
             tuple(
-                unreduced and grad.spec.accumulates and chosen is not Purpose.ACCUMULATE
+                unreduced and grad.spec.layout.accumulates and chosen is not Purpose.ACCUMULATE
                 for grad, chosen in zip(grads, purposes, strict=True)
             ),
             tuple(carried and chosen is Purpose.SPECULATE for chosen in purposes),
@@ -179,20 +179,21 @@ class BackwardRequest:
         for i, grad in enumerate(grads):
             problem = self._problem(i, grad)
             if problem:
-                raise RequestError(f"gradient {i} of shape {grad.spec.shape}: {problem}")
+                raise RequestError(f"gradient {i} of shape {grad.spec.layout.shape}: {problem}")
 
     def _problem(self, i: int, grad: ReducedGrad) -> str:
-        purpose, accumulates = self.purposes[i], grad.spec.accumulates
+        purpose, layout = self.purposes[i], grad.spec.layout
+        accumulates = layout.accumulates
         if purpose is Purpose.ACCUMULATE and not accumulates:
             return (
-                f"ACCUMULATE at stage {grad.spec.stage} with world {grad.spec.world}: nothing accumulates; use REDUCE"
+                f"ACCUMULATE at stage {layout.stage} with world {layout.everyone.size}: nothing accumulates; use REDUCE"
             )
         if purpose is Purpose.SPECULATE and grad.spec.muon is None:
             return "SPECULATE for a parameter that is not a Muon matrix; use REDUCE"
         if purpose is Purpose.SPECULATE and not grad.speculates:
             return "SPECULATE for a gradient that the graph does not return untouched; use REDUCE"
         if self.unreduced[i] and not accumulates:
-            return f"unreduced at stage {grad.spec.stage} with world {grad.spec.world}: nothing is kept; use False"
+            return f"unreduced at stage {layout.stage} with world {layout.everyone.size}: nothing is kept; use False"
         if self.unreduced[i] and purpose is Purpose.ACCUMULATE:
             return "unreduced with ACCUMULATE, which reduces nothing; add to the sum outside of the graph"
         if self.carried[i] and purpose is not Purpose.SPECULATE:

@@ -1,8 +1,9 @@
 """The static facts a marker op carries: one immutable record per parameter, encoded as a string.
 
-A marker's tensor arguments say *which* parameter it reads; its ``spec`` string says *how* (shape, mesh, ZeRO stage,
-dtypes, Muon settings). Everything here is known when the model is sharded and equal on identical layers, so N equal
-blocks share one compiled graph. Values that change during training (lr, momentum) are never part of it.
+A marker's tensor arguments say *which* parameter it reads; its ``spec`` string says *how*: its layout over the mesh,
+its dtypes, and the method, Muon or not. Everything here is known when the model is sharded and equal on identical
+layers, so N equal blocks share one compiled graph. Values that change during training (lr, momentum) are never part of
+it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from compile_muon.kernels.plan import MEMORY_LIMIT
+
+from .layout import Axis, Layout
 
 __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
 
@@ -77,28 +80,18 @@ class ParamSpec:
     """Everything static about one parameter.
 
     Args:
-        shape: full (unsharded) shape.
-        world, rank: size of the data-parallel group and this process's place in it.
-        group: name of the process group, as functional collectives take it ("" when world is 1).
-        stage: ZeRO stage, 0 to 3.
+        layout: where its parts are.
         dtype: dtype of the master shard and of its gradient.
         compute_dtype: dtype the model sees.
         reduce_dtype: dtype gradients travel in.
         muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
-        gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
-            bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
     """
 
-    shape: tuple[int, ...]
-    world: int
-    rank: int
-    group: str
-    stage: int
+    layout: Layout
     dtype: str
     compute_dtype: str
     reduce_dtype: str
     muon: MuonSpec | None = None
-    gather: str = "all_gather"
 
     @property
     def muon_settings(self) -> MuonSpec:
@@ -108,66 +101,8 @@ class ParamSpec:
             ValueError: it has not.
         """
         if self.muon is None:
-            raise ValueError(f"parameter of shape {self.shape} is not a Muon matrix")
+            raise ValueError(f"parameter of shape {self.layout.shape} is not a Muon matrix")
         return self.muon
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a rank holds a slice (along dim 0) rather than the whole parameter."""
-        return self.stage > 0 and self.world > 1 and len(self.shape) > 0
-
-    @property
-    def replicated_weight(self) -> bool:
-        """Whether a full copy in compute dtype is resident between steps (stages 1 and 2)."""
-        return self.sharded and self.stage < 3
-
-    @property
-    def gathered(self) -> bool:
-        """Whether every use of the full weight starts with a collective (stage 3)."""
-        return self.sharded and not self.replicated_weight
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
-        return self.stage == 1 and self.world > 1
-
-    @property
-    def chunk(self) -> int:
-        """Rows of the largest shard: ``ceil(shape[0] / world)``, as in ``torch.chunk`` and ``Shard(0)``."""
-        return -(-self.shape[0] // self.world)
-
-    @property
-    def row_numel(self) -> int:
-        """Elements behind one index of dim 0."""
-        numel = 1
-        for size in self.shape[1:]:
-            numel *= size
-        return numel
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full parameter."""
-        return self.row_numel * (self.shape[0] if self.shape else 1)
-
-    def shard_rows(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the rows of ``rank``; empty for a rank past the end."""
-        start = min(rank * self.chunk, self.shape[0])
-        return start, min(start + self.chunk, self.shape[0])
-
-    def shard_numel(self, rank: int) -> int:
-        """Elements that ``rank`` holds."""
-        if not self.sharded:
-            return self.numel
-        start, stop = self.shard_rows(rank)
-        return (stop - start) * self.row_numel
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
-        if not self.sharded:
-            return self.shape
-        start, stop = self.shard_rows(self.rank)
-        return (stop - start, *self.shape[1:])
 
     def encode(self) -> str:
         """The string that markers carry."""
@@ -178,9 +113,12 @@ class ParamSpec:
     def decode(text: str) -> ParamSpec:
         """Inverse of :meth:`encode`."""
         fields = json.loads(text)
-        muon = fields.pop("muon")
+        layout, muon = fields.pop("layout"), fields.pop("muon")
+        layout["shape"] = tuple(layout["shape"])
+        for axis in ("shard", "replicate", "both"):
+            layout[axis] = None if layout[axis] is None else Axis(**layout[axis])
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])
             muon["restarts"] = tuple(muon["restarts"])
             muon = MuonSpec(**muon)
-        return ParamSpec(**{**fields, "shape": tuple(fields["shape"])}, muon=muon)
+        return ParamSpec(Layout(**layout), **fields, muon=muon)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
@@ -27,6 +28,7 @@ __all__ = [
     "current_backward",
     "decomposition_table",
     "fake_mode_of",
+    "flattened",
     "fresh_context",
     "group_named",
     "make_partitioner",
@@ -124,6 +126,11 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
 
     resolve: Any = _resolve_process_group
     return cast("torch.distributed.ProcessGroup", resolve(name))
+
+
+def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:
+    """The group of all ranks of a mesh of several dimensions, row-major; one for as many calls as there are."""
+    return mesh._flatten().get_group()
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,8 @@ def _written(config: Config) -> dict[str, Any]:
         "optimizer": {key: value for key, value in optimizer.items() if value},
         "zero_optimization": stage,
     }
-    return {key: value for key, value in sections.items() if value} | top | ({"bf16": bf16} if bf16 else {})
+    sections |= {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
+    return {key: value for key, value in sections.items() if value} | top
 
 
 def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:

@@ -37,10 +37,11 @@ from compile_muon.config.settings import (
     Arguments,
     CompileConfig,
     Config,
+    MeshConfig,
     MuonConfig,
     NSConfig,
 )
-from compile_muon.errors import config_error, warn_user
+from compile_muon.errors import ConfigError, config_error, warn_user
 
 __all__ = ["load_config", "read_config"]
 
@@ -54,6 +55,7 @@ _TOP = (
     "bfloat16",
     "fp16",
     "communication_data_type",
+    "mesh",
 )
 #: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
 _PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
@@ -72,6 +74,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "bf16": ("enabled",),
     "bfloat16": ("enabled",),
     "fp16": ("enabled",),
+    "mesh": tuple(f.name for f in fields(MeshConfig)),
 }
 
 
@@ -119,7 +122,9 @@ def read_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> tuple
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)
-    config = given.config(compile=_read_compile(given, top.get("compile", False)), algorithm=algorithm)
+    config = given.config(
+        compile=_read_compile(given, top.get("compile", False)), algorithm=algorithm, mesh=_read_mesh(given, top)
+    )
     return config, given.hints
 
 
@@ -213,6 +218,18 @@ def _read_compile(given: _Given, value: object) -> CompileConfig:
                 raise config_error("compile.deepcompile", deep, problem, "keep one of the two")
     settings = {"enabled": True, **settings}
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
+
+
+def _read_mesh(given: _Given, top: Mapping[str, Any]) -> MeshConfig | None:
+    if "mesh" not in top:
+        return None
+    sizes = MeshConfig.canonical(_section(given, "mesh", top["mesh"]), given.mistakes, lambda key: f"mesh.{key}")
+    try:
+        return MeshConfig(**sizes)
+    except ConfigError as error:
+        for each in error.errors:
+            given.mistakes.add(each.renamed(each.field.replace("MeshConfig", "mesh")))
+        return None
 
 
 def _section(given: _Given, path: str, value: object) -> Mapping[str, Any]:

@@ -47,6 +47,7 @@ __all__ = [
     "Arguments",
     "CompileConfig",
     "Config",
+    "MeshConfig",
     "MuonConfig",
     "NSConfig",
     "ZeroConfig",
@@ -203,6 +204,28 @@ class ZeroConfig(Checked):
             yield config_error("ZeroConfig.check_replicas", self.check_replicas, problem, remedy)
 
 
+def _check_axis(field: str, value: object) -> int:
+    return -1 if value == -1 and not isinstance(value, bool) else check_integer(field, value, low=1)
+
+
+@dataclass(frozen=True)
+class MeshConfig(Checked):
+    """How many ranks there are along each axis; -1, of one axis, for the rest.
+
+    Attributes:
+        replicate: groups that hold the same shards; gradients are averaged over them too (HSDP).
+        shard: ranks that the parameters, or what the stage says, are cut over.
+    """
+
+    replicate: int = setting(1, _check_axis)
+    shard: int = setting(-1, _check_axis)
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """Only one axis can be the rest."""
+        if self.replicate == self.shard == -1:
+            yield config_error("MeshConfig.replicate", -1, "and shard are both the rest", "give the size of one")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig(CompileOptions):
     """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
@@ -226,6 +249,7 @@ class Config(Checked):
             for the rules of :mod:`compile_muon.model.assignment`.
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
+        mesh: sizes of the axes, None for one axis of all ranks. Not with a ``mesh`` given beside.
     """
 
     muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
@@ -236,6 +260,7 @@ class Config(Checked):
         None, check_patterns, none=True
     )
     algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
+    mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Settings that nothing would read; only values that differ from the default show here."""

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
+from compile_muon.model.mesh import Mesh
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.board import Board, gather_objects
 
 __all__ = ["agree"]
 
 #: what each rank has for itself: its place, its name of the group, and settings that change no number
-_OWN = ("rank", "group", "dump", "nvtx")
+_OWN = ("index", "group", "dump", "nvtx")
 _ORDER = "order of parameters"
 _ABSENT = "(absent)"
 
@@ -70,9 +70,7 @@ def _digest(facts: Any) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()[:7]
 
 
-def agree(
-    model: nn.Module, config: Config, specs: Mapping[str, ParamSpec], mesh: DeviceMesh, board: Board | None
-) -> None:
+def agree(model: nn.Module, config: Config, specs: Mapping[str, ParamSpec], mesh: Mesh, board: Board | None) -> None:
     """Compare with the other ranks; collective.
 
     Args:
@@ -89,9 +87,9 @@ def agree(
         "layouts": dict(_layouts(specs)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
-    mine = torch.tensor([*numbers, 0 if board is None else board.number], device=mesh.device_type)
-    everyone = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(everyone, mine, group=mesh.get_group())
+    mine = torch.tensor([*numbers, 0 if board is None else board.number], device=mesh.device_mesh.device_type)
+    everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
+    dist.all_gather(everyone, mine, group=mesh.everyone)
     rows = torch.stack(everyone).tolist()
     if board is not None:
         board.meet([row[-1] for row in rows])
@@ -100,9 +98,9 @@ def agree(
             raise _disagreement(title, facts, mesh)
 
 
-def _disagreement(title: str, mine: dict[str, str], mesh: DeviceMesh) -> Exception:
+def _disagreement(title: str, mine: dict[str, str], mesh: Mesh) -> Exception:
     """What to raise; collective."""
-    found = gather_objects(mine, mesh.get_group())
+    found = gather_objects(mine, mesh.everyone)
     keys = list(dict.fromkeys(key for facts in found for key in facts))
     differing = [key for key in keys if len({facts.get(key) for facts in found}) > 1]
     if len(differing) > 1 and _ORDER in differing:

@@ -155,8 +155,8 @@ class Held:
         spec = account.spec
         if not isinstance(param, nn.Parameter):
             return "was removed"
-        if tuple(param.shape) != spec.shape:
-            return f"its shape changed from {list(spec.shape)} to {list(param.shape)}"
+        if tuple(param.shape) != spec.layout.shape:
+            return f"its shape changed from {list(spec.layout.shape)} to {list(param.shape)}"
         if str(param.dtype) != f"torch.{spec.dtype}":
             return f"its dtype changed from {spec.dtype} to {param.dtype}"
         if param.device != account.hyper.device:
@@ -207,7 +207,7 @@ def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for bucket in buckets(accounts, lambda spec: spec.dtype):
         shards = [account.local.detach() for account in bucket]
-        if not bucket[0].spec.sharded:
+        if not bucket[0].spec.layout.sharded:
             found |= {id(account): shard.clone() for account, shard in zip(bucket, shards, strict=True)}
             continue
         # Master values, not what the model computes with.
@@ -219,7 +219,7 @@ def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
 
 def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]:
     """No rank writes where another does not: the others would wait for it."""
-    groups = {a.spec.group: a.hyper.device for a in accounts if a.spec.world > 1}
+    groups = {a.spec.layout.everyone.group: a.hyper.device for a in accounts if not a.spec.layout.everyone.alone}
     bad = False
     for group, device in groups.items():
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
@@ -235,15 +235,15 @@ def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
     value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
     for bucket in buckets(accounts, lambda spec: spec.dtype):
         parts = [value_of[id(account)] for account in bucket]
-        if bucket[0].spec.world > 1:
+        everyone = bucket[0].spec.layout.everyone
+        if not everyone.alone:
             flat = torch.cat([part.reshape(-1) for part in parts])
-            flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, bucket[0].spec.group))
+            flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, everyone.group))
             parts = list(flat.split([part.numel() for part in parts]))
         for account, part in zip(bucket, parts, strict=True):
-            spec = account.spec
-            full = part.view(spec.shape)
-            if spec.sharded:
-                start, stop = spec.shard_rows(spec.rank)
-                full = full[start:stop]
+            layout = account.spec.layout
+            full = part.view(layout.shape)
+            if layout.sharded:
+                full = full[layout.local_rows]
             account.local.detach().copy_(full)
     refresh_by_owner(accounts)

@@ -198,7 +198,7 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
         whole: dict[int, Any] = {}
         gathered = gather_whole([accounts[key] for key in wanted if key not in map(id, held[0].accounts.values())])
         for key, account in accounts.items():
-            shape, dtype = account.spec.shape, account.param.dtype
+            shape, dtype = account.spec.layout.shape, account.param.dtype
             values = gathered.get(key)
             if values is None:
                 values = torch.empty(shape, dtype=dtype, device=device if key in wanted else "meta")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.markers import UNSHARD
@@ -98,7 +98,7 @@ def _reader(name: str) -> property:
             keep_fresh(account)
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-        if account.spec.gathered:
+        if account.spec.layout.gathered:
             ledger.trail.note("forward", "", [account])
         account.handouts.read(account.name, whole)
         return whole
@@ -117,11 +117,17 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
     """
     if not isinstance(value, DTensor):
         spec = account.spec
-        if not spec.sharded or value.shape == spec.shape or value.shape[1:] != spec.shape[1:] or not value.ndim:
+        if (
+            not spec.layout.sharded
+            or value.shape == spec.layout.shape
+            or value.shape[1:] != spec.layout.shape[1:]
+            or not value.ndim
+        ):
             return None
-        spans = [spec.shard_rows(rank) for rank in range(spec.world)]
+        ranks = spec.layout.shard.size
+        spans = [spec.layout.shard_rows(rank) for rank in range(ranks)]
         owners = [rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)]
-        return f"rank {owners[0]} of {spec.world}" if owners else None
+        return f"rank {owners[0]} of {ranks}" if owners else None
     owner_place = place_of_another(value, gathered=not _same_mesh(account.param, value))
     return None if owner_place is None else f"rank {owner_place}"
 
@@ -175,9 +181,8 @@ def _as_parameter(account: Account, value: Tensor) -> Tensor:
         value = value[0]
     if value.shape != param.shape:
         return value
-    if isinstance(param.placements[0], Shard):
-        start, stop = account.spec.shard_rows(account.spec.rank)
-        value = value[start:stop]
+    if account.spec.layout.sharded:
+        value = value[account.spec.layout.local_rows]
     rows = value.detach().to(account.local.device)
     return like_parameter(param, rows)
 

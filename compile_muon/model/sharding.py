@@ -1,6 +1,6 @@
 """From an ``nn.Module`` to sharded parameters behind unshard markers.
 
-Each parameter becomes a DTensor, ``Shard(0)`` over the data-parallel mesh (uneven and empty shards allowed), and its
+Each parameter becomes a DTensor, ``Shard(0)`` over the mesh's shard axis (uneven and empty shards allowed), and its
 module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`). ``_parameters`` still
 holds the shard, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names they had.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
 from compile_muon.model.agreement import agree
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.layout import describe
+from compile_muon.model.mesh import Mesh
 from compile_muon.model.readers import install_readers
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
@@ -27,9 +27,8 @@ from compile_muon.runtime.shards import local_tensor
 __all__ = ["shard_model"]
 
 
-def _broadcast(model: nn.Module, mesh: DeviceMesh) -> None:
+def _broadcast(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Every rank starts from rank 0's parameters and buffers, as in DDP."""
-    group = mesh.get_group()
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -55,16 +54,16 @@ def _view_alone(rows: Tensor) -> Tensor:
 
 
 def _split(
-    param: nn.Parameter, spec: ParamSpec, mesh: DeviceMesh | None, device: torch.device
+    param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
     """The parameter users see from now on, and the resident replica (stages 1 and 2).
 
     One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
     """
     whole = param.detach().contiguous()
-    if param.is_meta and not spec.gathered:
+    if param.is_meta and not spec.layout.gathered:
         whole = torch.empty_like(whole, device=device)
-    if mesh is None or spec.stage == 0:
+    if mesh is None or spec.layout.stage == 0:
         if not param.is_meta:
             return param, None
         new = nn.Parameter(whole, requires_grad=param.requires_grad)
@@ -72,19 +71,19 @@ def _split(
         return new, None
     replica = None
     local = whole
-    if spec.sharded:
-        start, stop = spec.shard_rows(spec.rank)
+    if spec.layout.sharded:
+        rows = spec.layout.local_rows
         # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
-        shared = spec.replicated_weight and spec.compute_dtype == spec.dtype
-        if spec.gathered and param.is_meta:
-            local = torch.empty_like(whole[start:stop], device=device)
+        shared = spec.layout.replicated_weight and spec.compute_dtype == spec.dtype
+        if spec.layout.gathered and param.is_meta:
+            local = torch.empty_like(whole[rows], device=device)
         else:
-            local = _view_alone(whole[start:stop]) if shared else whole[start:stop].clone()
-        if spec.replicated_weight:
+            local = _view_alone(whole[rows]) if shared else whole[rows].clone()
+        if spec.layout.replicated_weight:
             replica = whole if shared else whole.to(getattr(torch, spec.compute_dtype))
-    placement = Shard(0) if spec.sharded else Replicate()
+    placements = mesh.placements(spec.layout)
     distributed = DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        local, mesh.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     new = nn.Parameter(distributed, requires_grad=param.requires_grad)
     # Attributes users put on the parameter (use_muon, tags of other libraries) stay on it.
@@ -97,7 +96,7 @@ def shard_model(
     model: nn.Module,
     assignments: dict[str, Assignment],
     config: Config,
-    mesh: DeviceMesh | None,
+    mesh: Mesh | None,
     ledger: Ledger,
     hyper: Tensor,
 ) -> list[Account]:
@@ -107,7 +106,7 @@ def shard_model(
         model: the module; all its parameters on one device, or on the meta device.
         assignments: algorithm per parameter name.
         config: resolved configuration.
-        mesh: data-parallel mesh, None for one process.
+        mesh: the ranks by axis, None for one process.
         ledger: where the parameters keep their accounts.
         hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer; its device is the shards'.
     Returns:
@@ -119,7 +118,7 @@ def shard_model(
     if mesh is not None:
         with ledger.place.at("the sharding of the model"):
             agree(model, config, specs, mesh, ledger.place.board)
-            _broadcast(model, mesh)
+            _broadcast(model, mesh.everyone)
     accounts: dict[nn.Parameter, Account] = {}
     handouts = Handouts()
     for name, param in named.items():

@@ -82,9 +82,7 @@ class Account:
         momentum = self.momentum.detach().clone()
         fresh: dict[str, Any] = {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         fresh["handouts"] = copy.deepcopy(self.handouts, memo)
-        copied = replace(
-            self, param=param, replica=replica, momentum=momentum, ledger=ledger, _watched=False, **fresh
-        )
+        copied = replace(self, param=param, replica=replica, momentum=momentum, ledger=ledger, _watched=False, **fresh)
         ledger.accounts.append(copied)
         memo[id(self)] = copied
         return copied
@@ -123,7 +121,7 @@ class Account:
         detail = "reduce" if self.param.grad is None else "reduce and add to .grad"
         with self.ledger.place.at("an eager backward", "", [self]):
             yield
-        if self.spec.world > 1:
+        if not self.spec.layout.everyone.alone:
             self.ledger.trail.note("backward", "", [self], [detail])
 
     def begin_backward(self, call: int) -> None:
@@ -134,7 +132,7 @@ class Account:
 
     def watch(self) -> None:
         """Stage 1: have autograd say when it writes ``.grad``. The hooks hold the account weakly."""
-        if self._watched or not self.spec.accumulates or not self.param.requires_grad:
+        if self._watched or not self.spec.layout.accumulates or not self.param.requires_grad:
             return
         self._watched = True
         reference = weakref.ref(self)

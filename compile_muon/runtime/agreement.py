@@ -57,7 +57,7 @@ class Copies:
                 # Resident weights follow their shards when they are read next; who edited none must not wait for that.
                 stale += [len(held)] if edits_of(account.param) != account.refreshed_at else []
                 held[account.name] = account.replica
-            elif not account.spec.sharded:
+            elif not account.spec.layout.sharded:
                 held[account.name] = account.local
                 if account.param.grad is not None:
                     held[f"gradient of {account.name}"] = account.local_grad

@@ -55,8 +55,7 @@ def lower_and_compile(
     """Run the half passes and generate code; also count what one run sends."""
     specs = _specs(gm)
     gm = run_passes(gm, HALF_PASSES, ctx)
-    world, rank = (specs[0].world, specs[0].rank) if specs else (1, 0)
-    traffic = measure_traffic(gm, world=world, rank=rank)
+    traffic = measure_traffic(gm, {axis for spec in specs for axis in spec.layout.axes})
     appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
     return codegen(gm, [*inputs, *appended]), traffic
 
@@ -111,7 +110,7 @@ class ForwardGraph:
         unshards = Unshard.all(gm)
         # In the order of their gathers, which every rank must keep.
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
-        self._meets = any(marker.spec.gathered for marker in unshards)
+        self._meets = any(marker.spec.layout.gathered for marker in unshards)
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lower_and_compile(gm, inputs, ctx, codegen)
         self._visited = False
@@ -269,4 +268,3 @@ class BackwardGraph:
             edits = edits_of(account.momentum_buffer)
             account.speculations.make(Speculation(direction, row, edits, account.ledger.momentum_factor))
             account.ledger.counters.speculated += 1
-

@@ -106,8 +106,8 @@ class Ledger:
         """
         alone = account.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
-            return Purpose.ACCUMULATE if account.spec.accumulates else Purpose.REDUCE
-        if account.spec.accumulates and not self._may_be_last(account, self.accumulation_steps or 1):
+            return Purpose.ACCUMULATE if account.spec.layout.accumulates else Purpose.REDUCE
+        if account.spec.layout.accumulates and not self._may_be_last(account, self.accumulation_steps or 1):
             return Purpose.ACCUMULATE
         worthwhile = alone and self._may_be_last(account, self._expected) and self._speculates(account)
         return Purpose.SPECULATE if speculates and worthwhile else Purpose.REDUCE

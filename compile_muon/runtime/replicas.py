@@ -18,7 +18,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
-    """Parameters that may share a buffer: one group, dtype and way to be sharded, up to 25 MiB of whole tensors.
+    """Parameters that may share a buffer: one mesh, dtype and way to be sharded, up to 25 MiB of whole tensors.
 
     Args:
         dtype_of: the dtype they would have in the buffer.
@@ -26,12 +26,12 @@ def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -
     kinds: dict[tuple[object, ...], list[Account]] = {}
     for account in accounts:
         spec = account.spec
-        kinds.setdefault((spec.group, dtype_of(spec), spec.sharded), []).append(account)
+        kinds.setdefault((spec.layout.company, dtype_of(spec)), []).append(account)
     for members in kinds.values():
         bucket: list[Account] = []
         size = 0
         for account in members:
-            nbytes = account.spec.numel * decode_dtype(dtype_of(account.spec)).itemsize
+            nbytes = account.spec.layout.numel * decode_dtype(dtype_of(account.spec)).itemsize
             if bucket and size + nbytes > _BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
@@ -52,8 +52,9 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
             assert account.replica is not None
             account.replica.copy_(full)
             account.refreshed_at = edits_of(account.param)
-        sent = handle.numel() * handle.element_size() * (specs[0].world - 1) // specs[0].world
-        total = total + Traffic(sent, ((specs[0].gather, 1),))
+        layout = specs[0].layout
+        sent = handle.numel() * handle.element_size() * (layout.shard.size - 1) // layout.shard.size
+        total = total + Traffic(sent, ((layout.gather, 1),), by_axis=((layout.shard.name, sent),))
     return total
 
 

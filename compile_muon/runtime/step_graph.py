@@ -93,7 +93,7 @@ class StepGraphs:
         with fresh_context(fake):
             gm, inputs = _build(accounts, fake)
             gm = run_passes(gm, HALF_PASSES, PassContext(Half.STEP, f"step{len(self._compiled)}", options))
-            traffic = measure_traffic(gm, world=accounts[0].spec.world, rank=accounts[0].spec.rank)
+            traffic = measure_traffic(gm, {axis for account in accounts for axis in account.spec.layout.axes})
             if options.codegen == "eager":
                 return _Compiled(make_boxed_func(gm.forward), traffic)
             run = compile_fx_inner(gm, inputs, is_inference=True)

@@ -116,8 +116,8 @@ class Survey:
         present = [account for account in accounts if account.param.grad is not None]
         values = None
         if present:
-            # What every rank holds whole would be counted once per rank.
-            shares = [1.0 if account.spec.sharded else 1.0 / account.spec.world for account in present]
+            # What several ranks hold would be counted once for each.
+            shares = [1.0 / account.spec.layout.copies for account in present]
             values = squares([account.local_grad for account in present])
             if len(set(shares)) == 1:
                 values = values * shares[0]

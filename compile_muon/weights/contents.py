@@ -58,7 +58,7 @@ class Entry:
     @property
     def spec(self) -> ParamSpec | None:
         """How it is cut; None where every rank holds all of it."""
-        return self.account.spec if self.account is not None and self.account.spec.sharded else None
+        return self.account.spec if self.account is not None and self.account.spec.layout.sharded else None
 
 
 @dataclass
@@ -152,7 +152,8 @@ def weights_of(model: nn.Module) -> Weights:
     whole = sorted({name for account in accounts for name in account.handouts.whole})
     if whole:
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
-    groups = {account.spec.group for account in accounts if account.spec.world > 1}
+    everyone = {account.spec.layout.everyone for account in accounts}
+    groups = {axis.group for axis in everyone if not axis.alone}
     if len(groups) > 1:
         raise UnsupportedModelError(
             f"model: its parameters are shared by {len(groups)} different groups of ranks; save and load each part by "

@@ -132,16 +132,17 @@ def _checked(entry: Entry, name: str, value: Any) -> Tensor:
     if tuple(value.shape) != entry.shape:
         problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
         spec = entry.spec
-        owners = [] if spec is None else [r for r in range(spec.world) if _is_shard(spec, r, value)]
+        ranks = 0 if spec is None else spec.layout.shard.size
+        owners = [] if spec is None else [r for r in range(ranks) if _is_shard(spec, r, value)]
         if owners:
-            problem += f"; it is what rank {owners[0]} of {spec.world if spec else 1} holds, saved without the others"
+            problem += f"; it is what rank {owners[0]} of {ranks} holds, saved without the others"
         raise CheckpointError(problem)
     return value
 
 
 def _is_shard(spec: Any, rank: int, value: Tensor) -> bool:
-    start, stop = spec.shard_rows(rank)
-    return tuple(value.shape) == (stop - start, *spec.shape[1:])
+    start, stop = spec.layout.shard_rows(rank)
+    return tuple(value.shape) == (stop - start, *spec.layout.shape[1:])
 
 
 def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:

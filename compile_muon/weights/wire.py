@@ -60,8 +60,8 @@ class Wire:
                 yield piece.cpu()
         if spec is None:
             return
-        for source in range(1, self.world):
-            size = spec.shard_numel(source) * entry.tensor.element_size()
+        for source in range(1, spec.layout.shard.size):  # of the first replica
+            size = spec.layout.shard_numel(source) * entry.tensor.element_size()
             if self.rank == source:
                 for piece in _bytes(entry.local).split(_PIECE):
                     if piece.numel():
@@ -86,11 +86,13 @@ class Wire:
         if spec is None:
             self._write(entry, self._broadcast(entry.nbytes, data))
             return
-        start = 0
         for target in range(self.world):
-            size = spec.shard_numel(target) * entry.tensor.element_size()
-            rows = None if data is None else data[start : start + size]
-            start += size
+            index = target % spec.layout.shard.size  # every replica gets all rows
+            start, stop = (
+                row * spec.layout.row_numel * entry.tensor.element_size() for row in spec.layout.shard_rows(index)
+            )
+            size = stop - start
+            rows = None if data is None else data[start:stop]
             if self.rank == target:
                 self._write(entry, self._receive(size) if rows is None else rows)
             elif rows is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..spec import ParamSpec, decode_dtype
 from .matrices import as_matrices, newton_schulz
+from .transfers import hand_round
 
 __all__ = ["local"]
 
@@ -15,12 +17,29 @@ __all__ = ["local"]
 def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Directions of matrices of one setting that lie whole on this rank.
 
+    Replicas hold the same stacks: each orthogonalizes its part of one, and they hand the parts round.
+
     Args:
-        updates: momentum updates, ``spec.local_shape``, in the dtype of the wire.
+        updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
+    layout = specs[0].layout
+    replicas = layout.replicate
+    if not layout.sharded or replicas.alone:
+        return _here(updates, specs)
+    parts = [part for update in updates for part in update.tensor_split(replicas.size)]
+    holders = [replica for _ in updates for replica in range(replicas.size)]
+    mine = _here(parts[replicas.index :: replicas.size], specs)
+    like = updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
+    numels = [part.numel() for part in parts]
+    found = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.gather, like=like)
+    count = replicas.size
+    return [torch.cat(found[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
+
+
+def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     muon = specs[0].muon_settings
     views = []
     for update, spec in zip(updates, specs, strict=True):

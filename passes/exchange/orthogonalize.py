@@ -43,7 +43,7 @@ STRATEGIES: dict[str, _Strategy] = {
 def _route(spec: ParamSpec) -> tuple[object, ...]:
     """What parameters must agree on to share one exchange."""
     muon = spec.muon_settings
-    return (muon.exchange, spec.group, spec.world, spec.sharded, *map(repr, muon.kernel_settings))
+    return (muon.exchange, repr(spec.layout.company), *map(repr, muon.kernel_settings))
 
 
 def orthogonalize_group(
@@ -56,13 +56,13 @@ def orthogonalize_group(
     """Muon directions of many parameters.
 
     Args:
-        grads: averaged gradient of each shard, ``spec.local_shape``, master dtype.
+        grads: averaged gradient of each shard, ``spec.layout.local_shape``, master dtype.
         momenta: EMA of the gradients before these, same shapes.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
         specs: static facts; all with ``muon`` set.
         owners: owner rank per parameter for the ``owner`` strategy (default: :func:`assign_owners` of each group).
     Returns:
-        One direction per gradient, ``spec.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
+        One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous.
         Inputs are not modified: the momentum is the optimizer's to commit.
     Raises:

@@ -11,15 +11,16 @@ from ..costs import owner_work
 from ..spec import ParamSpec, decode_dtype
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
-from .transfers import all_gather, all_to_all
+from .transfers import all_to_all, hand_round
 
 __all__ = ["assign_owners", "owner"]
 
 
 def assign_owners(specs: Sequence[ParamSpec]) -> tuple[int, ...]:
-    """Owner rank of each parameter: longest processing time first, by the operations of the standard form.
+    """Owner of each parameter among all ranks of its mesh: longest processing time first, by the operations of the
+    standard form.
 
-    Deterministic (ties go to the earlier parameter and the lower rank), so every rank computes the same table.
+    Deterministic (ties go to the earlier parameter), so every rank computes the same table.
 
     Raises:
         ValueError: a parameter without ``muon``.
@@ -28,10 +29,13 @@ def assign_owners(specs: Sequence[ParamSpec]) -> tuple[int, ...]:
         return ()
     settings = [spec.muon_settings for spec in specs]
     work = [muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps) for muon in settings]
-    load = [0.0] * specs[0].world
+    layout = specs[0].layout
+    width = layout.shard.size if layout.sharded else layout.everyone.size
+    load = [0.0] * layout.everyone.size
     owners = [0] * len(specs)
     for index in sorted(range(len(specs)), key=lambda i: (-work[i], i)):
-        rank = min(range(len(load)), key=lambda r: (load[r], r))
+        # Ties go round the replicas first: what they share less of is the link between them.
+        rank = min(range(len(load)), key=lambda r: (load[r], r % width, r))
         owners[index] = rank
         load[rank] += work[index]
     return tuple(owners)
@@ -41,26 +45,54 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     """Directions through the owners of the matrices.
 
     Args:
-        updates: momentum updates, ``spec.local_shape``, in the dtype of the wire.
+        updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
         owners: owner rank of each.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
-    return (_sharded if specs[0].sharded else _whole)(updates, specs, owners)
+    return (_sharded if specs[0].layout.sharded else _whole)(updates, specs, owners)
 
 
 def _sharded(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
+    """Rows meet at an owner inside one replica, each replica for its part; then replicas hand their rows round."""
+    layout = specs[0].layout
+    width, here = layout.shard.size, layout.replicate.index
+    mine = [i for i, owner in enumerate(owners) if owner // width == here]
+    chosen = [specs[i] for i in mine]
+    made = _among_shards([updates[i] for i in mine], chosen, [owners[i] % width for i in mine])
+    if layout.replicate.alone:
+        return made
+    sizes = [spec.layout.shard_numel(layout.shard.index) for spec in specs]
+    found = hand_round(
+        made,
+        [owner // width for owner in owners],
+        sizes,
+        layout.replicate,
+        layout.gather,
+        like=_direction_like(updates, specs),
+    )
+    return [piece.view(spec.layout.local_shape) for piece, spec in zip(found, specs, strict=True)]
+
+
+def _direction_like(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
+    return updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
+
+
+def _among_shards(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
     """All-to-all rows to the owners, Newton-Schulz once per matrix, all-to-all the directions back."""
-    world, rank, group = specs[0].world, specs[0].rank, specs[0].group
-    ranks = range(world)
+    if not updates:  # for nobody in this replica
+        return []
+    shard = specs[0].layout.shard
+    rank, group = shard.index, shard.group
+    ranks = range(shard.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[rank]
-    sent = [sum(specs[i].shard_numel(rank) for i in owned[r]) for r in ranks]
-    received = [sum(specs[i].shard_numel(r) for i in mine) for r in ranks]
+    sent = [sum(specs[i].layout.shard_numel(rank) for i in owned[r]) for r in ranks]
+    received = [sum(specs[i].layout.shard_numel(r) for i in mine) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned[r]]
-    outbound = [specs[i].shard_numel(rank) for i in by_owner]
+    outbound = [specs[i].layout.shard_numel(rank) for i in by_owner]
     wire = updates[0].dtype
     inbox = all_to_all(pack([updates[i] for i in by_owner], outbound, dtype=wire), received, sent, group)
     rows = _join(inbox, mine, specs)
@@ -68,14 +100,14 @@ def _sharded(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequ
     directions = newton_schulz(whole, specs[0].muon_settings)
     outbox = all_to_all(_cut(directions, mine, specs, updates[0]), sent, received, group)
     shards = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
-    return [shards[i].view(spec.local_shape) for i, spec in enumerate(specs)]
+    return [shards[i].view(spec.layout.local_shape) for i, spec in enumerate(specs)]
 
 
 def _join(inbox: Tensor, mine: list[int], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Whole flat matrices from an inbox that holds, rank by rank, the rows of each."""
     if not mine:
         return []
-    sizes = [specs[i].shard_numel(r) for r in range(specs[0].world) for i in mine]
+    sizes = [specs[i].layout.shard_numel(r) for r in range(specs[0].layout.shard.size) for i in mine]
     pieces = unpack(inbox, sizes, sizes)
     return [torch.cat(pieces[k :: len(mine)]) for k in range(len(mine))]
 
@@ -86,29 +118,18 @@ def _cut(directions: list[Tensor], mine: list[int], specs: Sequence[ParamSpec], 
     if not mine:
         return like.new_empty(0, dtype=dtype)
     rows = []
-    for r in range(specs[0].world):
+    for r in range(specs[0].layout.shard.size):
         for direction, i in zip(directions, mine, strict=True):
-            start, stop = specs[i].shard_rows(r)
-            rows.append(direction.reshape(specs[i].shape[0], -1)[start:stop])
+            start, stop = specs[i].layout.shard_rows(r)
+            rows.append(direction.reshape(specs[i].layout.shape[0], -1)[start:stop])
     return pack(rows, [piece.numel() for piece in rows], dtype=dtype)
 
 
 def _whole(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
-    """Stage 0: every rank has the whole update; owners orthogonalize, one all-gather hands the directions round."""
-    world, rank = specs[0].world, specs[0].rank
-    muon = specs[0].muon_settings
-    owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(world)]
-    mine = owned[rank]
-    width = max(sum(specs[i].numel for i in indices) for indices in owned)
-    directions = newton_schulz([as_matrices(updates[i], specs[i].muon_settings) for i in mine], muon)
-    dtype = decode_dtype(muon.dtype)
-    padding = [width - sum(specs[i].numel for i in indices) for indices in owned]
-    # The padding is a tensor of its own: a rank that owns nothing sends only that.
-    filler = updates[0].new_zeros(padding[rank], dtype=dtype)
-    sent = [*(specs[i].numel for i in mine), padding[rank]]
-    gathered = all_gather([*directions, filler], sent, dtype, specs[0])
-    slots = [slot for r in range(world) for slot in (*((i, specs[i].numel) for i in owned[r]), (-1, padding[r]))]
-    sizes = [size for _, size in slots]
-    pieces = unpack(gathered, sizes, sizes)
-    found = {i: piece for (i, _), piece in zip(slots, pieces, strict=True) if i >= 0}
-    return [found[i].view(spec.shape) for i, spec in enumerate(specs)]
+    """Every rank has the whole update; owners orthogonalize, one all-gather hands the directions round."""
+    layout = specs[0].layout
+    mine = [i for i, owner in enumerate(owners) if owner == layout.everyone.index]
+    directions = newton_schulz([as_matrices(updates[i], specs[i].muon_settings) for i in mine], specs[0].muon_settings)
+    sizes = [spec.layout.numel for spec in specs]
+    found = hand_round(directions, owners, sizes, layout.everyone, layout.gather, like=_direction_like(updates, specs))
+    return [piece.view(spec.layout.shape) for piece, spec in zip(found, specs, strict=True)]

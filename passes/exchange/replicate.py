@@ -19,21 +19,21 @@ def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Ten
     """Gather every matrix on every rank, orthogonalize all of them, keep one's own rows.
 
     Args:
-        updates: momentum updates, ``spec.local_shape``, in the dtype of the wire.
+        updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
-    world, rank = specs[0].world, specs[0].rank
-    if not specs[0].sharded:
+    layout = specs[0].layout
+    if not layout.sharded:
         return local(updates, specs)
     widths = shard_widths(specs)
-    gathered = all_gather(updates, widths, updates[0].dtype, specs[0])
-    pieces = unpack(gathered, widths, [spec.numel for spec in specs], world=world)
+    gathered = all_gather(updates, widths, updates[0].dtype, layout.shard, layout.gather)
+    pieces = unpack(gathered, widths, [spec.layout.numel for spec in specs], world=layout.shard.size)
     whole = [as_matrices(piece, spec.muon_settings) for piece, spec in zip(pieces, specs, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)
     # A copy: directions wait for step(), and a view of some rows would keep the whole matrix that long.
     return [
-        direction.reshape(spec.shape)[slice(*spec.shard_rows(rank))].clone()
+        direction.reshape(spec.layout.shape)[spec.layout.local_rows].clone()
         for direction, spec in zip(directions, specs, strict=True)
     ]

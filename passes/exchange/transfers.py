@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..layout import Axis, Layout
 from ..spec import ParamSpec, decode_dtype
 from .packing import pack, unpack
 
@@ -21,9 +22,12 @@ __all__ = [
     "all_to_all",
     "gather_finish",
     "gather_start",
+    "hand_round",
+    "reduce_across",
     "reduce_finish",
     "reduce_grad",
     "reduce_start",
+    "reduces_across",
     "shard_widths",
     "unshard",
 ]
@@ -31,24 +35,52 @@ __all__ = [
 _c10d = torch.ops._c10d_functional
 
 
-def all_gather_start(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, spec: ParamSpec) -> Tensor:
-    """Start the gather of one bucket; the result, ``[world * sum(widths)]``, must be waited for.
+def all_gather_start(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, how: str) -> Tensor:
+    """Start the gather of one bucket over ``axis``; the result, ``[axis.size * sum(widths)]``, must be waited for.
 
     Args:
         xs: tensors of up to ``widths[i]`` elements, padded to that.
         dtype: of the bucket.
-        spec: whose ``world``, ``group`` and ``gather`` say how.
+        how: ``Layout.gather``.
     """
-    if spec.gather == "all_gather":
-        return _c10d.all_gather_into_tensor(pack(xs, widths, dtype=dtype), spec.world, spec.group)
-    flat = pack(list(xs) * spec.world, list(widths) * spec.world, dtype=dtype)
-    splits = [sum(widths)] * spec.world
-    return _c10d.all_to_all_single(flat, splits, splits, spec.group)
+    if how == "all_gather":
+        return _c10d.all_gather_into_tensor(pack(xs, widths, dtype=dtype), axis.size, axis.group)
+    flat = pack(list(xs) * axis.size, list(widths) * axis.size, dtype=dtype)
+    splits = [sum(widths)] * axis.size
+    return _c10d.all_to_all_single(flat, splits, splits, axis.group)
 
 
-def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, spec: ParamSpec) -> Tensor:
+def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, how: str) -> Tensor:
     """:func:`all_gather_start`, waited for: every rank's bucket, one behind the other."""
-    return _c10d.wait_tensor(all_gather_start(xs, widths, dtype, spec))
+    return _c10d.wait_tensor(all_gather_start(xs, widths, dtype, axis, how))
+
+
+def hand_round(
+    mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, how: str, *, like: Tensor
+) -> list[Tensor]:
+    """What each rank along ``axis`` holds some of, on all of them: one gather.
+
+    Args:
+        mine: this rank's, in order.
+        holders: who has each of all.
+        numels: elements of each of all.
+        how: ``Layout.gather``.
+        like: a tensor of the dtype and device of all of them.
+    Returns:
+        All of them, 1-D, each with storage of its own.
+    """
+    held = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
+    filled = [sum(numels[i] for i in indices) for indices in held]
+    padding = [max(filled) - size for size in filled]
+    # The padding is a tensor of its own: a rank that holds nothing sends only that.
+    filler = like.new_zeros(padding[axis.index])
+    sent = [*(numels[i] for i in held[axis.index]), padding[axis.index]]
+    gathered = all_gather([*mine, filler], sent, like.dtype, axis, how)
+    slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
+    sizes = [size for _, size in slots]
+    pieces = unpack(gathered, sizes, sizes)
+    found = {i: piece for (i, _), piece in zip(slots, pieces, strict=True) if i >= 0}
+    return [found[i] for i in range(len(holders))]
 
 
 def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
@@ -58,41 +90,42 @@ def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[i
 
 def shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
     """Elements of the largest shard of each parameter: the same on every rank."""
-    return [spec.chunk * spec.row_numel for spec in specs]
+    return [spec.layout.chunk * spec.layout.row_numel for spec in specs]
 
 
 def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
     """Start one all-gather of several shards in compute dtype; the result must be waited for.
 
     Args:
-        shards: this rank's rows of each parameter, ``spec.local_shape``, master dtype.
-        specs: of parameters that share group and compute dtype.
+        shards: this rank's rows of each parameter, ``spec.layout.local_shape``, master dtype.
+        specs: of parameters that share a mesh and compute dtype.
     """
+    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    return all_gather_start(shards, shard_widths(specs), decode_dtype(specs[0].compute_dtype), specs[0])
+    return all_gather_start(shards, shard_widths(specs), dtype, layout.shard, layout.gather)
 
 
 def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Wait for :func:`gather_start` and cut out the full weights, ``spec.shape`` each."""
+    """Wait for :func:`gather_start` and cut out the full weights, ``spec.layout.shape`` each."""
     flat = _c10d.wait_tensor(handle)
-    pieces = unpack(flat, shard_widths(specs), [spec.numel for spec in specs], world=specs[0].world)
-    return [piece.view(spec.shape) for piece, spec in zip(pieces, specs, strict=True)]
+    pieces = unpack(flat, shard_widths(specs), [spec.layout.numel for spec in specs], world=specs[0].layout.shard.size)
+    return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
 def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
     """The full weight in compute dtype.
 
     Args:
-        shard: this rank's rows, ``spec.local_shape``, master dtype.
+        shard: this rank's rows, ``spec.layout.local_shape``, master dtype.
         replica: the resident full copy in compute dtype (stages 1 and 2), else None.
     Returns:
-        ``spec.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
+        ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
     """
-    if spec.replicated_weight:
+    if spec.layout.replicated_weight:
         if replica is None:
-            raise ValueError(f"unshard at stage {spec.stage} needs the resident replica")
+            raise ValueError(f"unshard at stage {spec.layout.stage} needs the resident replica")
         return replica
-    if not spec.sharded:
+    if not spec.layout.sharded:
         return shard.to(decode_dtype(spec.compute_dtype))
     return gather_finish(gather_start([shard], [spec]), [spec])[0]
 
@@ -101,25 +134,38 @@ def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
     """Start one reduction (reduce-scatter, or all-reduce where nothing is sharded) of several gradients.
 
     Args:
-        grads: gradients of the full weights, ``spec.shape``.
-        specs: of parameters that share group, reduce dtype and whether they are sharded; world > 1.
+        grads: gradients of the full weights, ``spec.layout.shape``.
+        specs: of parameters that share a mesh, reduce dtype and whether they are sharded; several ranks.
     """
-    world, group, dtype = specs[0].world, specs[0].group, decode_dtype(specs[0].reduce_dtype)
+    layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
+    everyone, shard = layout.everyone, layout.shard
     # Divide before the sum: no overflow in half precision.
-    if not specs[0].sharded:
-        flat = pack(grads, [spec.numel for spec in specs], dtype=dtype, divisor=world)
-        return _c10d.all_reduce(flat, "sum", group)
-    flat = pack(grads, shard_widths(specs), world=world, dtype=dtype, divisor=world)
-    return _c10d.reduce_scatter_tensor(flat, "sum", world, group)
+    if not layout.sharded:
+        flat = pack(grads, [spec.layout.numel for spec in specs], dtype=dtype, divisor=everyone.size)
+        return _c10d.all_reduce(flat, "sum", everyone.group)
+    flat = pack(grads, shard_widths(specs), world=shard.size, dtype=dtype, divisor=everyone.size)
+    return _c10d.reduce_scatter_tensor(flat, "sum", shard.size, shard.group)
+
+
+def reduces_across(layout: Layout) -> bool:
+    """Whether a reduction goes on over the replicas, with :func:`reduce_across`."""
+    return layout.sharded and not layout.replicate.alone
+
+
+def reduce_across(handle: Tensor, specs: Sequence[ParamSpec]) -> Tensor:
+    """Wait for :func:`reduce_start`, and start the sum of the shards over the replicas; to be waited for as that is."""
+    return _c10d.all_reduce(_c10d.wait_tensor(handle), "sum", specs[0].layout.replicate.group)
 
 
 def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Wait for :func:`reduce_start`; the averaged gradients of the local shards in master dtype."""
+    """Wait for the last of a reduction; the averaged gradients of the local shards in master dtype."""
     flat = _c10d.wait_tensor(handle)
-    widths = shard_widths(specs) if specs[0].sharded else [spec.numel for spec in specs]
-    pieces = unpack(flat, widths, [spec.shard_numel(spec.rank) for spec in specs])
+    layout = specs[0].layout
+    widths = shard_widths(specs) if layout.sharded else [spec.layout.numel for spec in specs]
+    pieces = unpack(flat, widths, [spec.layout.shard_numel(layout.shard.index) for spec in specs])
     return [
-        piece.view(spec.local_shape).to(decode_dtype(spec.dtype)) for piece, spec in zip(pieces, specs, strict=True)
+        piece.view(spec.layout.local_shape).to(decode_dtype(spec.dtype))
+        for piece, spec in zip(pieces, specs, strict=True)
     ]
 
 
@@ -127,10 +173,13 @@ def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
     """The gradient of the shard, averaged over the ranks.
 
     Args:
-        grad: gradient of the full weight, ``spec.shape``.
+        grad: gradient of the full weight, ``spec.layout.shape``.
     Returns:
-        ``spec.local_shape`` in ``spec.dtype``; may alias ``grad`` when the world is 1.
+        ``spec.layout.local_shape`` in ``spec.dtype``; may alias ``grad`` when the world is 1.
     """
-    if spec.world == 1:
+    if spec.layout.everyone.alone:
         return grad.to(decode_dtype(spec.dtype))
-    return reduce_finish(reduce_start([grad], [spec]), [spec])[0]
+    handle = reduce_start([grad], [spec])
+    if reduces_across(spec.layout):
+        handle = reduce_across(handle, [spec])
+    return reduce_finish(handle, [spec])[0]

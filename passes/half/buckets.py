@@ -27,10 +27,10 @@ def group_neighbours(
     groups: list[list[int]] = []
     sizes: dict[int, int] = {}
     open_group: dict[tuple[object, ...], int] = {}
-    bytes_of = [spec.numel * decode_dtype(dtype_of(spec)).itemsize for spec in specs]
+    bytes_of = [spec.layout.numel * decode_dtype(dtype_of(spec)).itemsize for spec in specs]
     cap_bytes = min(cap_bytes, max(sum(bytes_of) // _COLLECTIVES, _SMALLEST))
     for index, (spec, nbytes) in enumerate(zip(specs, bytes_of, strict=True)):
-        key = (spec.group, spec.world, spec.sharded, dtype_of(spec))
+        key = (spec.layout.company, dtype_of(spec))
         number = open_group.get(key)
         if number is None or sizes[number] + nbytes > cap_bytes:
             number = open_group[key] = len(groups)
@@ -46,7 +46,7 @@ def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int
     buckets: list[list[int]] = []
     size = 0
     for index, spec in enumerate(specs):
-        nbytes = spec.numel * decode_dtype(spec.dtype).itemsize
+        nbytes = spec.layout.numel * decode_dtype(spec.dtype).itemsize
         if not buckets or size + nbytes > cap_bytes:
             buckets.append([])
             size = 0

@@ -40,7 +40,7 @@ def lower_gradients(gm: GraphModule, request: BackwardRequest, cap_bytes: int) -
     likes = []
     for i in request.unreduced_inputs:
         spec = reductions[i].spec
-        like = tensor_value(reductions[i].node).new_empty(spec.shape, dtype=decode_dtype(spec.dtype))
+        like = tensor_value(reductions[i].node).new_empty(spec.layout.shape, dtype=decode_dtype(spec.dtype))
         likes.append((f"unreduced_{i}", like))
     added = append_inputs(gm, likes, ahead_of_last=len(request.carried_inputs))
     earlier = {reductions[i].node: node for i, node in zip(request.unreduced_inputs, added, strict=True)}
@@ -65,7 +65,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> tuple[Node, Node]:
 
     def kept(grad: torch.Tensor) -> list[torch.Tensor]:
         dtype = decode_dtype(spec.dtype)
-        return [grad.new_zeros(spec.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
+        return [grad.new_zeros(spec.layout.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
 
     zeros, whole = inline(gm, reduction.node, kept, [reduction.grad])
     return zeros, whole
@@ -77,28 +77,35 @@ def _reduce(
     """Averaged gradients by marker, with what earlier micro-batches left unreduced (``earlier``).
 
     Each group's collective starts with its last gradient and is waited for when the next group starts, or where one of
-    its results is first read.
+    its results is first read. Over replicas it goes on there, and is waited for when the group after that starts.
     """
     results: dict[Node, Node] = {}
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     for reduction in reductions:
-        if reduction.spec.world == 1:
+        if reduction.spec.layout.everyone.alone:
             spec = reduction.spec
             results[reduction.node] = inline(
                 gm, reduction.node, lambda g, spec=spec: [transfers.reduce_grad(g, spec)], [reduction.grad]
             )[0]
-    sent = [reduction for reduction in reductions if reduction.spec.world > 1]
+    sent = [reduction for reduction in reductions if not reduction.spec.layout.everyone.alone]
     indices = group_neighbours([reduction.spec for reduction in sent], lambda spec: spec.reduce_dtype, cap_bytes)
     groups = sorted(([sent[i] for i in group] for group in indices), key=lambda group: order[group[-1].node])
+    starts = [group[-1].node for group in groups]
     handles = [_start(gm, group, earlier) for group in groups]
     for number, (group, handle) in enumerate(zip(groups, handles, strict=True)):
+
+        def across(handle: torch.Tensor, group: list[ReduceGrad] = group) -> list[torch.Tensor]:
+            return [transfers.reduce_across(handle, _specs(group))]
 
         def finish(handle: torch.Tensor, group: list[ReduceGrad] = group) -> list[torch.Tensor]:
             return transfers.reduce_finish(handle, _specs(group))
 
         ends = [user for reduction in group for user in reduction.node.users] + [gm.graph.output_node()]
-        ends += [next_group[-1].node for next_group in groups[number + 1 : number + 2]]
-        whole = inline(gm, min(ends, key=order.__getitem__), finish, [handle])
+        later = starts[number + 1 : number + 2]
+        if transfers.reduces_across(group[0].spec.layout):
+            handle = inline(gm, min([*ends, *later], key=order.__getitem__), across, [handle])[0]
+            later = starts[number + 2 : number + 3]
+        whole = inline(gm, min([*ends, *later], key=order.__getitem__), finish, [handle])
         results.update(zip((reduction.node for reduction in group), whole, strict=True))
     return results
 

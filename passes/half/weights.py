@@ -21,7 +21,7 @@ def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
     output = gm.graph.output_node()
     gathered = []
     for read in Unshard.all(gm):
-        if read.spec.gathered:
+        if read.spec.layout.gathered:
             gathered.append(read)
         else:
             _lower_resident(gm, read, copy=_escapes(read.node, output))

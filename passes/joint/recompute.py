@@ -54,7 +54,7 @@ def is_view_or_cast(node: Node) -> bool:
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     keep = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
-    saved = {read.node for read in reads if keep and read.spec.gathered}
+    saved = {read.node for read in reads if keep and read.spec.layout.gathered}
     pending = [read.node for read in reads]
     while pending:
         node = pending.pop()

@@ -253,9 +253,7 @@ def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stag
         (0, "edit of a momentum", "momentum_buffer of blocks.2.up.weight on rank 1 is not what the other ranks have"),
     ],
 )
-def test_replicas_that_drift_apart_are_named(
-    ranks: Callable[[int], Ranks], stage: int, fault: str, said: str
-) -> None:
+def test_replicas_that_drift_apart_are_named(ranks: Callable[[int], Ranks], stage: int, fault: str, said: str) -> None:
     check_fault(ranks(3).run(diverge, stage=stage, how="whole", fault=fault), f"what all hold a copy of: {said}")
 
 

@@ -163,7 +163,7 @@ def save_shards(stage: int) -> dict[str, tuple[int, int]]:
         storage = account.local.untyped_storage()
         sizes[account.name] = (storage.nbytes(), account.local.numel() * account.local.element_size())
         if account.replica is not None and account.local.numel():  # no memory of its own
-            start = account.spec.shard_rows(account.spec.rank)[0]
+            start = account.spec.layout.local_rows.start
             assert account.local.data_ptr() == account.replica[start:].data_ptr()
     fresh, _ = sharded(stage, seed=8)
     fresh.load_state_dict(loaded)

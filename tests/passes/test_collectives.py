@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule
 from compile_muon.passes import Half, Purpose, costs, reduced_grads
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.exchange.owner import assign_owners
+from compile_muon.passes.layout import Axis
 
 _c10d = torch.ops._c10d_functional
 
@@ -37,15 +38,17 @@ def graph_of(*calls):
 def test_bytes_by_hand(target, args, sent, kind):
     """Rank 1 of 4, 48 bytes in; what stays on the rank is not sent."""
     gm = graph_of((target, args))
-    assert measure_traffic(gm, world=4, rank=1) == Traffic(int(sent), ((kind, 1),), 0)
+    assert measure_traffic(gm, [Axis("shard", 4, 1, "g")]) == Traffic(
+        int(sent), ((kind, 1),), 0, (("shard", int(sent)),)
+    )
     assert [k for _, k in collectives(gm)] == [kind]
 
 
 def test_sums():
     gm = graph_of(*[(_c10d.all_reduce.default, ("sum", "g"))] * 2, (_c10d.all_gather_into_tensor.default, (4, "g")))
-    once = measure_traffic(gm, world=4, rank=0)
-    assert once == Traffic(2 * 72 + 144, (("all_gather", 1), ("all_reduce", 2)), 0)
-    assert once + once == Traffic(576, (("all_gather", 2), ("all_reduce", 4)), 0)
+    once = measure_traffic(gm, [Axis("shard", 4, 0, "g")])
+    assert once == Traffic(2 * 72 + 144, (("all_gather", 1), ("all_reduce", 2)), 0, (("shard", 288),))
+    assert once + once == Traffic(576, (("all_gather", 2), ("all_reduce", 4)), 0, (("shard", 576),))
     assert once + Traffic() == once
 
 
@@ -55,31 +58,37 @@ def test_matrices_count_batches():
     one.meta["val"], stack.meta["val"] = torch.zeros(4, 5), torch.zeros(3, 4, 5)
     op = torch.ops.muon_zero.newton_schulz.default
     graph.output(graph.call_function(op, ([one, stack], [1.0, 0.0, 0.0], "standard", "float32", 1e-7, 1.0, [])))
-    assert measure_traffic(GraphModule(torch.nn.Module(), graph), world=1, rank=0).matrices == 4
+    assert measure_traffic(GraphModule(torch.nn.Module(), graph), ()).matrices == 4
+
+
+def axes_of(graphs):
+    return {axis for grad in reduced_grads(graphs.backward) for axis in grad.spec.layout.axes}
 
 
 def padded(spec, itemsize=4):
     """Bytes of the full parameter as the wire carries it."""
-    return spec.chunk * spec.world * spec.row_numel * itemsize
+    return spec.layout.chunk * spec.layout.shard.size * spec.layout.row_numel * itemsize
 
 
 @pytest.mark.parametrize(("world", "stage"), [(3, 2), (3, 3), (64, 2), (64, 3)])
 def test_weights_and_gradients_cost_what_the_formulas_say(world, stage, uneven):
     graphs = uneven(world - 1, world, stage=stage)
     specs = [grad.spec for grad in reduced_grads(graphs.backward)]
-    sharded = [spec for spec in specs if spec.sharded]
+    sharded = [spec for spec in specs if spec.layout.sharded]
     share = (world - 1) / world
     gathered = sum(padded(spec) for spec in sharded) * share
     scalar = 2 * 4 * share
-    forward = measure_traffic(graphs.lowered(Half.FORWARD)[0], world=world, rank=world - 1)
+    forward = measure_traffic(graphs.lowered(Half.FORWARD)[0], axes_of(graphs))
     assert forward.bytes_sent == pytest.approx(gathered if stage == 3 else 0, abs=1)
-    backward = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], world=world, rank=world - 1)
+    backward = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
     # Backward needs the weights that gradients pass through, not the embedding or biases.
-    again = [s for s in sharded if s.shape in ((13, 8), (9, 13), (2, 9), (17, 2))] if stage == 3 else []
+    again = [s for s in sharded if s.layout.shape in ((13, 8), (9, 13), (2, 9), (17, 2))] if stage == 3 else []
     again_bytes = sum(map(padded, again)) * share
     assert backward.bytes_sent == pytest.approx(gathered + scalar + again_bytes, abs=2)
     for spec in sharded:
-        formula = costs.weight_bytes("reduce_scatter", spec.shape[0], spec.row_numel, world=world, itemsize=4)
+        formula = costs.weight_bytes(
+            "reduce_scatter", spec.layout.shape[0], spec.layout.row_numel, world=world, itemsize=4
+        )
         assert formula <= padded(spec) * share
 
 
@@ -89,11 +98,11 @@ def test_the_exchange_costs_what_its_formula_says(world, exchange, uneven):
     sent = []
     for rank in range(world):
         graphs = uneven(rank, world, stage=2, exchange=exchange)
-        update = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], world=world, rank=rank)
-        reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], world=world, rank=rank)
+        update = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], axes_of(graphs))
+        reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
         sent.append(update.bytes_sent - reduce.bytes_sent)
     specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.muon]
-    formula = sum(costs.bytes_sent(exchange, *spec.shape, world=world, itemsize=4) for spec in specs)
+    formula = sum(costs.bytes_sent(exchange, *spec.layout.shape, world=world, itemsize=4) for spec in specs)
     if exchange == "replicate":
         assert sent == [pytest.approx(sum(map(padded, specs)) * (world - 1) / world, abs=2)] * world
         assert sum(sent) / world >= formula
@@ -103,8 +112,8 @@ def test_the_exchange_costs_what_its_formula_says(world, exchange, uneven):
     for spec, owner in zip(specs, owners, strict=True):
         for rank in range(world):
             if rank != owner:
-                by_hand[rank] += spec.shard_numel(rank) * 4  # rows there
-                by_hand[owner] += spec.shard_numel(rank) * 4  # directions back
+                by_hand[rank] += spec.layout.shard_numel(rank) * 4  # rows there
+                by_hand[owner] += spec.layout.shard_numel(rank) * 4  # directions back
     assert sent == [pytest.approx(b, abs=2) for b in by_hand]
     # The formula is for even shards; an owner of few small matrices with uneven rows may differ.
     assert sum(sent) / world == pytest.approx(formula, rel=0.35)

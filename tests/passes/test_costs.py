@@ -62,10 +62,16 @@ def test_table_of_bytes(rows, cols, world, itemsize):
 
 
 def test_formulas_print_in_their_symbols():
-    names = {str(symbol) for formula in costs.BYTES_SENT.values() for symbol in formula.free_symbols}
-    assert names == {"rows", "cols", "world", "itemsize"}
+    names = {
+        str(symbol)
+        for table in costs.BYTES_SENT.values()
+        for formula in table.values()
+        for symbol in formula.free_symbols
+    }
+    assert names == {"rows", "cols", "shards", "replicas", "itemsize"}
     assert {str(s) for s in costs.OWNER_WORK.free_symbols} == {"rows", "cols", "steps"}
-    assert sympy.simplify(costs.BYTES_SENT["owner"] * costs.W / 2 - costs.BYTES_SENT["replicate"]) == 0
+    owner, replicate = costs.BYTES_SENT["owner"]["shard"], costs.BYTES_SENT["replicate"]["shard"]
+    assert sympy.simplify(owner * costs.W / 2 - replicate) == 0
 
 
 def test_one_process_exchanges_nothing():

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.kernels import newton_schulz
+from compile_muon.passes.layout import Layout
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 
@@ -16,7 +17,7 @@ STEPS = (3.4445, -4.7750, 2.0315) * 5
 
 def spec_of(dtype="bfloat16"):
     muon = MuonSpec(1, 6, 4, True, "standard", STEPS, 1.0, (), dtype, 1e-7, "local")
-    return ParamSpec((6, 4), 1, 0, "", 2, "float32", "float32", "float32", muon)
+    return ParamSpec(Layout((6, 4), 2), "float32", "float32", "float32", muon)
 
 
 def graph_of_all():
@@ -69,6 +70,6 @@ def test_a_direction_is_contiguous_and_in_the_dtype_of_newton_schulz(dtype):
 
 
 def test_only_muon_matrices_have_directions():
-    plain = ParamSpec((6, 4), 1, 0, "", 2, "float32", "float32", "float32", None)
+    plain = ParamSpec(Layout((6, 4), 2), "float32", "float32", "float32", None)
     with pytest.raises(ValueError, match=r"shape \(6, 4\) is not a Muon matrix"):
         ORTHOGONALIZE(torch.zeros(6, 4), torch.zeros(6, 4), torch.zeros(2), plain.encode())

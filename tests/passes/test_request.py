@@ -6,6 +6,7 @@ import pytest
 
 from compile_muon.passes import BackwardRequest, MuonZeroError, Purpose, ReducedGrad
 from compile_muon.passes.errors import RequestError
+from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.request import Extras
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 
@@ -14,7 +15,7 @@ MUON = MuonSpec(1, 4, 4, True, "standard", (3.0, -4.0, 2.0), 1.0, (), "bfloat16"
 
 
 def grad(stage=1, world=2, muon=MUON, speculates=True):
-    spec = ParamSpec((4, 4), world, 0, "g", stage, "float32", "float32", "float32", muon)
+    spec = ParamSpec(Layout((4, 4), stage, Axis("shard", world, 0, "g")), "float32", "float32", "float32", muon)
     return ReducedGrad(spec, 0, speculates and muon is not None)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec, decode_dtype, encode_dtype
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -31,15 +32,20 @@ muon_specs = st.builds(
 )
 
 
+def axes(name):
+    return st.builds(Axis, st.just(name), size=st.integers(1, 9), index=st.integers(0, 8), group=st.text(max_size=8))
+
+
 @st.composite
 def param_specs(draw):
-    world = draw(st.integers(1, 9))
     return ParamSpec(
-        shape=tuple(draw(st.lists(st.integers(1, 40), max_size=4))),
-        world=world,
-        rank=draw(st.integers(0, world - 1)),
-        group=draw(st.text(max_size=8)),
-        stage=draw(st.integers(0, 3)),
+        Layout(
+            shape=tuple(draw(st.lists(st.integers(1, 40), max_size=4))),
+            stage=draw(st.integers(0, 3)),
+            shard=draw(axes("shard")),
+            replicate=draw(axes("replicate")),
+            both=draw(st.none() | axes("all")),
+        ),
         dtype=draw(st.sampled_from(DTYPES)),
         compute_dtype=draw(st.sampled_from(DTYPES)),
         reduce_dtype=draw(st.sampled_from(DTYPES)),
@@ -48,14 +54,14 @@ def param_specs(draw):
 
 
 def of_shape(shape, world, rank, stage=2):
-    return ParamSpec(tuple(shape), world, rank, "g", stage, "float32", "float32", "float32", None)
+    return ParamSpec(Layout(tuple(shape), stage, Axis("shard", world, rank, "g")), "float32", "float32", "float32")
 
 
 @given(param_specs())
 def test_decode_inverts_encode(spec):
     text = spec.encode()
     assert ParamSpec.decode(text) == spec
-    assert isinstance(ParamSpec.decode(text).shape, tuple)
+    assert isinstance(ParamSpec.decode(text).layout.shape, tuple)
     assert hash(ParamSpec.decode(text)) == hash(spec)
     json.loads(text)  # one readable line in a dumped graph
     assert "\n" not in text
@@ -76,7 +82,7 @@ def test_dtype_names(dtype):
 def test_shard_rows_are_those_of_torch_chunk(rows, world):
     pieces = torch.arange(rows).chunk(world)
     for rank in range(world):
-        start, stop = of_shape((rows, 3), world, rank).shard_rows(rank)
+        start, stop = of_shape((rows, 3), world, rank).layout.shard_rows(rank)
         expected = pieces[rank].tolist() if rank < len(pieces) else []  # torch.chunk leaves empty pieces out
         assert list(range(start, stop)) == expected
 
@@ -84,14 +90,18 @@ def test_shard_rows_are_those_of_torch_chunk(rows, world):
 @given(shape=st.lists(st.integers(1, 20), min_size=1, max_size=3), world=st.integers(2, 9))
 def test_shards_cover_the_parameter_once(shape, world):
     specs = [of_shape(shape, world, rank) for rank in range(world)]
-    edges = [spec.shard_rows(spec.rank) for spec in specs]
+    edges = [spec.layout.shard_rows(spec.layout.shard.index) for spec in specs]
     assert edges[0][0] == 0
     assert edges[-1][1] == shape[0]
     assert all(stop == start for (_, stop), (start, _) in zip(edges[:-1], edges[1:], strict=True))
-    assert sum(spec.shard_numel(spec.rank) for spec in specs) == specs[0].numel == torch.Size(shape).numel()
+    assert (
+        sum(spec.layout.shard_numel(spec.layout.shard.index) for spec in specs)
+        == specs[0].layout.numel
+        == torch.Size(shape).numel()
+    )
     for spec in specs:
-        assert torch.Size(spec.local_shape).numel() == spec.shard_numel(spec.rank)
-        assert spec.local_shape[0] <= spec.chunk
+        assert torch.Size(spec.layout.local_shape).numel() == spec.layout.shard_numel(spec.layout.shard.index)
+        assert spec.layout.local_shape[0] <= spec.layout.chunk
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -101,7 +111,7 @@ def test_local_shapes_are_those_of_dtensor(size, world):
             mesh = init_device_mesh("cpu", (size,))
             for shape in [(8,), (5, 3), (1, 4), (2, 3, 5), (13, 2), (size, 1), (size + 1, 2)]:
                 local = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]).to_local()
-                assert tuple(local.shape) == of_shape(shape, size, rank).local_shape, (shape, rank)
+                assert tuple(local.shape) == of_shape(shape, size, rank).layout.local_shape, (shape, rank)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +120,8 @@ def test_local_shapes_are_those_of_dtensor(size, world):
 )
 def test_what_is_sharded(shape, size, stage, sharded):
     spec = of_shape(shape, size, size - 1, stage)
-    assert spec.sharded is sharded
-    assert spec.replicated_weight is (sharded and stage < 3)
+    assert spec.layout.sharded is sharded
+    assert spec.layout.replicated_weight is (sharded and stage < 3)
     if not sharded:
-        assert spec.local_shape == shape
-        assert spec.shard_numel(0) == spec.numel
+        assert spec.layout.local_shape == shape
+        assert spec.layout.shard_numel(0) == spec.layout.numel

@@ -16,6 +16,7 @@ from compile_muon.kernels import resolve_coefficients
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 from compile_muon.passes.torch_private import current_backward
 from compile_muon.runtime.account import Account, account_of
@@ -30,7 +31,7 @@ ACCUMULATE, REDUCE, SPECULATE = Purpose.ACCUMULATE, Purpose.REDUCE, Purpose.SPEC
 def make_account(ledger, name="w", stage=2, muon=True, world=1):
     steps = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
     facts = MuonSpec(1, 4, 3, True, "standard", steps, 1.0, (), "float32", 1e-7, "local") if muon else None
-    spec = ParamSpec((4, 3), world, 0, "", stage, "float32", "float32", "float32", facts)
+    spec = ParamSpec(Layout((4, 3), stage, Axis("shard", world)), "float32", "float32", "float32", facts)
     param = nn.Parameter(torch.zeros(4, 3))
     account = Account(name, param, spec, torch.zeros(4, 3), torch.tensor([0.05, 0.95]), None, ledger)
     ledger.accounts.append(account)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compile_muon.kernels import newton_schulz
 from compile_muon.passes.exchange.orthogonalize import STRATEGIES, orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
+from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5
@@ -32,14 +33,15 @@ def spec(
     gather="all_gather",
 ):
     muon = MuonSpec(batch, *shape[-2:], True, "standard", coefficients, 1.0, (), dtype, 1e-7, exchange)
-    return ParamSpec(tuple(shape), world, rank, group, stage, "float32", "float32", "float32", muon, gather)
+    layout = Layout(tuple(shape), stage, Axis("shard", world, rank, group), gather=gather)
+    return ParamSpec(layout, "float32", "float32", "float32", muon)
 
 
 # --- owners -----------------------------------------------------------------------------------------------------------
 
 
 def work(s):
-    k, l = sorted(s.shape)  # noqa: E741
+    k, l = sorted(s.layout.shape)  # noqa: E741
     return k * k * (2 * l + k)
 
 
@@ -92,7 +94,7 @@ def test_equal_matrices_spread_evenly():
 
 
 def test_a_parameter_without_muon_has_no_owner():
-    plain = ParamSpec((4, 4), 2, 0, "", 2, "float32", "float32", "float32", None)
+    plain = ParamSpec(Layout((4, 4), 2, Axis("shard", 2)), "float32", "float32", "float32", None)
     with pytest.raises(ValueError, match="not a Muon matrix"):
         assign_owners([plain])
 
@@ -131,7 +133,7 @@ class Matrices(TorchDispatchMode):
 
 def shards(tensors, specs):
     return [
-        t[slice(*s.shard_rows(s.rank))].clone() if s.sharded else t.clone() for t, s in zip(tensors, specs, strict=True)
+        t[s.layout.local_rows].clone() if s.layout.sharded else t.clone() for t, s in zip(tensors, specs, strict=True)
     ]
 
 
@@ -155,7 +157,7 @@ def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, gathe
         matrices += count
         wanted = shards(expected, specs)
         for got, want, s in zip(directions, wanted, specs, strict=True):
-            assert got.shape == s.local_shape
+            assert got.shape == s.layout.local_shape
             torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     assert matrices == len(SHAPES) * (1 if exchange == "owner" else size)
 

@@ -7,6 +7,7 @@ from torch.fx import Graph, GraphModule
 from torch.profiler import profile
 
 from compile_muon.passes import HALF_PASSES, Half, PassContext, PassOptions, run_passes
+from compile_muon.passes.layout import Layout
 from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
@@ -27,7 +28,7 @@ def step_graph(nvtx, codegen):
         grads, momenta = list(grads), list(momenta)
         hyper = placeholder("hyper", 2)
         muon = MuonSpec(1, 6, 8, True, "standard", (3.4, -4.7, 2.0), 1.0, (), "float32", 1e-7, "local")
-        spec = ParamSpec((6, 8), 1, 0, "", 2, "float32", "float32", "float32", muon)
+        spec = ParamSpec(Layout((6, 8), 2), "float32", "float32", "float32", muon)
         markers = [
             Orthogonalize.insert(graph, grad, momentum, hyper, spec)
             for grad, momentum in zip(grads, momenta, strict=True)

@@ -62,14 +62,14 @@ def test_the_request_describes_what_was_appended(stage, purpose, extra, uneven):
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = [facts(node.meta["val"]) for node in placeholders[inputs(graphs.backward) :]]
     assert given == [
-        *((grads[i].spec.shape, torch.float32) for i in request.unreduced_inputs),
-        *((grads[i].spec.local_shape, torch.float32) for i in request.carried_inputs),
+        *((grads[i].spec.layout.shape, torch.float32) for i in request.unreduced_inputs),
+        *((grads[i].spec.layout.local_shape, torch.float32) for i in request.carried_inputs),
     ]
     assert len(given) == request.extra_inputs
     returned = [facts(value) for value in values(gm)[outputs(graphs.backward) :]]
     assert returned == [
-        *((grads[i].spec.shape, torch.float32) for i in request.accumulated),
-        *((grads[i].spec.local_shape, torch.bfloat16) for i in request.speculated),
+        *((grads[i].spec.layout.shape, torch.float32) for i in request.accumulated),
+        *((grads[i].spec.layout.local_shape, torch.bfloat16) for i in request.speculated),
         *([((3, FINGERPRINT_WORDS), torch.int64)] if request.speculated else []),
     ]
     assert len(returned) == request.extra_outputs
@@ -87,7 +87,7 @@ def test_gradients_keep_their_places_and_shapes(stage, uneven):
 
     wanted = shapes(graphs.backward)
     specs = [grad.spec for grad in reduced_grads(graphs.backward)]
-    assert sorted(s for s in wanted if s is not None) == sorted(spec.local_shape for spec in specs)
+    assert sorted(s for s in wanted if s is not None) == sorted(spec.layout.local_shape for spec in specs)
     for purpose in Purpose:
         assert shapes(graphs.lowered(Half.BACKWARD, purpose)[0]) == wanted
 
@@ -184,8 +184,8 @@ def test_buckets_keep_to_their_size(uneven):
         found.setdefault(kind, []).append(node.args[0].meta["val"].numel() * 4)
     assert len(found["all_gather"]) > 1
     assert len(found["reduce_scatter"]) > 1
-    specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.sharded]
-    padded = [spec.chunk * WORLD * spec.row_numel * 4 for spec in specs]
-    padding = sum(padded) - sum(spec.numel * 4 for spec in specs)
+    specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.layout.sharded]
+    padded = [spec.layout.chunk * WORLD * spec.layout.row_numel * 4 for spec in specs]
+    padding = sum(padded) - sum(spec.layout.numel * 4 for spec in specs)
     assert max(found["reduce_scatter"]) <= max(cap + padding, *padded)
     assert sum(found["reduce_scatter"]) == sum(padded)

@@ -13,6 +13,7 @@ from compile_muon.passes import HALF_PASSES, BackwardRequest, Half, PassContext,
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import PassContractError, RequestError
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, Orthogonalize, ReduceGrad
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 
@@ -30,7 +31,9 @@ def specs_of(rank, world, group, stage, dtype="float32"):
         muon = (
             MuonSpec(1, *shape, True, "standard", JORDAN, 1.0, (), dtype, 1e-7, exchange) if len(shape) == 2 else None
         )
-        specs.append(ParamSpec(shape, world, rank, group, stage, "float32", "float32", "float32", muon))
+        specs.append(
+            ParamSpec(Layout(shape, stage, Axis("shard", world, rank, group)), "float32", "float32", "float32", muon)
+        )
     return specs
 
 
@@ -44,8 +47,8 @@ def backward_graph(specs):
         node.meta["val"] = fake.from_tensor(torch.empty(shape), static_shapes=True)
         return node
 
-    grads = [placeholder(f"grad_{i}", *spec.shape) for i, spec in enumerate(specs)]
-    states = [placeholder(f"state_{i}", *(s.local_shape if s.muon else (0,))) for i, s in enumerate(specs)]
+    grads = [placeholder(f"grad_{i}", *spec.layout.shape) for i, spec in enumerate(specs)]
+    states = [placeholder(f"state_{i}", *(s.layout.local_shape if s.muon else (0,))) for i, s in enumerate(specs)]
     hyper = placeholder("hyper", 2)
     reduced = [
         ReduceGrad.insert(graph, grad, state, hyper, spec)
@@ -66,11 +69,11 @@ def request(*rows):
 def values_of(specs, rank):
     """What a rank brings: its own whole gradients and sums of earlier ones, its rows of the momenta and of `.grad`."""
     own, common = torch.Generator().manual_seed(1 + rank), torch.Generator().manual_seed(0)
-    grads, earlier = ([torch.randn(spec.shape, generator=own) for spec in specs] for _ in range(2))
+    grads, earlier = ([torch.randn(spec.layout.shape, generator=own) for spec in specs] for _ in range(2))
 
     def shard(spec):
-        whole = torch.randn(spec.shape, generator=common)
-        return whole[slice(*spec.shard_rows(rank))].clone() if spec.sharded else whole
+        whole = torch.randn(spec.layout.shape, generator=common)
+        return whole[slice(*spec.layout.shard_rows(rank))].clone() if spec.layout.sharded else whole
 
     states = [shard(spec) if spec.muon else torch.empty(0) for spec in specs]
     carried = [shard(spec) for spec in specs]
@@ -105,7 +108,7 @@ def compare(rank, specs, wanted, lowered, plain):
 
     for i, (spec, purpose) in enumerate(zip(specs, wanted.purposes, strict=True)):
         if purpose is ACCUMULATE:
-            assert torch.equal(returned[i], torch.zeros(spec.local_shape))
+            assert torch.equal(returned[i], torch.zeros(spec.layout.local_shape))
             assert torch.equal(extra.unreduced[i], grads[i])
             continue
         whole = grads[i] + earlier[i] if wanted.unreduced[i] else grads[i]
@@ -114,7 +117,7 @@ def compare(rank, specs, wanted, lowered, plain):
             continue
         total = carried[i] + returned[i] if wanted.carried[i] else returned[i]
         direction = ORTHOGONALIZE(total, states[i], HYPER, spec.encode())
-        assert (extra.directions[i].dtype, extra.directions[i].shape) == (direction.dtype, spec.local_shape)
+        assert (extra.directions[i].dtype, extra.directions[i].shape) == (direction.dtype, spec.layout.local_shape)
         if returned[i].numel():
             assert not torch.equal(extra.directions[i].float(), returned[i])
         # `lerp` by a tensor, in the graph, and by a number differ in the last bit in torch 2.11.

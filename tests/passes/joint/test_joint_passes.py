@@ -12,6 +12,7 @@ from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, PassContext, Pu
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.joint.recompute import is_view_or_cast
+from compile_muon.passes.layout import Layout
 from compile_muon.passes.markers import ORTHOGONALIZE, REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from compile_muon.passes.spec import ParamSpec
 
@@ -81,7 +82,7 @@ def test_the_merged_gradient_is_the_sum_of_what_the_markers_give_in_eager(reduci
 
 def test_only_equal_reductions_merge():
     """Sums of two parameters' gradients, or of a gradient and something else, stay what they are."""
-    text = ParamSpec((2, 2), 1, 0, "", 2, "float32", "float32", "float32", None).encode()
+    text = ParamSpec(Layout((2, 2), 2), "float32", "float32", "float32", None).encode()
     graph = torch.fx.Graph()
     grad, state_a, state_b, hyper = (graph.placeholder(n) for n in ("grad", "state_a", "state_b", "hyper"))
     for node in (grad, state_a, state_b, hyper):
@@ -174,11 +175,11 @@ def test_momentum_reaches_backward_though_directions_are_inserted_there(trace):
     muon = [row.name for row in optimizer.summary().rows if row.algorithm == "muon"]
     assert muon == ["inner.weight", "twice.weight"]
     grads = reduced_grads(graphs.backward)
-    assert [grad.spec.shape for grad in grads if grad.speculates] == [(6, 6), (6, 6)]
+    assert [grad.spec.layout.shape for grad in grads if grad.speculates] == [(6, 6), (6, 6)]
     for grad, reduction in zip(grads, ReduceGrad.all(graphs.backward), strict=True):
         state = graphs.backward.graph.find_nodes(op="placeholder")[grad.state_index]
         assert reduction.state is state
-        assert state.meta["val"].shape == (grad.spec.local_shape if grad.spec.muon else (0,))
+        assert state.meta["val"].shape == (grad.spec.layout.local_shape if grad.spec.muon else (0,))
         assert reduction.hyper.op == "placeholder"
     assert count(graphs.forward, REDUCE_GRAD) == 0
     assert [count(gm, ORTHOGONALIZE) for gm in (graphs.joint, graphs.rewritten, graphs.backward)] == [0, 0, 0]

@@ -1,0 +1,140 @@
+"""Where the parts of one parameter are: which axes of the mesh cut it, and which hold the same again.
+
+A layout says nothing of what is computed (:class:`~compile_muon.passes.spec.MuonSpec`) or in which dtype. Everything
+that sends or places rows asks it, for any mesh: one with a single axis is one whose other axes have one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+__all__ = ["Axis", "Layout"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of the mesh, as a rank sees it.
+
+    Args:
+        name: as errors, metrics and users call it.
+        size: ranks along it.
+        index: this rank's place along it.
+        group: name of its process group, as functional collectives take it ("" where ``size`` is 1).
+    """
+
+    name: str
+    size: int = 1
+    index: int = 0
+    group: str = ""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else along it."""
+        return self.size == 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks hold a parameter, its gradient and its optimizer state.
+
+    Args:
+        shape: full (unsharded) shape.
+        stage: ZeRO stage, 0 to 3: which of the three are cut.
+        shard: what is cut is cut into rows over this axis; weights are gathered over it.
+        replicate: every rank along it holds what the others hold; gradients are averaged over it too (HSDP).
+        both: the ranks of both axes, ``replicate`` outside: rank ``r * shard.size + s``. None where one axis has one
+            rank, and the other is all of the mesh.
+        gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
+            bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
+    """
+
+    shape: tuple[int, ...]
+    stage: int
+    shard: Axis = field(default_factory=lambda: Axis("shard"))
+    replicate: Axis = field(default_factory=lambda: Axis("replicate"))
+    both: Axis | None = None
+    gather: str = "all_gather"
+
+    @property
+    def everyone(self) -> Axis:
+        """All ranks that hold a part."""
+        if self.both is not None:
+            return self.both
+        return self.shard if self.replicate.alone else self.replicate
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that collectives of this parameter may use, each once."""
+        found = (self.shard, self.replicate, self.everyone)
+        return tuple({axis.group: axis for axis in reversed(found) if not axis.alone}.values())
+
+    @property
+    def company(self) -> tuple[object, ...]:
+        """What layouts must agree on to share a collective."""
+        return self.shard, self.replicate, self.sharded
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank holds a slice (along dim 0) rather than the whole parameter."""
+        return self.stage > 0 and not self.shard.alone and len(self.shape) > 0
+
+    @property
+    def replicated_weight(self) -> bool:
+        """Whether a full copy in compute dtype is resident between steps (stages 1 and 2)."""
+        return self.sharded and self.stage < 3
+
+    @property
+    def gathered(self) -> bool:
+        """Whether every use of the full weight starts with a collective (stage 3)."""
+        return self.sharded and not self.replicated_weight
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
+        return self.stage == 1 and not self.everyone.alone
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same gradient and state."""
+        return self.replicate.size if self.sharded else self.everyone.size
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the largest shard: ``ceil(shape[0] / shard.size)``, as in ``torch.chunk`` and ``Shard(0)``."""
+        return -(-self.shape[0] // self.shard.size)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements behind one index of dim 0."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return math.prod(self.shape)
+
+    def shard_rows(self, index: int) -> tuple[int, int]:
+        """``(start, stop)`` of the rows at ``index`` of ``shard``; empty for a place past the end."""
+        start = min(index * self.chunk, self.shape[0])
+        return start, min(start + self.chunk, self.shape[0])
+
+    def shard_numel(self, index: int) -> int:
+        """Elements that ranks at ``index`` of ``shard`` hold."""
+        if not self.sharded:
+            return self.numel
+        start, stop = self.shard_rows(index)
+        return (stop - start) * self.row_numel
+
+    @property
+    def local_rows(self) -> slice:
+        """This rank's rows of a sharded parameter."""
+        return slice(*self.shard_rows(self.shard.index))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        if not self.sharded:
+            return self.shape
+        start, stop = self.shard_rows(self.shard.index)
+        return (stop - start, *self.shape[1:])
