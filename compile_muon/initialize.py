@@ -33,7 +33,8 @@ def initialize(
         model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
             then given on the device that the ranks meet on, shard by shard.
         config: path of a JSON file, a mapping in DeepSpeed's vocabulary, or a :class:`Config`.
-        mesh: 1-D data-parallel mesh; default: all ranks of the default process group.
+        mesh: data-parallel mesh, of one dimension, or of the two ``("replicate", "shard")`` for hybrid sharding;
+            default: what ``"mesh"`` of the config says of all ranks, or one dimension.
         process_group: the data-parallel group, instead of ``mesh``.
         weights: a folder that :func:`compile_muon.load_pretrained` reads, once the model is sharded.
         init: ``init(module)`` initializes the parameters and buffers that ``module`` holds itself; called as

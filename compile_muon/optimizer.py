@@ -78,7 +78,8 @@ class MuonZero(Optimizer):
         check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
-        mesh: 1-D data-parallel ``DeviceMesh``; default: all ranks of the default process group.
+        mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
+            sharding; default: all ranks of the default process group.
         weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
     Raises:
         ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
@@ -151,11 +152,11 @@ class MuonZero(Optimizer):
         meta = values is not None and values.meta
         assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon", meta=meta)
         device = target_device(mesh, process_group) if meta else next(model.parameters()).device
-        ranks = resolve_mesh(mesh, process_group, device, config.mesh)
+        self._mesh = resolve_mesh(mesh, process_group, device, config.mesh)
         self.config = config
         self.grad_norm: Tensor | None = None
         self._norm = math.nan
-        self._group = None if ranks is None else ranks.everyone
+        self._group = None if self._mesh is None else self._mesh.everyone
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
@@ -163,7 +164,7 @@ class MuonZero(Optimizer):
         self._ledger.place = Place(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
-        self._ledger.accounts = shard_model(model, assignments, config, ranks, self._ledger, self._hyper)
+        self._ledger.accounts = shard_model(model, assignments, config, self._mesh, self._ledger, self._hyper)
         if values is not None:
             values.fill(model, device)
         self._ledger.before_backward = self._sync_momentum

@@ -364,7 +364,9 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.place)
+            trained_on = None if optimizer._mesh is None else optimizer._mesh.device_mesh
+            device, place = optimizer._hyper.device, optimizer._ledger.place
+            self._ranks = Ranks(optimizer._group, device, place, trained_on=trained_on)
         return self._ranks
 
 

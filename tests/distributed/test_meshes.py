@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Ranks
-from reference import Report, train
+from reference import Report, full, train
 from test_training import MATRICES, STEPS, Odd, cases, data, loss
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+
+import compile_muon
 
 NAMES = ("replicate", "shard")
 
@@ -40,3 +44,78 @@ def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
 )
 def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), (2, 2), **settings)
+
+
+# ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
+
+
+def model_on(mesh: tuple[int, int] | None, stage: int, weights: str | None = None) -> tuple[Odd, compile_muon.MuonZero]:
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "ns_dtype": "fp32"}},
+        "zero_optimization": {"stage": stage},
+    }
+    if mesh is not None:
+        config["mesh"] = dict(zip(NAMES, mesh, strict=True))
+    return compile_muon.initialize(Odd(), config, weights=weights)
+
+
+def advance(model: Odd, optimizer: compile_muon.MuonZero, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        found = loss(model, data(step, 0, 0))  # the same on every rank, so that worlds compare
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    return losses
+
+
+def everything(model: Odd, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
+    found = {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{name} {slot}": full(value).clone() for slot, value in optimizer.state[param].items()}
+    return found
+
+
+def save(folder: str, mesh: tuple[int, int] | None, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(mesh, stage)
+    advance(model, optimizer, range(2))
+    compile_muon.Checkpointer(f"{folder}/checkpoints").save(2, model, optimizer)
+    compile_muon.save_pretrained(model, f"{folder}/weights")
+    return everything(model, optimizer), advance(model, optimizer, range(2, 4))
+
+
+def load(folder: str, mesh: tuple[int, int] | None, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(mesh, stage)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert compile_muon.Checkpointer(f"{folder}/checkpoints").load(model, optimizer) is not None
+    found = everything(model, optimizer)
+    named = dict(model.named_parameters())
+    state = compile_muon.full_state_dict(model)
+    compile_muon.load_full_state_dict(model, {name: value + 1 for name, value in state.items()})
+    assert all(torch.equal(full(param), found[name] + 1) for name, param in named.items())
+    with compile_muon.full_parameters(model, write=True):
+        model.even.weight.data += 1
+    assert torch.equal(full(named["even.weight"]), found["even.weight"] + 1 + 1)
+    compile_muon.load_pretrained(model, f"{folder}/weights")
+    return found, advance(model, optimizer, range(2, 4))
+
+
+MESHES = (((2, 2), 4), ((2, 1), 2), ((1, 3), 3), (None, 2), (None, 1))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_checkpoints_and_weights_go_from_mesh_to_mesh(
+    ranks: Callable[[int], Ranks], tmp_path: Path, stage: int
+) -> None:
+    for number, (mesh, world) in enumerate(MESHES):
+        folder = str(tmp_path / str(number))
+        saved, later = ranks(world).run(save, folder=folder, mesh=mesh, stage=stage)[0]
+        other, size = MESHES[number - 1]
+        for found, after in ranks(size).run(load, folder=folder, mesh=other, stage=4 - stage):
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+            assert after == pytest.approx(later, rel=1e-5)
