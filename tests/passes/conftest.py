@@ -16,6 +16,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -199,11 +200,13 @@ class Uneven(nn.Module):
 TOKENS = torch.arange(20).reshape(4, 5) % 17
 
 
-def captured_uneven(rank: int, world: int, **settings: Any) -> Captured:
-    """The graphs of `Uneven` on one rank of a world that is not there."""
+def captured_uneven(rank: int, world: int, mesh: tuple[int, int] | None = None, **settings: Any) -> Captured:
+    """The graphs of `Uneven` on one rank of a world that is not there; `mesh` is (replicate, shard)."""
     torch.manual_seed(0)
     with fake_world(rank, world):
         model = Uneven()
+        if mesh is not None:
+            settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
         settings = {"ns_dtype": "float32", "ns_method": "standard", "exchange": "owner", **settings}
         MuonZero(model, **settings)
         return capture(model, TOKENS)

@@ -1,0 +1,129 @@
+"""Meshes of several axes: what crosses which of them, counted in graphs of worlds that are not there."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from statistics import mean
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile_muon.kernels import resolve_coefficients
+from compile_muon.model.mesh import Mesh
+from compile_muon.passes import Half, Purpose, costs, reduced_grads
+from compile_muon.passes.collectives import collectives, measure_traffic
+from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
+from compile_muon.passes.exchange.owner import assign_owners
+from compile_muon.passes.layout import Axis, Layout
+from compile_muon.passes.spec import MuonSpec, ParamSpec
+
+JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
+NAMES = ("replicate", "shard")
+
+
+def matrix(layout: Layout, exchange: str = "owner") -> ParamSpec:
+    muon = MuonSpec(1, *layout.shape, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, exchange)
+    return ParamSpec(layout, "float32", "float32", "float32", muon)
+
+
+def traced(specs):
+    """The directions of all of them, as one rank's graph."""
+
+    def directions(*tensors):
+        count = len(specs)
+        hyper = tensors[-1]
+        return orthogonalize_group(tensors[:count], tensors[count:-1], [hyper] * count, specs)
+
+    with FakeTensorMode() as fake:
+        shards = [torch.empty(spec.layout.local_shape) for spec in specs]
+        return make_fx(directions, tracing_mode="real")(*shards, *shards, torch.empty(2)), fake
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(64, 8), (2, 256)])
+def test_every_matrix_once_in_a_world_of_512(replicas, shards, world):
+    """As many matrices as ranks, so that all ranks send the same."""
+    for rank in (0, 511):
+        with world(rank, 512):
+            mesh = Mesh.of(init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES))
+            specs = [matrix(mesh.layout((256, 512), 3))] * 512
+            assert sorted(assign_owners(specs)) == list(range(512))
+            gm, _ = traced(specs)
+        traffic = measure_traffic(gm, specs[0].layout.axes)
+        assert traffic.matrices == 1
+        formula = costs.bytes_by_axis("owner", 256, 512, shards=shards, replicas=replicas, itemsize=4)
+        assert dict(traffic.by_axis) == {axis: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_gradients_cross_replicas_in_forward_and_backward(stage, uneven):
+    """Weights are gathered inside a replica; of a gradient the shards are summed over the others."""
+    graphs = [uneven(rank, 6, stage=stage, mesh=(2, 3)) for rank in range(6)]
+    layouts = [grad.spec.layout for grad in reduced_grads(graphs[0].backward)]
+    axis_of = {axis.group: axis.name for layout in layouts for axis in layout.axes}
+    forward = Counter(axis_of[node.args[-1]] for node, _ in collectives(graphs[0].lowered(Half.FORWARD)[0]))
+    assert set(forward) == ({"shard"} if stage == 3 else set())
+    backward = graphs[0].lowered(Half.BACKWARD, Purpose.REDUCE)[0]
+    crossing = [kind for node, kind in collectives(backward) if axis_of[node.args[-1]] == "replicate"]
+    assert crossing == ["all_reduce"]
+    traffic = [
+        dict(measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], layouts_of(g)).by_axis) for g in graphs
+    ]
+    shards = [sum(layout.chunk * layout.row_numel for layout in layouts if layout.sharded)] * 6
+    # 2 (M - 1) / M of a shard, padded to the largest as the reduce-scatter leaves it
+    assert [found["replicate"] for found in traffic] == [4 * size for size in shards]
+
+
+def layouts_of(graphs):
+    return {axis for grad in reduced_grads(graphs.backward) for axis in grad.spec.layout.axes}
+
+
+@pytest.mark.parametrize("exchange", ["owner", "replicate"])
+def test_directions_cost_what_the_formulas_say_by_axis(exchange, uneven):
+    graphs = [uneven(rank, 6, stage=2, exchange=exchange, mesh=(2, 3)) for rank in range(6)]
+    specs = [grad.spec for grad in reduced_grads(graphs[0].backward) if grad.spec.muon]
+    sent: list[Counter[str]] = []
+    matrices = 0
+    for g in graphs:
+        axes = layouts_of(g)
+        made = measure_traffic(g.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], axes)
+        reduced = measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes)
+        sent.append(Counter(dict(made.by_axis)) - Counter(dict(reduced.by_axis)))
+        matrices += made.matrices
+    formulas = [costs.bytes_by_axis(exchange, *spec.layout.shape, shards=3, replicas=2, itemsize=4) for spec in specs]
+    assert matrices == len(specs) * (1 if exchange == "owner" else 6)
+    for axis in ("shard", "replicate"):
+        formula = sum(found.get(axis, 0.0) for found in formulas)
+        # few matrices of different sizes: rows are padded, shards uneven, and replicas own more or less of them
+        assert formula / 2 <= mean(found[axis] for found in sent) <= 2 * formula
+
+
+def test_owners_of_an_8b_model_on_64_ranks_are_balanced():
+    block = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+    for replicas, shards in ((1, 64), (8, 8)):
+        axes = Axis("shard", shards, 0, "s"), Axis("replicate", replicas, 0, "r")
+        both = None if replicas == 1 else Axis("all", 64, 0, "a")
+        specs = [matrix(Layout(shape, 3, *axes, both)) for shape in block * 32]
+        load = [0.0] * 64
+        for spec, owner in zip(specs, assign_owners(specs), strict=True):
+            load[owner] += costs.owner_work(*spec.layout.shape, steps=5)
+        print(f"{replicas} x {shards}: owner balance {max(load) / mean(load):.3f}")
+        assert max(load) / mean(load) <= 1.1
+
+
+def test_few_matrices_are_spread_over_the_replicas():
+    axes = Axis("shard", 4, 0, "s"), Axis("replicate", 3, 0, "r")
+    specs = [matrix(Layout((8, 8), 2, *axes, Axis("all", 12, 0, "a")))] * 6
+    assert Counter(owner // 4 for owner in assign_owners(specs)) == {0: 2, 1: 2, 2: 2}
+
+
+def test_one_axis_is_any_of_them():
+    for shard, replicate in itertools.product((1, 3), repeat=2):
+        layout = Layout((6, 2), 2, Axis("shard", shard, 0, "s"), Axis("replicate", replicate, 0, "r"))
+        if (shard, replicate) != (3, 3):
+            assert layout.everyone.size == max(shard, replicate)
+        assert layout.sharded == (shard == 3)
+        assert layout.copies == (replicate if shard == 3 else max(shard, replicate))
