@@ -249,16 +249,20 @@ class MuonZero(Optimizer):
 
         Returns:
             ``grad_norm`` of the latest step (before clipping; NaN before the first), ``muon_lr``, ``adamw_lr``, and
-            since the start on this rank: ``bytes_sent``, ``directions_speculated`` (made in backward),
-            ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
-            ``skipped_steps``, ``compiled_graphs``.
+            since the start on this rank: ``bytes_sent`` (where the mesh has several axes also by axis,
+            ``bytes_sent_shard``), ``directions_speculated`` (made in backward), ``directions_used`` and
+            ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``), ``skipped_steps``,
+            ``compiled_graphs``.
         """
         counters = self._ledger.counters
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in self.param_groups}
+        several = self._mesh is not None and self._mesh.device_mesh.ndim > 1
+        by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
             "grad_norm": self._norm,
             **rates,
             "bytes_sent": counters.traffic.bytes_sent,
+            **by_axis,
             "directions_speculated": counters.speculated,
             "directions_used": counters.used,
             "directions_discarded": counters.discarded,

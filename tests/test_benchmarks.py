@@ -401,3 +401,13 @@ def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_p
     found = json.loads(file.read_text())["adamw.json"]
     assert found["lr 0.004"] < found["lr 50.0"] == 9.0
     assert "adamw.json   best: lr 0.004\n" in capsys.readouterr().out
+
+
+# --- bytes of meshes --------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["mesh_bytes.py"])
+    benchmark("mesh_bytes").main()
+    page = (BENCHMARKS.parent / "docs" / "parallelism.md").read_text()
+    assert capsys.readouterr().out in page

@@ -79,8 +79,8 @@ def _written(config: Config) -> dict[str, Any]:
         "optimizer": {key: value for key, value in optimizer.items() if value},
         "zero_optimization": stage,
     }
-    sections |= {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
-    return {key: value for key, value in sections.items() if value} | top
+    last = {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
+    return {key: value for key, value in (sections | top | last).items() if value}
 
 
 def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:

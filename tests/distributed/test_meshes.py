@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,57 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name], saved[name]) for name in saved)
             assert after == pytest.approx(later, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- what users read
+
+
+def told() -> tuple[str, dict[str, float]]:
+    model, optimizer = model_on((2, -1), 3)
+    advance(model, optimizer, range(1))
+    return str(optimizer.summary()), optimizer.metrics()
+
+
+def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks]) -> None:
+    for summary, metrics in ranks(4).run(told):
+        assert "world 4 (replicate 2 x shard 2)" in summary
+        assert "replicate" in summary and "shard" in summary
+        assert (
+            metrics["bytes_sent_shard"] + metrics["bytes_sent_replicate"] + metrics.get("bytes_sent_all", 0)
+            == (metrics["bytes_sent"])
+        )
+        assert metrics["bytes_sent_replicate"] > 0
+
+
+def refused(dims: dict[str, int] | None, sizes: dict[str, int] | None) -> tuple[str, bool]:
+    """What building it on such a mesh says, and whether the model is as it was."""
+    model = Odd()
+    mesh = dims and init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    config = {"zero_optimization": {"stage": 2}, **({"mesh": sizes} if sizes else {})}
+    try:
+        compile_muon.initialize(model, config, mesh=mesh)
+    except compile_muon.ConfigError as error:
+        return str(error), all(type(param) is torch.nn.Parameter for param in model.parameters())
+    return "", False
+
+
+@pytest.mark.parametrize(
+    ("dims", "sizes", "said"),
+    [
+        (
+            None,
+            {"replicate": 3},
+            "mesh = 'replicate 3 x shard -1': does not make up 4 ranks; set one",
+        ),
+        (None, {"replicate": 2, "shard": 4}, r"mesh = 'replicate 2 x shard 4': does not make up 4 ranks"),
+        ({"replicate": 2, "shard": 2}, {"replicate": 2}, r"mesh = .*: is given, and the config has sizes of one"),
+        ({"shard": 2, "replicate": 2}, None, r"has the dimensions \('shard', 'replicate'\); pass .*in this order"),
+        ({"dp": 2, "tensor": 2}, None, r"has the dimensions \('dp', 'tensor'\); pass its data-parallel part"),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused_on_every_rank(
+    ranks: Callable[[int], Ranks], dims: dict[str, int] | None, sizes: dict[str, int] | None, said: str
+) -> None:
+    for found, untouched in ranks(4).run(refused, dims=dims, sizes=sizes):
+        assert re.search(said, found), found
+        assert untouched

@@ -19,6 +19,7 @@ from compile_muon.config import (
     CompileOptions,
     Config,
     FrameOptions,
+    MeshConfig,
     MuonConfig,
     NSConfig,
     ZeroConfig,
@@ -1013,3 +1014,19 @@ def test_public_things_have_docstrings():
     for kind in (NSConfig, MuonConfig, AdamWConfig, ZeroConfig, CompileConfig, Config, config_from_kwargs, load_config):
         assert inspect.getdoc(kind)
         assert not inspect.getdoc(kind).startswith(f"{kind.__name__}(")  # dataclass makes one up
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"replicate": -1, "shard": -1}, "mesh.replicate = -1: and shard are both the rest; give the size of one"),
+        ({"replicate": 0}, "mesh.replicate = 0: "),
+        ({"shard": "all"}, "mesh.shard = 'all': "),
+        ({"replicat": 2}, "mesh.replicat = 2: is not a known key; did you mean mesh.replicate?"),
+        ([2, 4], r"mesh = \[2, 4\]: must be an object"),
+    ],
+)
+def test_sizes_of_a_mesh(mesh, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config({"mesh": mesh})
+    assert load_config({"mesh": {"replicate": 2}}).mesh == MeshConfig(2, -1)
