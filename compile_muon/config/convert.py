@@ -80,7 +80,11 @@ def _written(config: Config) -> dict[str, Any]:
         "zero_optimization": stage,
     }
     last = {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
-    return {key: value for key, value in (sections | top | last).items() if value}
+    return _filled(sections) | top | _filled(last)
+
+
+def _filled(sections: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in sections.items() if value}
 
 
 def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:
