@@ -20,6 +20,7 @@ from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import refresh_by_owner
 
 __all__ = ["Values"]
 
@@ -139,16 +140,17 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
     Args:
         only: the modules to call it for; None for all.
     """
-    from compile_muon.weights.contents import Entry, weights_of
+    from compile_muon.weights.contents import Entry, shared_accounts
     from compile_muon.weights.pretrained import tied_names
     from compile_muon.weights.wire import Wire
 
-    weights = weights_of(model)
-    wire = Wire(weights.group, weights.device)
+    # Not by the names of state_dict(), which hooks of a model may change.
+    accounts, group = shared_accounts(model)
+    wire = Wire(group, device)
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
-    with weights.place.at("the initialization of the model"):
+    with accounts[0].ledger.place.at("the initialization of the model"):
         for module in _children_first(model):
             if only is not None and not any(module is each for each in only):
                 continue
@@ -165,7 +167,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
-        weights.refresh()
+        refresh_by_owner(accounts)
 
 
 class _Edits(TorchDispatchMode):

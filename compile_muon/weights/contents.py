@@ -21,7 +21,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.place import Place
 from compile_muon.runtime.replicas import refresh_by_owner
 
-__all__ = ["Entry", "Weights", "weights_of"]
+__all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
 
@@ -135,14 +135,13 @@ class Weights:
         refresh_by_owner(self.accounts)
 
 
-def weights_of(model: nn.Module) -> Weights:
-    """Gather references; nothing is copied or sent.
+def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:
+    """The accounts of all parameters, each once, and the group of ranks that shares them; None for one process.
 
     Raises:
         UnsupportedModelError: nothing in the model is sharded, it is inside a ``full_parameters`` block, or its
             parameters are shared by different groups of ranks.
     """
-    module = getattr(model, "_orig_mod", model)  # torch.compile(model)
     accounts = list({id(a): a for inner in module.modules() for a in accounts_of(inner).values()}.values())
     if not accounts:
         raise UnsupportedModelError(
@@ -159,6 +158,17 @@ def weights_of(model: nn.Module) -> Weights:
             f"model: its parameters are shared by {len(groups)} different groups of ranks; save and load each part by "
             "itself"
         )
+    return accounts, group_named(groups.pop()) if groups else None
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Gather references; nothing is copied or sent.
+
+    Raises:
+        UnsupportedModelError: see :func:`shared_accounts`; or ``state_dict()`` has tensors made of sharded ones.
+    """
+    module = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    accounts, group = shared_accounts(module)
     by_id = {id(account.param): account for account in accounts}
     entries: dict[str, Entry] = {}
     aliases: dict[str, str] = {}
@@ -175,5 +185,4 @@ def weights_of(model: nn.Module) -> Weights:
         else:
             entries[name] = Entry(name, value, by_id.get(id(value)))
     first = accounts[0]
-    group = group_named(groups.pop()) if groups else None
     return Weights(module, entries, aliases, others, accounts, group, first.ledger.place, first.hyper.device)

@@ -526,6 +526,34 @@ def test_a_model_on_the_meta_device(ranks: Callable[[int], Ranks], world: int, s
     ranks(world).run(meta_net, stage=stage, folder=str(tmp_path))
 
 
+class Halved(nn.Module):
+    """In whose ``state_dict()`` is what it makes of its matrix, and not the matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(6, 8, bias=False)
+        self.register_state_dict_post_hook(self._halve)
+
+    @staticmethod
+    def _halve(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        both = state.pop(f"{prefix}both.weight")
+        state[f"{prefix}left"], state[f"{prefix}right"] = both[:4].clone(), both[4:].clone()
+
+
+def meta_halved() -> Tensor:
+    with torch.device("meta"):
+        model = Halved()
+    torch.manual_seed(12)
+    compile_muon.MuonZero(model, stage=3, muon_params=["*"], init=reset)
+    return full(model.both._parameters["weight"]).detach().clone()
+
+
+def test_a_state_dict_of_other_names_is_not_asked(ranks: Callable[[int], Ranks]) -> None:
+    torch.manual_seed(12)
+    expected = nn.Linear(6, 8, bias=False).weight
+    assert all(torch.equal(found, expected) for found in ranks(2).run(meta_halved))
+
+
 def meta_hugging_face(kind: str, stage: int, folder: str) -> None:
     torch.manual_seed(21)
     expected = hugging_face(kind)
