@@ -376,6 +376,26 @@ def test_undeclared_micro_batches_cost_little():
     assert metrics["directions_speculated"] == 2 * (STEPS + 2), metrics
 
 
+def test_a_head_that_runs_in_chunks_does_not_hide_the_last_backward():
+    """It has two backwards where the matrices have one; directions are made in theirs."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = MuonZero(model, muon_params=["a.weight", "b.weight"])
+    options = {"codegen": "eager"}
+    blocks = torch.compile(nn.Sequential(model.a, nn.Tanh(), model.b), backend="muon_zero", options=options)
+    head = torch.compile(model.head, backend="muon_zero", options=options)
+    for i in range(STEPS):
+        hidden = blocks(batch(i))
+        leaf = hidden.detach().requires_grad_()
+        for chunk in leaf.chunk(2):
+            head(chunk).square().sum().backward()
+        hidden.backward(leaf.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = optimizer.metrics()
+    assert metrics["directions_used"] == metrics["directions_speculated"] == 2 * STEPS, metrics
+
+
 # --- clipping by configuration ----------------------------------------------------------------------------------------
 
 
