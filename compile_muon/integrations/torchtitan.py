@@ -1,0 +1,345 @@
+"""torchtitan's ``Trainer`` with ZeRO and Muon.
+
+    config = with_muon(llama3_debugmodel(), "config.json")    # a torchtitan Trainer.Config, in a config registry
+    config.build().train()
+
+Everything else is torchtitan's: its configs, command line, data, schedules, clipping, checkpoints and logs. What
+changes: ``ModelSpec.parallelize_fn`` is :func:`parallelize`, ``Trainer.Config.optimizer`` is :class:`MuonOptimizers`.
+The trainer parallelizes a model on the meta device, gives it memory, initializes it, and builds the optimizers last:
+only there it is sharded, and gets its values shard by shard, so that no rank ever holds it whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.protocols.module import Module
+from torchtitan.trainer import Trainer
+
+from compile_muon.config import Config, load_config
+from compile_muon.errors import ConfigError, config_error, join_errors
+from compile_muon.initialize import initialize
+from compile_muon.optimizer import MuonZero
+
+__all__ = ["MuonOptimizers", "parallelize", "with_muon"]
+
+Source = str | os.PathLike | Mapping[str, Any] | Config
+
+_PENDING = "_pending_optimizer"
+
+
+def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
+    """The same training with ZeRO and Muon: another ``parallelize_fn``, and an optimizer in the place of ``optimizer``.
+
+    Args:
+        config: of a decoder model; not changed. What the command line changes later is checked when the model is built.
+        muon_config: as ``compile_muon.initialize`` takes it; see :class:`MuonOptimizers`.
+    Raises:
+        ConfigError: settings that cannot be honoured, all in one error.
+    """
+    errors = _problems(config.training, config.parallelism, config.compile, config.activation_checkpoint)
+    errors += _problems_of_trainer(config)
+    try:
+        _read(muon_config, config.training, None)
+    except ConfigError as error:
+        errors += error.errors
+    if errors or config.model_spec is None:
+        nothing = config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
+        raise join_errors(errors or [nothing])
+    spec = replace(config.model_spec, parallelize_fn=parallelize)
+    return replace(config, model_spec=spec, optimizer=MuonOptimizers.Config(muon_config=muon_config))
+
+
+# ---------------------------------------------------------------------------------------------------- settings
+
+
+def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, ac_config: Any) -> list[ConfigError]:
+    """Settings that a parallelize function is given and that would not be honoured."""
+    whole = "compile_muon shards over data-parallel ranks only"
+    sections: list[tuple[str, Any, Any, str, str]] = [
+        (f"parallelism.{name}", degree, degree > 1, whole, "set it to 1")
+        for name in (
+            "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+        )
+        for degree in [getattr(parallelism, name)]
+    ]  # fmt: skip
+    replicas = parallelism.data_parallel_replicate_degree
+    reshard = parallelism.fsdp_reshard_after_forward
+    compiled = compile_config.enable and "model" in compile_config.components
+    budget = isinstance(ac_config, MemoryBudgetAC.Config)
+    inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
+    sections += [
+        (
+            "parallelism.data_parallel_replicate_degree", replicas, replicas > 1, "makes groups of shards",
+            'set it to 1; for whole copies on every rank, "zero_optimization": {"stage": 0} in muon_config',
+        ),
+        (
+            "parallelism.spmd_backend", parallelism.spmd_backend, parallelism.spmd_backend == "full_dtensor",
+            "makes the inputs DTensors", "use 'spmd_types' or 'partial_dtensor'",
+        ),
+        (
+            "parallelism.fsdp_reshard_after_forward", reshard, reshard != "default", "belongs to FSDP",
+            'leave it out, and set "compile": {"reshard_after_forward": ...} in muon_config',
+        ),
+        (
+            "parallelism.enable_fsdp_symm_mem", True, parallelism.enable_fsdp_symm_mem, "belongs to FSDP",
+            "set it to False",
+        ),
+        (
+            "training.enable_cpu_offload", True, training.enable_cpu_offload, "moves what FSDP has sharded",
+            "set it to False",
+        ),
+        (
+            "training.disable_cuda_graphs", False, not training.disable_cuda_graphs,
+            "replays forward and backward without the Python that accounts for gradients", "set it to True",
+        ),
+        ("compile.components", compile_config.components, compiled, "would compile the model a second time", inside),
+        (
+            "activation_checkpoint", "memory-budget", budget, "needs torchtitan's own compiled blocks",
+            "use selective, full or none",
+        ),
+    ]  # fmt: skip
+    return [config_error(name, value, *why) for name, value, wrong, *why in sections if wrong]
+
+
+def _problems_of_trainer(config: Any) -> list[ConfigError]:
+    """The same of what only the trainer sees."""
+    errors = []
+    if config.debug.spmd_typechecking:
+        why = "needs annotations that torchtitan's own parallelize function makes"
+        errors.append(config_error("debug.spmd_typechecking", True, why, "set it to False"))
+    if getattr(getattr(config, "fault_tolerance", None), "enable", False):
+        errors.append(_no_fault_tolerance())
+    return errors
+
+
+def _no_fault_tolerance() -> ConfigError:
+    problem = "averages gradients of replica groups in hooks of FSDP"
+    return config_error("fault_tolerance.enable", True, problem, "set it to False")
+
+
+def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config:
+    """The configuration, with what torchtitan's own settings say filled in.
+
+    Args:
+        steps: backwards per step; None where it is not known yet.
+    Raises:
+        ConfigError: about all that is wrong with it.
+    """
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    low = dtype != torch.float32
+    given: Any = None
+    if not isinstance(source, Config):
+        values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
+        precision = values.get("bf16")
+        if isinstance(precision, dict) and "enabled" in precision:
+            given, precision["enabled"] = precision["enabled"], low
+        if values.get("gradient_accumulation_steps", "auto") == "auto":
+            values["gradient_accumulation_steps"] = steps
+        if values.get("gradient_clipping") == "auto":
+            values["gradient_clipping"] = 0
+        source = load_config(values)
+    errors = []
+    zero = source.zero
+    if given not in (None, "auto", low) or zero.param_dtype not in (None, dtype):
+        errors.append(config_error(
+            "bf16.enabled" if given is not None else "param_dtype",
+            given if given is not None else zero.param_dtype,
+            f"contradicts training.mixed_precision_param = {training.mixed_precision_param!r}",
+            "leave it out of muon_config, or set training.mixed_precision_param",
+        ))  # fmt: skip
+    if steps is not None and zero.gradient_accumulation_steps not in (None, steps):
+        errors.append(config_error(
+            "gradient_accumulation_steps", zero.gradient_accumulation_steps,
+            f"contradicts training.global_batch_size = {training.global_batch_size}, which takes {steps}",
+            'leave it out of muon_config, or write "auto"',
+        ))  # fmt: skip
+    if zero.gradient_clipping is not None:
+        errors.append(config_error(
+            "gradient_clipping", zero.gradient_clipping,
+            f"is a second limit beside training.max_norm = {training.max_norm}, by which the trainer clips",
+            'leave it out of muon_config, or write "auto"',
+        ))  # fmt: skip
+    if errors:
+        raise join_errors(errors)
+    if low:
+        reduce_dtype = zero.reduce_dtype or TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+        zero = replace(zero, param_dtype=dtype, reduce_dtype=reduce_dtype)
+    return replace(source, zero=zero)
+
+
+# ------------------------------------------------------------------------------------------------- parallelize
+
+
+@dataclass
+class _Pending:
+    """A model that the trainer has parallelized and is about to give memory to, with what was said of it."""
+
+    training: TrainingConfig
+    activation_checkpoint: Any
+    buffer_device: torch.device | None = None
+    guard: Any = None
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: TrainingConfig,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+) -> nn.Module:
+    """A ``ModelSpec.parallelize_fn``; :class:`MuonOptimizers` shards the model that it was given.
+
+    Gradients are summed over the ranks, as torchtitan wants them, whose losses are divided by the tokens of all ranks.
+
+    Args:
+        model: a decoder, on the meta device. It stays there: until its optimizer is built, ``to_empty`` and
+            ``init_weights`` of this object only note what they are told.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: what the trainer gives.
+    Raises:
+        ConfigError: settings that cannot be honoured, all in one error.
+    """
+    errors = _problems(training, parallelism, compile_config, ac_config)
+    kind = type(model).__name__
+    if has_quantization(getattr(model, "config", None) or Module.Config()):
+        remedy = "build the model without quantization converters; muon_config has bf16"
+        errors.append(config_error("model_spec.model", kind, "has quantized layers", remedy))
+    head = getattr(model, "lm_head", None)
+    if not errors and not isinstance(head, nn.Module):
+        remedy = "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"
+        errors.append(config_error("model_spec.model", kind, "has no lm_head, through which its loss goes", remedy))
+    if errors:
+        raise join_errors(errors)
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        assert head is not None
+        head.register_forward_hook(lambda module, args, output: _SumOfRanks.apply(output, ranks))
+    checkpointing = None if ac_config is None else ac_config.build(dump_folder=dump_folder)
+    pending = _Pending(training, checkpointing)
+
+    def to_empty(*, device: Any, recurse: bool = True) -> nn.Module:
+        return model
+
+    def init_weights(*, buffer_device: torch.device | None = None) -> None:
+        pending.buffer_device = buffer_device
+
+    def forward(*_: Any) -> None:
+        remedy = "use with_muon, or MuonOptimizers.Config of this module"
+        raise config_error("optimizer", "another", "has not sharded the model, which is still empty", remedy)
+
+    pending.guard = model.register_forward_pre_hook(forward)
+    model.__dict__.update({_PENDING: pending, "to_empty": to_empty, "init_weights": init_weights})
+    return model
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """Makes the average of gradients over the ranks their sum: of the head's outputs, through which all of them go."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.ranks, None
+
+
+# --------------------------------------------------------------------------------------------------- optimizers
+
+
+class MuonOptimizers(OptimizersContainer):
+    """torchtitan's container around one :class:`compile_muon.MuonZero`, which it makes of a :func:`parallelize` model.
+
+    Args:
+        config: ``muon_config`` is what ``compile_muon.initialize`` takes. ``"auto"`` in it for
+            ``gradient_accumulation_steps``, ``gradient_clipping`` and ``bf16.enabled`` is what torchtitan's own
+            settings say, as is leaving them out.
+        model_parts: the one model.
+    Raises:
+        ConfigError, UnsupportedModelError: nothing is changed then.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        muon_config: Annotated[Any, tyro.conf.Suppress] = field(default_factory=dict)
+        """What ``compile_muon.initialize`` takes: a path, a mapping in DeepSpeed's vocabulary, or a ``Config``."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module], **others: Any) -> None:
+        (model,) = model_parts
+        pending: _Pending | None = model.__dict__.get(_PENDING)
+        errors = _problems_of_optimizer(config, others)
+        if pending is None and (dist.get_world_size() > 1 or isinstance(next(model.parameters()), DTensor)):
+            problem, remedy = "has sharded the model already", "use with_muon, or set it to parallelize of this module"
+            errors.append(config_error("model_spec.parallelize_fn", "another function", problem, remedy))
+        if errors:
+            raise join_errors(errors)
+        if pending is None:  # a seed checkpoint, of which only weights are ever read: torchtitan leaves out the rest
+            _, optimizer = initialize(model, load_config({}))
+        else:
+            optimizer = _shard(model, config.muon_config, pending)
+        self.model_parts = model_parts
+        self.optimizers = [optimizer]
+        self._post_init([param for group in optimizer.param_groups for param in group["params"]])
+
+    @property
+    def muon(self) -> MuonZero:
+        """The one optimizer: its ``metrics()``, its ``summary()``."""
+        return self.optimizers[0]
+
+
+def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, Any]) -> list[ConfigError]:
+    """Settings of another optimizer, and what trainers of torchtitan's experiments give beside the model."""
+    remedy = "leave it out: muon_config says which optimizer trains what"
+    errors = [
+        config_error(f"optimizer.{name}", value, "is torchtitan's own optimizers'", remedy)
+        for name in ("param_groups", "optimizer_factory_kwargs_by_name")
+        if (value := getattr(config, name))
+    ]
+    if config.implementation == "fused_opt_states_bf16":
+        problem = "would keep AdamW's moments in bfloat16"
+        errors.append(config_error("optimizer.implementation", config.implementation, problem, remedy))
+    return errors + [_no_fault_tolerance() for name in others if name == "ft_manager"]
+
+
+def _shard(model: nn.Module, source: Source, pending: _Pending) -> MuonZero:
+    """Shard a model on the meta device, give it its values, and wrap its blocks for activation checkpointing."""
+    training = pending.training
+    whole = max(training.global_batch_size, training.local_batch_size * dist.get_world_size())
+    config = _read(source, training, whole // (training.local_batch_size * dist.get_world_size()))
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Module):
+            module._init_self_parameters()
+            module._init_self_buffers(buffer_device=pending.buffer_device)
+
+    _, optimizer = initialize(model, config, init=init)
+    for name in (_PENDING, "to_empty", "init_weights"):
+        del model.__dict__[name]
+    pending.guard.remove()
+    if pending.activation_checkpoint is not None:
+        pending.activation_checkpoint.apply(model)
+    if config.compile.enabled and getattr(model, "_skip_lm_head", False):  # ChunkedLossWrapper runs the head by itself
+        settings = config.compile
+        cast(nn.Module, model.lm_head).compile(
+            backend="muon_zero", dynamic=settings.dynamic, options=settings.options()
+        )
+    return optimizer
