@@ -154,3 +154,26 @@ def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / f"epoch=0-step={steps}.ckpt").exists()
     assert "Restored all states" in done.stderr
+
+
+def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
+    """On two ranks, then on one."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install compile_muon[torchtitan]")
+    script = ROOT / "examples" / "train_torchtitan.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    environment.pop("PYTHONSAFEPATH", None)  # the script imports one beside it
+    settings = ["--training.seq_len=16", "--training.global_batch_size=16", "--checkpoint.interval=1"]
+    for ranks, steps in ((2, 1), (1, 2)):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            str(script),
+        ]
+        command += [*settings, "--validator.steps=1", f"--training.steps={steps}", f"--dump_folder={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"Training starts at step {steps}" in done.stdout + done.stderr
+        assert (tmp_path / "checkpoint" / f"step-{steps}" / ".metadata").exists()
