@@ -134,7 +134,7 @@ def plot(histories: dict[str, dict], path: Path) -> None:
             axes.plot(at, history["train"], color, alpha=0.25)
             steps, losses = zip(*history["val"].items(), strict=True)
             axes.plot([at[step - 1] for step in steps], losses, color + "o-", label=name)
-        axes.set(xlabel=unit + "s", ylabel="loss (nats per byte)", ylim=(None, max(history["train"][0] * 0.7, 1)))
+        axes.set(xlabel=unit + "s", ylabel="loss (nats per byte)", ylim=(None, 1.25 * losses[0]))
         axes.legend(title="validation (faint: training)")
     figure.suptitle("Byte-level GPT under ZeRO")
     figure.savefig(path, dpi=150)
@@ -148,7 +148,8 @@ def train(
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
     checkpointer = compile_muon.Checkpointer(out / "checkpoints", asynchronous=True)
     save_every = args.save_every or max(args.steps // 8, 1)
-    history = {"algorithm": optimizer.config.algorithm, "train": [], "val": {}, "seconds": []}
+    name = {"muon": "Muon", "adamw": "AdamW"}[optimizer.config.algorithm]
+    history = {"algorithm": name, "train": [], "val": {}, "seconds": []}
     history.update(checkpointer.load(model, optimizer, scheduler=schedule) or {})
     losses, val, seconds = history["train"], history["val"], history["seconds"]
 

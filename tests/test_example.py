@@ -119,9 +119,9 @@ def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     train("--steps", "2", "--compare", "--config", settings(tmp_path, compile=False), "--out", str(runs), ranks=None)
     found = json.loads((runs / "losses.json").read_text())
-    assert found.keys() == {"muon", "adamw"}
-    assert found["muon"]["train"][0] == pytest.approx(found["adamw"]["train"][0], rel=1e-5)  # one of them is compiled
-    assert found["muon"]["val"]["2"] != found["adamw"]["val"]["2"]
+    assert found.keys() == {"Muon", "AdamW"}
+    assert found["Muon"]["train"][0] == pytest.approx(found["AdamW"]["train"][0], rel=1e-5)  # one of them is compiled
+    assert found["Muon"]["val"]["2"] != found["AdamW"]["val"]["2"]
     assert (runs / "loss.png").read_bytes().startswith(b"\x89PNG")
     for config in (CONFIG, SCRIPT.with_name("adamw.json")):
         load_config(config)
