@@ -67,6 +67,7 @@ class MuonZero(Optimizer):
         ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
             ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        shard_state_over: "shard" or "all" axes of the mesh, for master weights, gradients and optimizer state.
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
             speculates until that fails several steps in a row.
@@ -106,6 +107,7 @@ class MuonZero(Optimizer):
         ns_backend: str = NSConfig.backend,
         ns_memory_limit: int = NSConfig.memory_limit,
         stage: int = ZeroConfig.stage,
+        shard_state_over: str = ZeroConfig.shard_state_over,
         update: str = ZeroConfig.update,
         exchange: str = ZeroConfig.exchange,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
@@ -152,7 +154,8 @@ class MuonZero(Optimizer):
         meta = values is not None and values.meta
         assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon", meta=meta)
         device = target_device(mesh, process_group) if meta else next(model.parameters()).device
-        self._mesh = resolve_mesh(mesh, process_group, device, config.mesh)
+        over_all = config.zero.shard_state_over == "all" and config.zero.stage > 0
+        self._mesh = resolve_mesh(mesh, process_group, device, config.mesh, state_over_all=over_all)
         self.config = config
         self.grad_norm: Tensor | None = None
         self._norm = math.nan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
 from compile_muon.model.assignment import Assignment
-from compile_muon.passes.costs import bytes_by_axis, owner_work
+from compile_muon.passes.costs import OVER_ALL, bytes_by_axis, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 
@@ -111,6 +111,8 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     if not layout.sharded:  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
         shards, replicas = layout.everyone.size, 1
+    elif layout.cut_twice:
+        strategy += OVER_ALL
     itemsize = decode_dtype(muon.dtype).itemsize
     found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
     return {layout.everyone.name if axis == "all" else axis: muon.batch * sent for axis, sent in found.items()}

@@ -19,6 +19,7 @@ from compile_muon.kernels.operations import gram_flops, standard_flops
 
 __all__ = [
     "BYTES_SENT",
+    "OVER_ALL",
     "OWNER_WORK",
     "WEIGHT_BYTES",
     "bytes_by_axis",
@@ -39,6 +40,9 @@ K = sympy.Min(R, C)
 L = sympy.Max(R, C)
 S = R * C * B
 
+#: what the name of a strategy ends with below where state is cut over all ranks (``Layout.cut_twice``)
+OVER_ALL = "_over_all"
+
 #: bytes that one rank sends over each axis for one matrix and optimizer step, on average over the ranks
 BYTES_SENT: dict[str, dict[str, sympy.Expr]] = {
     # whole matrices are where they are needed; replicas share a stack of them
@@ -46,6 +50,12 @@ BYTES_SENT: dict[str, dict[str, sympy.Expr]] = {
     "replicate": {"shard": S * (N - 1) / N},
     # rows to an owner inside a replica and directions back; then the rows of each replica's part to the others
     "owner": {"shard": 2 * S * (N - 1) / (N * W), "replicate": S * (M - 1) / W},
+    # state is cut over all ranks: experts stay where they are, ...
+    "local_over_all": {},
+    # ... pieces are gathered to slices, and those to matrices, ...
+    "replicate_over_all": {"replicate": S / N * (M - 1) / M, "shard": S * (N - 1) / N},
+    # ... or pieces travel to an owner anywhere and back
+    "owner_over_all": {"all": 2 * S * (W - 1) / W**2},
     # nothing is cut: gradients are whole already, only the directions travel, over both axes as one
     "owner_whole": {"all": S * (W - 1) / W},
 }
@@ -55,6 +65,9 @@ WEIGHT_BYTES: dict[str, dict[str, sympy.Expr]] = {
     "all_gather": {"shard": S * (N - 1) / N},
     "reduce_scatter": {"shard": S * (N - 1) / N, "replicate": 2 * S / N * (M - 1) / M},
     "all_reduce": {"all": 2 * S * (W - 1) / W},
+    # state over all ranks: a slice out of its pieces once a step; a gradient to its pieces
+    "slice_gather": {"replicate": S / N * (M - 1) / M},
+    "reduce_scatter_over_all": {"shard": S * (N - 1) / N, "replicate": S / N * (M - 1) / M},
 }
 
 #: operations of the standard form, and of the gram form with one restart
@@ -129,20 +142,27 @@ def gram_operations(rows: int, cols: int, *, steps: int) -> float:
     return _work(GRAM_OPERATIONS, rows, cols, steps)
 
 
-def choose_exchange(rows: int, cols: int, *, world: int, replicas: int = 1, steps: int, itemsize: int) -> str:
+def choose_exchange(
+    rows: int, cols: int, *, world: int, replicas: int = 1, state_over_all: bool = False, steps: int, itemsize: int
+) -> str:
     """The cheaper of ``replicate`` and ``owner`` for one matrix.
 
     Time = latency x collectives + bytes / link + operations / throughput on a nominal machine. Under ``owner`` a rank
-    computes 1/world of the matrices; under ``replicate`` all of them, but with one collective instead of two, or of
-    three where there are replicas.
+    computes 1/world of the matrices, with two collectives, or three where replicas hold the same; under ``replicate``
+    all of them, with one collective, or one an axis where state is cut over both.
     """
     if world == 1:
         return "local"
     operations = standard_operations(rows, cols, steps=steps)
+    several = replicas > 1
+    suffix = OVER_ALL if state_over_all and several else ""
+    collectives = {"replicate": 1, "owner": 2 + several} if not suffix else {"replicate": 2, "owner": 2}
+    sharing = {"replicate": 1, "owner": world}
     seconds = {
-        strategy: collectives * _LATENCY_SECONDS
-        + bytes_sent(strategy, rows, cols, world=world, replicas=replicas, itemsize=itemsize) / _LINK_BYTES_PER_SECOND
-        + operations / ranks_sharing / _OPERATIONS_PER_SECOND
-        for strategy, collectives, ranks_sharing in (("replicate", 1, 1), ("owner", 2 + (replicas > 1), world))
+        strategy: collectives[strategy] * _LATENCY_SECONDS
+        + bytes_sent(strategy + suffix, rows, cols, world=world, replicas=replicas, itemsize=itemsize)
+        / _LINK_BYTES_PER_SECOND
+        + operations / sharing[strategy] / _OPERATIONS_PER_SECOND
+        for strategy in ("replicate", "owner")
     }
     return min(seconds, key=seconds.__getitem__)

@@ -47,6 +47,11 @@ class Layout:
             rank, and the other is all of the mesh.
         gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
             bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
+        state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
+
+    Rows come in two kinds. The *slice* of a place along ``shard`` is what its ranks have of the weight to gather. The
+    *piece* of a rank is what it has of master weight, gradient and state: all of the slice, or with ``state_over_all``
+    the slice's chunk of its place along ``replicate``. Ranks are those of :attr:`everyone`.
     """
 
     shape: tuple[int, ...]
@@ -55,6 +60,7 @@ class Layout:
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
     both: Axis | None = None
     gather: str = "all_gather"
+    state_over_all: bool = False
 
     @property
     def everyone(self) -> Axis:
@@ -72,12 +78,17 @@ class Layout:
     @property
     def company(self) -> tuple[object, ...]:
         """What layouts must agree on to share a collective."""
-        return self.shard, self.replicate, self.sharded
+        return self.shard, self.replicate, self.sharded, self.cut_twice
 
     @property
     def sharded(self) -> bool:
         """Whether a rank holds a slice (along dim 0) rather than the whole parameter."""
         return self.stage > 0 and not self.shard.alone and len(self.shape) > 0
+
+    @property
+    def cut_twice(self) -> bool:
+        """Whether pieces are parts of slices, each on one rank alone."""
+        return self.state_over_all and self.sharded and not self.replicate.alone
 
     @property
     def replicated_weight(self) -> bool:
@@ -90,6 +101,14 @@ class Layout:
         return self.sharded and not self.replicated_weight
 
     @property
+    def resident(self) -> bool:
+        """Whether anything of the weight is resident in compute dtype between steps.
+
+        It is all of the weight, or where it is gathered for every use, the slice that gathers start from.
+        """
+        return self.replicated_weight or self.cut_twice
+
+    @property
     def accumulates(self) -> bool:
         """Whether gradients stay on the rank, unreduced, between the boundaries of a step (stage 1)."""
         return self.stage == 1 and not self.everyone.alone
@@ -97,12 +116,17 @@ class Layout:
     @property
     def copies(self) -> int:
         """How many ranks hold the same gradient and state."""
+        if self.cut_twice:
+            return 1
         return self.replicate.size if self.sharded else self.everyone.size
 
     @property
-    def chunk(self) -> int:
-        """Rows of the largest shard: ``ceil(shape[0] / shard.size)``, as in ``torch.chunk`` and ``Shard(0)``."""
-        return -(-self.shape[0] // self.shard.size)
+    def holders(self) -> tuple[int, ...]:
+        """Ranks whose pieces are the whole parameter, each row once, in the order of the rows."""
+        if not self.sharded:
+            return (0,)
+        replicas = self.replicate.size if self.cut_twice else 1
+        return tuple(r * self.shard.size + s for s in range(self.shard.size) for r in range(replicas))
 
     @property
     def row_numel(self) -> int:
@@ -114,27 +138,68 @@ class Layout:
         """Elements of the full parameter."""
         return math.prod(self.shape)
 
+    # ------------------------------------------------------------------------------------------ slices
+
+    @property
+    def chunk(self) -> int:
+        """Rows of the largest slice: ``ceil(shape[0] / shard.size)``, as in ``torch.chunk`` and ``Shard(0)``."""
+        return -(-self.shape[0] // self.shard.size)
+
     def shard_rows(self, index: int) -> tuple[int, int]:
-        """``(start, stop)`` of the rows at ``index`` of ``shard``; empty for a place past the end."""
+        """``(start, stop)`` of the slice at ``index`` of ``shard``; empty for a place past the end."""
         start = min(index * self.chunk, self.shape[0])
         return start, min(start + self.chunk, self.shape[0])
 
-    def shard_numel(self, index: int) -> int:
-        """Elements that ranks at ``index`` of ``shard`` hold."""
+    @property
+    def slice_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's slice of a sharded parameter."""
+        start, stop = self.shard_rows(self.shard.index)
+        return (stop - start, *self.shape[1:])
+
+    # ------------------------------------------------------------------------------------------ pieces
+
+    def piece_rows(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of the piece of ``rank`` of a sharded parameter; may be empty."""
+        replica, index = divmod(rank, self.shard.size)
+        start, stop = self.shard_rows(index)
+        if not self.cut_twice:
+            return start, stop
+        width = self._piece_chunk(index)
+        begin = min(start + replica * width, stop)
+        return begin, min(begin + width, stop)
+
+    def _piece_chunk(self, index: int) -> int:
+        """Rows of the largest piece of a slice that is cut again, as ``Shard(0)`` of a ``Shard(0)`` has it."""
+        start, stop = self.shard_rows(index)
+        return -(-(stop - start) // self.replicate.size)
+
+    @property
+    def widest_piece(self) -> int:
+        """Elements of the largest piece among the ranks that this one shares its slice with."""
+        rows = self._piece_chunk(self.shard.index) if self.cut_twice else self.chunk
+        return rows * self.row_numel
+
+    def piece_numel(self, rank: int) -> int:
+        """Elements that ``rank`` holds."""
         if not self.sharded:
             return self.numel
-        start, stop = self.shard_rows(index)
+        start, stop = self.piece_rows(rank)
         return (stop - start) * self.row_numel
 
     @property
     def local_rows(self) -> slice:
-        """This rank's rows of a sharded parameter."""
-        return slice(*self.shard_rows(self.shard.index))
+        """This rank's rows of a sharded parameter: its piece."""
+        return slice(*self.piece_rows(self.everyone.index))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of this rank's shard."""
+        """Shape of this rank's piece."""
         if not self.sharded:
             return self.shape
-        start, stop = self.shard_rows(self.shard.index)
+        start, stop = self.piece_rows(self.everyone.index)
         return (stop - start, *self.shape[1:])
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of this rank's piece."""
+        return self.piece_numel(self.everyone.index)

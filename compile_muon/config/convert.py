@@ -22,6 +22,7 @@ __all__ = ["convert", "run"]
 #: MuonZero's arguments that have another name, or another place, in a config.
 _IN_PARAMS = {"lr": "muon_lr", "adamw_lr": "adam_lr", "adamw_betas": "betas", "adamw_eps": "eps"}
 _ORDER = ("lr", "muon_lr", "adam_lr", *(_IN_PARAMS.get(argument, argument) for argument in ARGUMENTS))
+_IN_ZERO = ("stage", "shard_state_over")
 _AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping")
 
 
@@ -68,7 +69,7 @@ def _written(config: Config) -> dict[str, Any]:
     if callable(config.muon_params):
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     top = {key: given.pop(key) for key in _AT_THE_TOP if key in given}
-    stage = {"stage": given.pop("stage")} if "stage" in given else {}
+    zero = {key: given.pop(key) for key in _IN_ZERO if key in given}
     bf16 = {}
     if config.zero.param_dtype is torch.bfloat16:
         bf16 = {"enabled": True}
@@ -77,7 +78,7 @@ def _written(config: Config) -> dict[str, Any]:
     sections = {
         "compile": _compile(config.compile),
         "optimizer": {key: value for key, value in optimizer.items() if value},
-        "zero_optimization": stage,
+        "zero_optimization": zero,
     }
     last = {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
     return _filled(sections) | top | _filled(last)

@@ -69,7 +69,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "": _TOP,
     "compile": (*(f.name for f in fields(CompileConfig)), "deepcompile"),
     "optimizer": ("type", "params"),
-    "zero_optimization": ("stage",),
+    "zero_optimization": ("stage", "shard_state_over"),
     "optimizer.params": (*_PARAM_ALIASES, *ARGUMENTS),
     "bf16": ("enabled",),
     "bfloat16": ("enabled",),

@@ -170,6 +170,8 @@ class ZeroConfig(Checked):
 
     Attributes:
         stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
+            "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
         update: "auto" makes directions in backward, as speculations: ``step()`` uses one only if ``.grad`` still is the
             gradient it was made from, and after several steps in a row that threw them away no more are made.
             "backward" always makes them, "step" never.
@@ -186,6 +188,7 @@ class ZeroConfig(Checked):
     """
 
     stage: int = setting(2, check_integer, low=0, high=3)
+    shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
     exchange: str = setting("auto", check_choice, allowed=("auto", "replicate", "owner"))
     gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)

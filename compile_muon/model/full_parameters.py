@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import account_key, accounts_of, original_class
-from compile_muon.passes.exchange.transfers import gather_finish, gather_start
+from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.spec import decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import buckets, refresh_by_owner
 
@@ -211,9 +211,9 @@ def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
             found |= {id(account): shard.clone() for account, shard in zip(bucket, shards, strict=True)}
             continue
         # Master values, not what the model computes with.
-        specs: list[ParamSpec] = [replace(a.spec, compute_dtype=a.spec.dtype) for a in bucket]
-        pieces = gather_finish(gather_start(shards, specs), specs)
-        found |= {id(account): piece for account, piece in zip(bucket, pieces, strict=True)}
+        specs = [account.spec for account in bucket]
+        wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
+        found |= {id(account): whole for account, whole in zip(bucket, wholes, strict=True)}
     return found
 
 

@@ -38,7 +38,13 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
     elif config.zero.exchange == "auto":
         replicas = layout.replicate.size if layout.sharded else 1
         exchange = choose_exchange(
-            rows, cols, world=world, replicas=replicas, steps=len(chosen.steps), itemsize=dtype.itemsize
+            rows,
+            cols,
+            world=world,
+            replicas=replicas,
+            state_over_all=layout.cut_twice,
+            steps=len(chosen.steps),
+            itemsize=dtype.itemsize,
         )
     else:
         exchange = config.zero.exchange

@@ -27,10 +27,12 @@ class Mesh:
     """Several ranks.
 
     Args:
-        device_mesh: what DTensors are placed on: 1-D, or 2-D ``("replicate", "shard")``.
+        device_mesh: what DTensors are placed on: 1-D, or 2-D ``("replicate", "shard")``, or where state is cut over both
+            axes ``("shard", "replicate")``, the order they are cut in.
         shard, replicate: its axes as this rank sees them.
         everyone: all of its ranks, row-major.
         gather: how ranks gather, see ``Layout.gather``.
+        state_over_all: see ``Layout.state_over_all``.
     """
 
     device_mesh: DeviceMesh
@@ -38,9 +40,10 @@ class Mesh:
     replicate: Axis
     everyone: dist.ProcessGroup
     gather: str
+    state_over_all: bool = False
 
     @staticmethod
-    def of(device_mesh: DeviceMesh) -> Mesh:
+    def of(device_mesh: DeviceMesh, *, state_over_all: bool = False) -> Mesh:
         """Of a mesh with one dimension, all of it ``shard``, or with the two of that name."""
         if device_mesh.ndim == 1:
             group = device_mesh.get_group()
@@ -48,7 +51,10 @@ class Mesh:
             return Mesh(device_mesh, shard, Axis("replicate"), group, _gather(group, device_mesh.device_type))
         everyone = flattened(device_mesh)
         replicate, shard = (_axis(name, device_mesh, dim) for dim, name in enumerate(_NAMES))
-        return Mesh(device_mesh, shard, replicate, everyone, _gather(everyone, device_mesh.device_type))
+        gather = _gather(everyone, device_mesh.device_type)
+        if state_over_all and not shard.alone:
+            return Mesh(_shard_first(device_mesh), shard, replicate, everyone, gather, True)
+        return Mesh(device_mesh, shard, replicate, everyone, gather)
 
     @property
     def size(self) -> int:
@@ -65,12 +71,21 @@ class Mesh:
         both = None
         if not (self.shard.alone or self.replicate.alone):
             both = Axis("all", self.size, self.rank, self.everyone.group_name)
-        return Layout(shape, stage, self.shard, self.replicate, both, self.gather)
+        return Layout(shape, stage, self.shard, self.replicate, both, self.gather, self.state_over_all)
 
     def placements(self, layout: Layout) -> list[Placement]:
         """Of a DTensor with that layout, one for each dimension of ``device_mesh``."""
         shard = Shard(0) if layout.sharded else Replicate()
-        return [shard] if self.device_mesh.ndim == 1 else [Replicate(), shard]
+        if self.device_mesh.ndim == 1:
+            return [shard]
+        return [shard, shard] if self.state_over_all else [Replicate(), shard]
+
+
+def _shard_first(mesh: DeviceMesh) -> DeviceMesh:
+    """The same groups with ``shard`` as the outer dimension: DTensors are cut over the first dimension first."""
+    names = _NAMES[::-1]
+    groups = [mesh.get_group(name) for name in names]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.T, mesh_dim_names=names)
 
 
 def _axis(name: str, mesh: DeviceMesh, dim: int) -> Axis:
@@ -104,7 +119,12 @@ def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | No
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None, device: torch.device, sizes: MeshConfig | None
+    mesh: DeviceMesh | None,
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+    sizes: MeshConfig | None,
+    *,
+    state_over_all: bool = False,
 ) -> Mesh | None:
     """The ranks by axis, or None for a single process.
 
@@ -112,6 +132,7 @@ def resolve_mesh(
         mesh, process_group: at most one of the two; default: all ranks of the default process group.
         device: of the model.
         sizes: of the axes.
+        state_over_all: see ``Layout.state_over_all``.
     Raises:
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
@@ -119,7 +140,7 @@ def resolve_mesh(
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None:
-        return _given(mesh, sizes)
+        return _given(mesh, sizes, state_over_all=state_over_all)
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         world_text = os.environ.get("WORLD_SIZE", "1")
         if world_text not in ("", "0", "1"):
@@ -136,7 +157,8 @@ def resolve_mesh(
             )
         shape = _fit(sizes, dist.get_world_size())
         if shape[0] > 1:
-            return _given(init_device_mesh(device.type, shape, mesh_dim_names=_NAMES), None)
+            found = init_device_mesh(device.type, shape, mesh_dim_names=_NAMES)
+            return _given(found, None, state_over_all=state_over_all)
     if process_group is not None:
         found = DeviceMesh.from_group(process_group, device.type)
     else:
@@ -169,7 +191,7 @@ def _fit(sizes: MeshConfig | None, world: int) -> tuple[int, int]:
     return replicate, shard
 
 
-def _given(mesh: DeviceMesh, sizes: MeshConfig | None) -> Mesh | None:
+def _given(mesh: DeviceMesh, sizes: MeshConfig | None, *, state_over_all: bool) -> Mesh | None:
     if sizes is not None:
         raise config_error("mesh", mesh, "is given, and the config has sizes of one", "give one of the two")
     if mesh.ndim == 1:
@@ -180,4 +202,4 @@ def _given(mesh: DeviceMesh, sizes: MeshConfig | None) -> Mesh | None:
         raise config_error("mesh", mesh, found, remedy)
     if mesh.size() == 1:
         return None
-    return Mesh.of(mesh["shard"] if mesh.size(0) == 1 else mesh)
+    return Mesh.of(mesh["shard"] if mesh.size(0) == 1 else mesh, state_over_all=state_over_all)

@@ -124,10 +124,10 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
             or not value.ndim
         ):
             return None
-        ranks = spec.layout.shard.size
-        spans = [spec.layout.shard_rows(rank) for rank in range(ranks)]
-        owners = [rank for rank, (start, stop) in enumerate(spans) if stop - start == len(value)]
-        return f"rank {owners[0]} of {ranks}" if owners else None
+        holders = spec.layout.holders
+        spans = {rank: spec.layout.piece_rows(rank) for rank in sorted(holders)}
+        owners = [rank for rank, (start, stop) in spans.items() if stop - start == len(value)]
+        return f"rank {owners[0]} of {len(holders)}" if owners else None
     owner_place = place_of_another(value, gathered=not _same_mesh(account.param, value))
     return None if owner_place is None else f"rank {owner_place}"
 

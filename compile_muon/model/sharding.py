@@ -1,8 +1,8 @@
 """From an ``nn.Module`` to sharded parameters behind unshard markers.
 
-Each parameter becomes a DTensor, ``Shard(0)`` over the mesh's shard axis (uneven and empty shards allowed), and its
-module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`). ``_parameters`` still
-holds the shard, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names they had.
+Each parameter becomes a DTensor, ``Shard(0)`` over the mesh's shard axis, or over both of its axes (uneven and empty
+shards allowed), and its module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`).
+``_parameters`` still holds the shard, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names they had.
 """
 
 from __future__ import annotations
@@ -53,10 +53,15 @@ def _view_alone(rows: Tensor) -> Tensor:
     return torch.from_dlpack(rows.reshape(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
 
 
+def _cut(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy of these rows in memory of its own; without values of those on the meta device."""
+    return torch.empty_like(rows, dtype=dtype, device=device) if rows.is_meta else rows.to(dtype, copy=True)
+
+
 def _split(
     param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
-    """The parameter users see from now on, and the resident replica (stages 1 and 2).
+    """The parameter users see from now on, and what is resident of the weight beside it.
 
     One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
     """
@@ -69,18 +74,24 @@ def _split(
         new = nn.Parameter(whole, requires_grad=param.requires_grad)
         vars(new).update(vars(param))
         return new, None
+    layout = spec.layout
     replica = None
     local = whole
-    if spec.layout.sharded:
-        rows = spec.layout.local_rows
+    if layout.sharded:
+        rows, first = layout.local_rows, 0
+        compute = getattr(torch, spec.compute_dtype)
         # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
-        shared = spec.layout.replicated_weight and spec.compute_dtype == spec.dtype
-        if spec.layout.gathered and param.is_meta:
-            local = torch.empty_like(whole[rows], device=device)
+        shared = layout.resident and spec.compute_dtype == spec.dtype
+        if layout.replicated_weight:
+            replica = whole if shared else whole.to(compute)
+        elif layout.resident:
+            first, stop = layout.shard_rows(layout.shard.index)
+            replica = _cut(whole[first:stop], compute, device)
+        if shared:
+            assert replica is not None
+            local = _view_alone(replica[rows.start - first : rows.stop - first])
         else:
-            local = _view_alone(whole[rows]) if shared else whole[rows].clone()
-        if spec.layout.replicated_weight:
-            replica = whole if shared else whole.to(getattr(torch, spec.compute_dtype))
+            local = _cut(whole[rows], whole.dtype, device)
     placements = mesh.placements(spec.layout)
     distributed = DTensor.from_local(
         local, mesh.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()

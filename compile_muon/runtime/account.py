@@ -43,7 +43,8 @@ class Account:
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
             itself: what users save must not carry the account with it.
         hyper: ``[2]`` fp32 ``(1 - momentum factor, momentum factor)``, one tensor for all parameters of an optimizer.
-        replica: full weight in compute dtype (stages 1 and 2), else None.
+        replica: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
+            this rank's slice; else None.
         ledger: the policy of the optimizer that owns the parameter.
         handouts: gathered copies that eager code holds, of all parameters of the optimizer.
         visits, sums, speculations: what happened to it since the last step.

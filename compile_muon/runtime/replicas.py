@@ -1,4 +1,4 @@
-"""Resident weights (stages 1 and 2): one bucketed all-gather of the shards per step, or after an edit of a shard."""
+"""Resident weights (stages 1 and 2) and slices of them: a bucketed all-gather per step, or after an edit of a shard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.exchange.transfers import gather_finish, gather_start
+from compile_muon.passes.exchange.transfers import gather_pieces, gather_slices, piece_widths, shard_widths
+from compile_muon.passes.layout import Axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import edits_of
@@ -42,20 +43,31 @@ def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -
 
 @torch.no_grad()
 def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
-    """Gather every shard of ``accounts`` into its replica; collective over their group."""
+    """Gather the pieces of ``accounts`` into what is resident of their weights; collective over their group."""
     total = Traffic()
     resident = [account for account in accounts if account.replica is not None]
     for bucket in buckets(resident, lambda spec: spec.compute_dtype):
         specs = [account.spec for account in bucket]
-        handle = gather_start([account.local.detach() for account in bucket], specs)
-        for account, full in zip(bucket, gather_finish(handle, specs), strict=True):
+        layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+        pieces = [account.local.detach() for account in bucket]
+        if layout.replicated_weight:
+            found = gather_pieces(pieces, specs, dtype)
+            total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.gather)
+        else:
+            found = gather_slices(pieces, specs, dtype)
+        if layout.cut_twice:
+            total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.gather)
+        for account, weight in zip(bucket, found, strict=True):
             assert account.replica is not None
-            account.replica.copy_(full)
+            account.replica.copy_(weight)
             account.refreshed_at = edits_of(account.param)
-        layout = specs[0].layout
-        sent = handle.numel() * handle.element_size() * (layout.shard.size - 1) // layout.shard.size
-        total = total + Traffic(sent, ((layout.gather, 1),), by_axis=((layout.shard.name, sent),))
     return total
+
+
+def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, gather: str) -> Traffic:
+    """Of one gather over ``axis``."""
+    sent = sum(widths) * dtype.itemsize * (axis.size - 1)
+    return Traffic(sent, ((gather, 1),), by_axis=((axis.name, sent),))
 
 
 def refresh_by_owner(accounts: Sequence[Account]) -> None:

@@ -132,16 +132,16 @@ def _checked(entry: Entry, name: str, value: Any) -> Tensor:
     if tuple(value.shape) != entry.shape:
         problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
         spec = entry.spec
-        ranks = 0 if spec is None else spec.layout.shard.size
-        owners = [] if spec is None else [r for r in range(ranks) if _is_shard(spec, r, value)]
+        holders = () if spec is None else spec.layout.holders
+        owners = [r for r in sorted(holders) if _is_shard(spec, r, value)]
         if owners:
-            problem += f"; it is what rank {owners[0]} of {ranks} holds, saved without the others"
+            problem += f"; it is what rank {owners[0]} of {len(holders)} holds, saved without the others"
         raise CheckpointError(problem)
     return value
 
 
 def _is_shard(spec: Any, rank: int, value: Tensor) -> bool:
-    start, stop = spec.layout.shard_rows(rank)
+    start, stop = spec.layout.piece_rows(rank)
     return tuple(value.shape) == (stop - start, *spec.layout.shape[1:])
 
 

@@ -55,13 +55,13 @@ class Wire:
             1-D uint8 on the CPU; its memory is used again for the next one.
         """
         spec = entry.spec
-        if self.rank == 0:
+        if self.rank == 0:  # the first rows are always there
             for piece in _bytes(entry.local).split(_PIECE):
                 yield piece.cpu()
         if spec is None:
             return
-        for source in range(1, spec.layout.shard.size):  # of the first replica
-            size = spec.layout.shard_numel(source) * entry.tensor.element_size()
+        for source in spec.layout.holders[1:]:
+            size = spec.layout.piece_numel(source) * entry.tensor.element_size()
             if self.rank == source:
                 for piece in _bytes(entry.local).split(_PIECE):
                     if piece.numel():
@@ -87,9 +87,8 @@ class Wire:
             self._write(entry, self._broadcast(entry.nbytes, data))
             return
         for target in range(self.world):
-            index = target % spec.layout.shard.size  # every replica gets all rows
             start, stop = (
-                row * spec.layout.row_numel * entry.tensor.element_size() for row in spec.layout.shard_rows(index)
+                row * spec.layout.row_numel * entry.tensor.element_size() for row in spec.layout.piece_rows(target)
             )
             size = stop - start
             rows = None if data is None else data[start:stop]

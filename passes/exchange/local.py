@@ -17,7 +17,7 @@ __all__ = ["local"]
 def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Directions of matrices of one setting that lie whole on this rank.
 
-    Replicas hold the same stacks: each orthogonalizes its part of one, and they hand the parts round.
+    Replicas that hold the same stacks orthogonalize a part of each, and hand the parts round.
 
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
@@ -27,7 +27,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]
     """
     layout = specs[0].layout
     replicas = layout.replicate
-    if not layout.sharded or replicas.alone:
+    if not layout.sharded or replicas.alone or layout.cut_twice:
         return _here(updates, specs)
     parts = [part for update in updates for part in update.tensor_split(replicas.size)]
     holders = [replica for _ in updates for replica in range(replicas.size)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..costs import owner_work
+from ..layout import Axis
 from ..spec import ParamSpec, decode_dtype
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
@@ -55,19 +56,23 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
 
 
 def _sharded(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
-    """Rows meet at an owner inside one replica, each replica for its part; then replicas hand their rows round."""
+    """Rows meet at an owner inside one replica, each replica for its part; then replicas hand their rows round.
+
+    Where every rank has rows of its own, they meet at an owner anywhere, and nobody else wants the direction's.
+    """
     layout = specs[0].layout
+    if layout.cut_twice:
+        return _among(layout.everyone, updates, specs, owners)
     width, here = layout.shard.size, layout.replicate.index
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
     chosen = [specs[i] for i in mine]
-    made = _among_shards([updates[i] for i in mine], chosen, [owners[i] % width for i in mine])
+    made = _among(layout.shard, [updates[i] for i in mine], chosen, [owners[i] % width for i in mine])
     if layout.replicate.alone:
         return made
-    sizes = [spec.layout.shard_numel(layout.shard.index) for spec in specs]
     found = hand_round(
         made,
         [owner // width for owner in owners],
-        sizes,
+        [spec.layout.local_numel for spec in specs],
         layout.replicate,
         layout.gather,
         like=_direction_like(updates, specs),
@@ -79,48 +84,57 @@ def _direction_like(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Te
     return updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
 
 
-def _among_shards(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
-    """All-to-all rows to the owners, Newton-Schulz once per matrix, all-to-all the directions back."""
+def _among(
+    axis: Axis, updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]
+) -> list[Tensor]:
+    """All-to-all rows to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
+
+    Args:
+        axis: ranks that together hold every row once, ``layout.holders``.
+        owners: places along it.
+    """
     if not updates:  # for nobody in this replica
         return []
-    shard = specs[0].layout.shard
-    rank, group = shard.index, shard.group
-    ranks = range(shard.size)
+    rank, group = axis.index, axis.group
+    ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[rank]
-    sent = [sum(specs[i].layout.shard_numel(rank) for i in owned[r]) for r in ranks]
-    received = [sum(specs[i].layout.shard_numel(r) for i in mine) for r in ranks]
+    sent = [sum(specs[i].layout.piece_numel(rank) for i in owned[r]) for r in ranks]
+    received = [sum(specs[i].layout.piece_numel(r) for i in mine) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned[r]]
-    outbound = [specs[i].layout.shard_numel(rank) for i in by_owner]
+    outbound = [specs[i].layout.piece_numel(rank) for i in by_owner]
     wire = updates[0].dtype
     inbox = all_to_all(pack([updates[i] for i in by_owner], outbound, dtype=wire), received, sent, group)
-    rows = _join(inbox, mine, specs)
+    rows = _join(inbox, mine, specs, axis.size)
     whole = [as_matrices(flat, specs[i].muon_settings) for flat, i in zip(rows, mine, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)
-    outbox = all_to_all(_cut(directions, mine, specs, updates[0]), sent, received, group)
-    shards = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
-    return [shards[i].view(spec.layout.local_shape) for i, spec in enumerate(specs)]
+    outbox = all_to_all(_cut(directions, mine, specs, axis.size, updates[0]), sent, received, group)
+    pieces = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
+    return [pieces[i].view(spec.layout.local_shape) for i, spec in enumerate(specs)]
 
 
-def _join(inbox: Tensor, mine: list[int], specs: Sequence[ParamSpec]) -> list[Tensor]:
+def _join(inbox: Tensor, mine: list[int], specs: Sequence[ParamSpec], ranks: int) -> list[Tensor]:
     """Whole flat matrices from an inbox that holds, rank by rank, the rows of each."""
     if not mine:
         return []
-    sizes = [specs[i].layout.shard_numel(r) for r in range(specs[0].layout.shard.size) for i in mine]
+    sizes = [specs[i].layout.piece_numel(r) for r in range(ranks) for i in mine]
     pieces = unpack(inbox, sizes, sizes)
-    return [torch.cat(pieces[k :: len(mine)]) for k in range(len(mine))]
+    # Ranks are counted replica by replica, and so is the inbox; rows are not.
+    return [
+        torch.cat([pieces[r * len(mine) + k] for r in specs[i].layout.holders]) for k, i in enumerate(mine)
+    ]
 
 
-def _cut(directions: list[Tensor], mine: list[int], specs: Sequence[ParamSpec], like: Tensor) -> Tensor:
+def _cut(directions: list[Tensor], mine: list[int], specs: Sequence[ParamSpec], ranks: int, like: Tensor) -> Tensor:
     """The outbox: rank by rank, the rows of each owned direction."""
     dtype = decode_dtype(specs[0].muon_settings.dtype)
     if not mine:
         return like.new_empty(0, dtype=dtype)
     rows = []
-    for r in range(specs[0].layout.shard.size):
+    for r in range(ranks):
         for direction, i in zip(directions, mine, strict=True):
-            start, stop = specs[i].layout.shard_rows(r)
+            start, stop = specs[i].layout.piece_rows(r)
             rows.append(direction.reshape(specs[i].layout.shape[0], -1)[start:stop])
     return pack(rows, [piece.numel() for piece in rows], dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""Every matrix gathered on every rank: one collective, and all of the work everywhere."""
+"""Every matrix gathered on every rank: one collective an axis, and all of the work everywhere."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from ..spec import ParamSpec
 from .local import local
 from .matrices import as_matrices, newton_schulz
-from .packing import unpack
-from .transfers import all_gather, shard_widths
+from .transfers import gather_pieces
 
 __all__ = ["replicate"]
 
@@ -27,9 +26,7 @@ def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Ten
     layout = specs[0].layout
     if not layout.sharded:
         return local(updates, specs)
-    widths = shard_widths(specs)
-    gathered = all_gather(updates, widths, updates[0].dtype, layout.shard, layout.gather)
-    pieces = unpack(gathered, widths, [spec.layout.numel for spec in specs], world=layout.shard.size)
+    pieces = gather_pieces(updates, specs, updates[0].dtype)
     whole = [as_matrices(piece, spec.muon_settings) for piece, spec in zip(pieces, specs, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)
     # A copy: directions wait for step(), and a view of some rows would keep the whole matrix that long.

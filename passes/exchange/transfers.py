@@ -7,6 +7,7 @@ all routing follows from the specs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,11 @@ __all__ = [
     "all_gather_start",
     "all_to_all",
     "gather_finish",
+    "gather_pieces",
+    "gather_slices",
     "gather_start",
     "hand_round",
+    "piece_widths",
     "reduce_across",
     "reduce_finish",
     "reduce_grad",
@@ -89,20 +93,26 @@ def all_to_all(x: Tensor, output_splits: Sequence[int], input_splits: Sequence[i
 
 
 def shard_widths(specs: Sequence[ParamSpec]) -> list[int]:
-    """Elements of the largest shard of each parameter: the same on every rank."""
+    """Elements of the largest slice of each parameter: the same on every rank."""
     return [spec.layout.chunk * spec.layout.row_numel for spec in specs]
 
 
-def gather_start(shards: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
-    """Start one all-gather of several shards in compute dtype; the result must be waited for.
+def piece_widths(specs: Sequence[ParamSpec]) -> list[int]:
+    """Elements of the largest piece of each parameter's slice: the same on the ranks that share the slice."""
+    return [spec.layout.widest_piece for spec in specs]
+
+
+def gather_start(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype | None = None) -> Tensor:
+    """Start one all-gather of several slices; the result must be waited for.
 
     Args:
-        shards: this rank's rows of each parameter, ``spec.layout.local_shape``, master dtype.
+        slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
         specs: of parameters that share a mesh and compute dtype.
+        dtype: to send them in; default: compute dtype.
     """
-    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    return all_gather_start(shards, shard_widths(specs), dtype, layout.shard, layout.gather)
+    return all_gather_start(slices, shard_widths(specs), dtype, layout.shard, layout.gather)
 
 
 def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
@@ -112,20 +122,51 @@ def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
     return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
+def gather_slices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
+    """This rank's slices, of the pieces that its replicas hold of them.
+
+    Args:
+        pieces: this rank's, ``spec.layout.local_shape``.
+        specs: of parameters that share a mesh and are cut twice.
+        dtype: of the slices, ``spec.layout.slice_shape`` each.
+    """
+    layout, widths = specs[0].layout, piece_widths(specs)
+    flat = all_gather(pieces, widths, dtype, layout.replicate, layout.gather)
+    # Pieces fill a slice from the front, so that only its end is padding.
+    shapes = [spec.layout.slice_shape for spec in specs]
+    found = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
+    return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
+
+
+def gather_pieces(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
+    """Whole tensors, ``spec.layout.shape`` in ``dtype``, of the pieces that all ranks hold of them.
+
+    Args:
+        pieces: this rank's, ``spec.layout.local_shape``.
+        specs: of sharded parameters that share a mesh.
+    """
+    slices = gather_slices(pieces, specs, dtype) if specs[0].layout.cut_twice else pieces
+    return gather_finish(gather_start(slices, specs, dtype), specs)
+
+
 def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
     """The full weight in compute dtype.
 
     Args:
         shard: this rank's rows, ``spec.layout.local_shape``, master dtype.
-        replica: the resident full copy in compute dtype (stages 1 and 2), else None.
+        replica: what is resident in compute dtype: the full weight (stages 1 and 2), this rank's slice (stage 3 where
+            masters are cut twice), else None.
     Returns:
         ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
     """
-    if spec.layout.replicated_weight:
+    layout = spec.layout
+    if layout.resident:
         if replica is None:
-            raise ValueError(f"unshard at stage {spec.layout.stage} needs the resident replica")
-        return replica
-    if not spec.layout.sharded:
+            raise ValueError(f"unshard at stage {layout.stage} needs the resident replica")
+        if layout.replicated_weight:
+            return replica
+        shard = replica
+    if not layout.sharded:
         return shard.to(decode_dtype(spec.compute_dtype))
     return gather_finish(gather_start([shard], [spec]), [spec])[0]
 
@@ -153,16 +194,25 @@ def reduces_across(layout: Layout) -> bool:
 
 
 def reduce_across(handle: Tensor, specs: Sequence[ParamSpec]) -> Tensor:
-    """Wait for :func:`reduce_start`, and start the sum of the shards over the replicas; to be waited for as that is."""
-    return _c10d.all_reduce(_c10d.wait_tensor(handle), "sum", specs[0].layout.replicate.group)
+    """Wait for :func:`reduce_start`, and start the sum of the slices over the replicas; to be waited for as that is.
+
+    Every replica gets the sum of the slices, or of its piece of them where they are cut twice.
+    """
+    flat = _c10d.wait_tensor(handle)
+    layout = specs[0].layout
+    replicas = layout.replicate
+    if not layout.cut_twice:
+        return _c10d.all_reduce(flat, "sum", replicas.group)
+    slices = unpack(flat, shard_widths(specs), [math.prod(spec.layout.slice_shape) for spec in specs])
+    by_piece = pack(slices, piece_widths(specs), world=replicas.size, dtype=flat.dtype)
+    return _c10d.reduce_scatter_tensor(by_piece, "sum", replicas.size, replicas.group)
 
 
 def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Wait for the last of a reduction; the averaged gradients of the local shards in master dtype."""
+    """Wait for the last of a reduction; the averaged gradients of the local pieces in master dtype."""
     flat = _c10d.wait_tensor(handle)
-    layout = specs[0].layout
-    widths = shard_widths(specs) if layout.sharded else [spec.layout.numel for spec in specs]
-    pieces = unpack(flat, widths, [spec.layout.shard_numel(layout.shard.index) for spec in specs])
+    widths = piece_widths(specs) if specs[0].layout.sharded else [spec.layout.numel for spec in specs]
+    pieces = unpack(flat, widths, [spec.layout.local_numel for spec in specs])
     return [
         piece.view(spec.layout.local_shape).to(decode_dtype(spec.dtype))
         for piece, spec in zip(pieces, specs, strict=True)
@@ -170,7 +220,7 @@ def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
 
 
 def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
-    """The gradient of the shard, averaged over the ranks.
+    """The gradient of the local piece, averaged over the ranks.
 
     Args:
         grad: gradient of the full weight, ``spec.layout.shape``.

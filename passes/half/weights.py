@@ -50,12 +50,12 @@ def _lower_gathers(gm: GraphModule, groups: list[list[Unshard]]) -> None:
     handles = []
     for number, group in enumerate(groups):
 
-        def start(*shards: torch.Tensor, group: list[Unshard] = group) -> list[torch.Tensor]:
-            return [transfers.gather_start(shards, _specs(group))]
+        def start(*slices: torch.Tensor, group: list[Unshard] = group) -> list[torch.Tensor]:
+            return [transfers.gather_start(slices, _specs(group))]
 
-        # Shards are graph inputs, so a gather can start anywhere.
+        # Shards and resident slices are graph inputs, so a gather can start anywhere.
         at = firsts[max(0, number - 1)]
-        handles += inline(gm, at, start, [read.shard for read in group])
+        handles += inline(gm, at, start, [read.shard if read.replica is None else read.replica for read in group])
     for group, handle in zip(groups, handles, strict=True):
 
         def finish(handle: torch.Tensor, group: list[Unshard] = group) -> list[torch.Tensor]:

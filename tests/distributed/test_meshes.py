@@ -47,6 +47,21 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
     check(ranks(4), (2, 2), **settings)
 
 
+@cases(
+    (
+        (1, "step", "owner", 1),
+        (1, "backward", "replicate", 2),
+        (2, "backward", "owner", 1),
+        (2, "step", "replicate", 2),
+        (3, "backward", "owner", 2),
+        (3, "backward", "replicate", 1),
+        (3, "step", "owner", 1),
+    )
+)
+def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    check(ranks(4), (2, 2), shard_state_over="all", **settings)
+
+
 # ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
 
 

@@ -112,8 +112,8 @@ def test_the_exchange_costs_what_its_formula_says(world, exchange, uneven):
     for spec, owner in zip(specs, owners, strict=True):
         for rank in range(world):
             if rank != owner:
-                by_hand[rank] += spec.layout.shard_numel(rank) * 4  # rows there
-                by_hand[owner] += spec.layout.shard_numel(rank) * 4  # directions back
+                by_hand[rank] += spec.layout.piece_numel(rank) * 4  # rows there
+                by_hand[owner] += spec.layout.piece_numel(rank) * 4  # directions back
     assert sent == [pytest.approx(b, abs=2) for b in by_hand]
     # The formula is for even shards; an owner of few small matrices with uneven rows may differ.
     assert sum(sent) / world == pytest.approx(formula, rel=0.35)

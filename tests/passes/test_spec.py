@@ -95,12 +95,12 @@ def test_shards_cover_the_parameter_once(shape, world):
     assert edges[-1][1] == shape[0]
     assert all(stop == start for (_, stop), (start, _) in zip(edges[:-1], edges[1:], strict=True))
     assert (
-        sum(spec.layout.shard_numel(spec.layout.shard.index) for spec in specs)
+        sum(spec.layout.local_numel for spec in specs)
         == specs[0].layout.numel
         == torch.Size(shape).numel()
     )
     for spec in specs:
-        assert torch.Size(spec.layout.local_shape).numel() == spec.layout.shard_numel(spec.layout.shard.index)
+        assert torch.Size(spec.layout.local_shape).numel() == spec.layout.local_numel
         assert spec.layout.local_shape[0] <= spec.layout.chunk
 
 
@@ -124,4 +124,4 @@ def test_what_is_sharded(shape, size, stage, sharded):
     assert spec.layout.replicated_weight is (sharded and stage < 3)
     if not sharded:
         assert spec.layout.local_shape == shape
-        assert spec.layout.shard_numel(0) == spec.layout.numel
+        assert spec.layout.piece_numel(0) == spec.layout.numel
