@@ -65,15 +65,19 @@ def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str,
 # ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
 
 
-def model_on(mesh: tuple[int, int] | None, stage: int, weights: str | None = None) -> tuple[Odd, compile_muon.MuonZero]:
+def model_on(
+    mesh: tuple[int, int] | None, stage: int, over: str = "shard", *, weights: str | None = None, **params: Any
+) -> tuple[Odd, compile_muon.MuonZero]:
     torch.manual_seed(0)
     config: dict[str, Any] = {
-        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "ns_dtype": "fp32"}},
-        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.01, "ns_dtype": "fp32", **params}},
+        "zero_optimization": {"stage": stage, "shard_state_over": over},
     }
     if mesh is not None:
         config["mesh"] = dict(zip(NAMES, mesh, strict=True))
-    return compile_muon.initialize(Odd(), config, weights=weights)
+    with torch.device("cpu" if weights is None else "meta"):
+        model = Odd()
+    return compile_muon.initialize(model, config, weights=weights)
 
 
 def advance(model: Odd, optimizer: compile_muon.MuonZero, steps: range) -> list[float]:
@@ -94,16 +98,20 @@ def everything(model: Odd, optimizer: compile_muon.MuonZero) -> dict[str, Tensor
     return found
 
 
-def save(folder: str, mesh: tuple[int, int] | None, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    model, optimizer = model_on(mesh, stage)
+def save(
+    folder: str, mesh: tuple[int, int] | None, stage: int, over: str
+) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(mesh, stage, over)
     advance(model, optimizer, range(2))
     compile_muon.Checkpointer(f"{folder}/checkpoints").save(2, model, optimizer)
     compile_muon.save_pretrained(model, f"{folder}/weights")
     return everything(model, optimizer), advance(model, optimizer, range(2, 4))
 
 
-def load(folder: str, mesh: tuple[int, int] | None, stage: int) -> tuple[dict[str, Tensor], list[float]]:
-    model, optimizer = model_on(mesh, stage)
+def load(
+    folder: str, mesh: tuple[int, int] | None, stage: int, over: str
+) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(mesh, stage, over)
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -116,44 +124,101 @@ def load(folder: str, mesh: tuple[int, int] | None, stage: int) -> tuple[dict[st
     with compile_muon.full_parameters(model, write=True):
         model.even.weight.data += 1
     assert torch.equal(full(named["even.weight"]), found["even.weight"] + 1 + 1)
+    model.load_state_dict({name: found[name] + 3 for name in named}, strict=False)  # a tied one has a second name
+    assert all(torch.equal(full(param), found[name] + 3) for name, param in named.items())
+    assert torch.equal(model.even.weight, found["even.weight"] + 3)
     compile_muon.load_pretrained(model, f"{folder}/weights")
     return found, advance(model, optimizer, range(2, 4))
 
 
-MESHES = (((2, 2), 4), ((2, 1), 2), ((1, 3), 3), (None, 2), (None, 1))
+#: sizes of the axes, ranks, and what state is cut over
+MESHES = (
+    ((2, 2), 4, "shard"),
+    ((2, 2), 4, "all"),
+    ((2, 1), 2, "all"),
+    ((1, 3), 3, "shard"),
+    (None, 2, "all"),
+    (None, 1, "shard"),
+)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_and_weights_go_from_mesh_to_mesh(
     ranks: Callable[[int], Ranks], tmp_path: Path, stage: int
 ) -> None:
-    for number, (mesh, world) in enumerate(MESHES):
+    for number, (mesh, world, over) in enumerate(MESHES):
         folder = str(tmp_path / str(number))
-        saved, later = ranks(world).run(save, folder=folder, mesh=mesh, stage=stage)[0]
-        other, size = MESHES[number - 1]
-        for found, after in ranks(size).run(load, folder=folder, mesh=other, stage=4 - stage):
+        saved, later = ranks(world).run(save, folder=folder, mesh=mesh, stage=stage, over=over)[0]
+        other, size, other_over = MESHES[number - 1]
+        for found, after in ranks(size).run(load, folder=folder, mesh=other, stage=4 - stage, over=other_over):
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name], saved[name]) for name in saved)
             assert after == pytest.approx(later, rel=1e-5)
 
 
+# ------------------------------------------------------------------------------------------ one mesh, state cut or not
+
+
+def kept(folder: str, stage: int, over: str) -> tuple[dict[str, Tensor], list[float], int, int]:
+    """What training in bfloat16 ends with, its losses, and elements of state this rank keeps, and the model has."""
+    model, optimizer = model_on((2, 2), stage, over, param_dtype="bf16")
+    compile_muon.save_pretrained(model, folder)
+    again, _ = model_on((2, 2), stage, over, weights=folder)
+    before = dict(model.named_parameters())
+    assert all(torch.equal(full(param), full(before[name])) for name, param in again.named_parameters())
+    losses = []
+    for step in range(3):
+        for micro in range(2):
+            found = loss(model, data(step, micro, torch.distributed.get_rank()))
+            found.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    held = [param for param in model.parameters() if param.ndim]
+    numels = [param.to_local().numel() for param in held]
+    assert numels == [optimizer.state[param][slot].to_local().numel() for param in held for slot in _slot(optimizer, param)]
+    return everything(model, optimizer), losses, sum(numels), sum(param.numel() for param in held)
+
+
+def _slot(optimizer: compile_muon.MuonZero, param: Tensor) -> list[str]:
+    return [slot for slot in optimizer.state[param] if slot != "step"][:1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_over_all_ranks_is_the_same_state_once(
+    ranks: Callable[[int], Ranks], tmp_path: Path, stage: int
+) -> None:
+    """Resident weights in another dtype than the masters; models that were never whole on a rank."""
+    folder = {over: str(tmp_path / over) for over in ("shard", "all")}
+    twice = ranks(4).run(kept, folder=folder["shard"], stage=stage, over="shard")
+    once = ranks(4).run(kept, folder=folder["all"], stage=stage, over="all")
+    assert sum(numel for *_, numel, _ in twice) == 2 * twice[0][-1]
+    assert sum(numel for *_, numel, _ in once) == once[0][-1]
+    for (state, losses, *_), (expected, others, *_) in zip(once, twice, strict=True):
+        assert losses == pytest.approx(others, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------------------------------- what users read
 
 
-def told() -> tuple[str, dict[str, float]]:
-    model, optimizer = model_on((2, -1), 3)
+def told(over: str) -> tuple[str, dict[str, float]]:
+    model, optimizer = model_on((2, -1), 3, over)
     advance(model, optimizer, range(1))
     return str(optimizer.summary()), optimizer.metrics()
 
 
-def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks]) -> None:
-    for summary, metrics in ranks(4).run(told):
+@pytest.mark.parametrize("over", ["shard", "all"])
+def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks], over: str) -> None:
+    for summary, metrics in ranks(4).run(told, over=over):
         assert "world 4 (replicate 2 x shard 2)" in summary
         assert "replicate" in summary and "shard" in summary
-        assert (
-            metrics["bytes_sent_shard"] + metrics["bytes_sent_replicate"] + metrics.get("bytes_sent_all", 0)
-            == (metrics["bytes_sent"])
-        )
+        by_axis = {name: sent for name, sent in metrics.items() if name.startswith("bytes_sent_")}
+        assert sum(by_axis.values()) == metrics["bytes_sent"]
+        # an eager step: directions, and where state is cut over all ranks the gather of the slices
+        assert by_axis.keys() == {f"bytes_sent_{axis}" for axis in (("shard", "all")[over == "all"], "replicate")}
         assert metrics["bytes_sent_replicate"] > 0
 
 
