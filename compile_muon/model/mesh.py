@@ -27,8 +27,8 @@ class Mesh:
     """Several ranks.
 
     Args:
-        device_mesh: what DTensors are placed on: 1-D, or 2-D ``("replicate", "shard")``, or where state is cut over both
-            axes ``("shard", "replicate")``, the order they are cut in.
+        device_mesh: what DTensors are placed on: 1-D, or 2-D ``("replicate", "shard")``; where state is cut over both,
+            ``("shard", "replicate")``, in the order of the cuts.
         shard, replicate: its axes as this rank sees them.
         everyone: all of its ranks, row-major.
         gather: how ranks gather, see ``Layout.gather``.

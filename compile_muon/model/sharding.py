@@ -1,8 +1,9 @@
 """From an ``nn.Module`` to sharded parameters behind unshard markers.
 
 Each parameter becomes a DTensor, ``Shard(0)`` over the mesh's shard axis, or over both of its axes (uneven and empty
-shards allowed), and its module reads the full weight through the ``unshard`` marker (:mod:`compile_muon.model.readers`).
-``_parameters`` still holds the shard, so ``parameters()``, ``state_dict()`` and checkpoints see DTensors under the names they had.
+shards allowed), and its module reads the full weight through the ``unshard`` marker
+(:mod:`compile_muon.model.readers`). ``_parameters`` still holds the shard, so ``parameters()``, ``state_dict()`` and
+checkpoints see DTensors under the names they had.
 """
 
 from __future__ import annotations

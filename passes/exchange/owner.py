@@ -84,9 +84,7 @@ def _direction_like(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Te
     return updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
 
 
-def _among(
-    axis: Axis, updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]
-) -> list[Tensor]:
+def _among(axis: Axis, updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
     """All-to-all rows to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
 
     Args:
@@ -121,9 +119,7 @@ def _join(inbox: Tensor, mine: list[int], specs: Sequence[ParamSpec], ranks: int
     sizes = [specs[i].layout.piece_numel(r) for r in range(ranks) for i in mine]
     pieces = unpack(inbox, sizes, sizes)
     # Ranks are counted replica by replica, and so is the inbox; rows are not.
-    return [
-        torch.cat([pieces[r * len(mine) + k] for r in specs[i].layout.holders]) for k, i in enumerate(mine)
-    ]
+    return [torch.cat([pieces[r * len(mine) + k] for r in specs[i].layout.holders]) for k, i in enumerate(mine)]
 
 
 def _cut(directions: list[Tensor], mine: list[int], specs: Sequence[ParamSpec], ranks: int, like: Tensor) -> Tensor:

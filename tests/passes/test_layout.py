@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from statistics import mean
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.model.mesh import Mesh
 from compile_muon.passes import Half, Purpose, costs, reduced_grads
@@ -20,6 +23,7 @@ from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
+from compile_muon.runtime.replicas import refresh_replicas
 
 JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
 NAMES = ("replicate", "shard")
@@ -43,47 +47,57 @@ def traced(specs):
         return make_fx(directions, tracing_mode="real")(*shards, *shards, torch.empty(2)), fake
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(64, 8), (2, 256)])
-def test_every_matrix_once_in_a_world_of_512(replicas, shards, world):
+@pytest.mark.parametrize(("replicas", "shards", "over_all"), [(64, 8, False), (2, 256, False), (64, 8, True)])
+def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
     """As many matrices as ranks, so that all ranks send the same."""
     for rank in (0, 511):
         with world(rank, 512):
-            mesh = Mesh.of(init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES))
-            specs = [matrix(mesh.layout((256, 512), 3))] * 512
+            mesh = Mesh.of(init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES), state_over_all=over_all)
+            specs = [matrix(mesh.layout((512, 256), 3))] * 512
             assert sorted(assign_owners(specs)) == list(range(512))
             gm, _ = traced(specs)
         traffic = measure_traffic(gm, specs[0].layout.axes)
         assert traffic.matrices == 1
-        formula = costs.bytes_by_axis("owner", 256, 512, shards=shards, replicas=replicas, itemsize=4)
+        strategy = "owner_over_all" if over_all else "owner"
+        formula = costs.bytes_by_axis(strategy, 512, 256, shards=shards, replicas=replicas, itemsize=4)
         assert dict(traffic.by_axis) == {axis: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_only_gradients_cross_replicas_in_forward_and_backward(stage, uneven):
+@pytest.mark.parametrize(("stage", "over"), [(1, "shard"), (2, "shard"), (3, "shard"), (2, "all"), (3, "all")])
+def test_only_gradients_cross_replicas_in_forward_and_backward(stage, over, uneven):
     """Weights are gathered inside a replica; of a gradient the shards are summed over the others."""
-    graphs = [uneven(rank, 6, stage=stage, mesh=(2, 3)) for rank in range(6)]
+    graphs = [uneven(rank, 6, stage=stage, mesh=(2, 3), shard_state_over=over) for rank in range(6)]
     layouts = [grad.spec.layout for grad in reduced_grads(graphs[0].backward)]
     axis_of = {axis.group: axis.name for layout in layouts for axis in layout.axes}
     forward = Counter(axis_of[node.args[-1]] for node, _ in collectives(graphs[0].lowered(Half.FORWARD)[0]))
     assert set(forward) == ({"shard"} if stage == 3 else set())
     backward = graphs[0].lowered(Half.BACKWARD, Purpose.REDUCE)[0]
     crossing = [kind for node, kind in collectives(backward) if axis_of[node.args[-1]] == "replicate"]
-    assert crossing == ["all_reduce"]
+    assert crossing == ["all_reduce" if over == "shard" else "reduce_scatter"]
     traffic = [
         dict(measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], layouts_of(g)).by_axis) for g in graphs
     ]
-    shards = [sum(layout.chunk * layout.row_numel for layout in layouts if layout.sharded)] * 6
-    # 2 (M - 1) / M of a shard, padded to the largest as the reduce-scatter leaves it
-    assert [found["replicate"] for found in traffic] == [4 * size for size in shards]
+    if over == "shard":
+        sizes = [sum(layout.chunk * layout.row_numel for layout in layouts if layout.sharded)] * 6
+        # 2 (M - 1) / M of a shard, padded to the largest as the reduce-scatter leaves it
+        assert [found["replicate"] for found in traffic] == [4 * size for size in sizes]
+        return
+    for found, g in zip(traffic, graphs, strict=True):
+        cut = [grad.spec.layout for grad in reduced_grads(g.backward) if grad.spec.layout.cut_twice]
+        # (M - 1) / M of the rank's own slice, rounded up to pieces of the same size
+        rows = [-(-layout.slice_shape[0] // 2) for layout in cut]
+        assert found["replicate"] == 4 * sum(r * layout.row_numel for r, layout in zip(rows, cut, strict=True))
 
 
 def layouts_of(graphs):
     return {axis for grad in reduced_grads(graphs.backward) for axis in grad.spec.layout.axes}
 
 
+@pytest.mark.parametrize("over", ["shard", "all"])
 @pytest.mark.parametrize("exchange", ["owner", "replicate"])
-def test_directions_cost_what_the_formulas_say_by_axis(exchange, uneven):
-    graphs = [uneven(rank, 6, stage=2, exchange=exchange, mesh=(2, 3)) for rank in range(6)]
+def test_directions_cost_what_the_formulas_say_by_axis(exchange, over, uneven):
+    settings = {"stage": 2, "exchange": exchange, "mesh": (2, 3), "shard_state_over": over}
+    graphs = [uneven(rank, 6, **settings) for rank in range(6)]
     specs = [grad.spec for grad in reduced_grads(graphs[0].backward) if grad.spec.muon]
     sent: list[Counter[str]] = []
     matrices = 0
@@ -93,12 +107,60 @@ def test_directions_cost_what_the_formulas_say_by_axis(exchange, uneven):
         reduced = measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes)
         sent.append(Counter(dict(made.by_axis)) - Counter(dict(reduced.by_axis)))
         matrices += made.matrices
-    formulas = [costs.bytes_by_axis(exchange, *spec.layout.shape, shards=3, replicas=2, itemsize=4) for spec in specs]
+    strategy = exchange + (costs.OVER_ALL if over == "all" else "")
+    formulas = [costs.bytes_by_axis(strategy, *spec.layout.shape, shards=3, replicas=2, itemsize=4) for spec in specs]
     assert matrices == len(specs) * (1 if exchange == "owner" else 6)
-    for axis in ("shard", "replicate"):
+    for axis in ("shard", "replicate", "all"):
         formula = sum(found.get(axis, 0.0) for found in formulas)
         # few matrices of different sizes: rows are padded, shards uneven, and replicas own more or less of them
         assert formula / 2 <= mean(found[axis] for found in sent) <= 2 * formula
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
+    """After a step: pieces to slices over the replicas, and below stage 3 slices to weights inside each."""
+    with world(4, 6):
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=NAMES)
+        model = torch.nn.Sequential(torch.nn.Linear(36, 24, bias=False), torch.nn.Linear(24, 12, bias=False))
+        optimizer = MuonZero(model, mesh=mesh, stage=stage, shard_state_over="all", param_dtype="bf16")
+        sent = refresh_replicas(optimizer._ledger.accounts)
+    assert {tuple(a.replica.shape) for a in optimizer._ledger.accounts} == (
+        {(24, 36), (12, 24)} if stage < 3 else {(8, 36), (4, 24)}
+    )
+    formula: Counter[str] = Counter()
+    for shape in ((24, 36), (12, 24)):
+        for collective in ("slice_gather", "all_gather") if stage < 3 else ("slice_gather",):
+            formula.update(costs.weight_bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
+    assert dict(sent.by_axis) == formula
+    assert sent.bytes_sent == sum(formula.values())
+
+
+SHAPES = [(8,), (5, 3), (1, 4), (2, 3, 5), (13, 2), (6, 1), (7, 2), (25, 1), ()]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (4, 3)])
+@pytest.mark.parametrize("over_all", [False, True])
+def test_rows_are_those_of_dtensor(sizes, over_all, world):
+    ranks = sizes[0] * sizes[1]
+    found: dict[tuple[int, ...], dict[int, list[int]]] = {shape: {} for shape in SHAPES}
+    for rank in range(ranks):
+        with world(rank, ranks):
+            mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=NAMES), state_over_all=over_all)
+            for shape in SHAPES:
+                layout = mesh.layout(shape, 2)
+                numbers = torch.arange(layout.numel).view(shape)
+                placed = distribute_tensor(numbers, mesh.device_mesh, mesh.placements(layout), src_data_rank=None)
+                local = placed.to_local()
+                ours = numbers[layout.local_rows] if layout.sharded else numbers
+                assert torch.equal(local, ours), (shape, rank)
+                assert tuple(local.shape) == layout.local_shape
+                assert local.numel() == layout.local_numel
+                assert not layout.sharded or local.numel() <= layout.widest_piece
+                found[shape][rank] = local.flatten().tolist()
+    for shape, pieces in found.items():
+        # held once, in the order of the holders; by as many ranks as the layout says
+        assert [n for rank in mesh.layout(shape, 2).holders for n in pieces[rank]] == list(range(math.prod(shape)))
+        assert sum(map(len, pieces.values())) == math.prod(shape) * mesh.layout(shape, 2).copies
 
 
 def test_owners_of_an_8b_model_on_64_ranks_are_balanced():

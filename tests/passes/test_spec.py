@@ -94,11 +94,7 @@ def test_shards_cover_the_parameter_once(shape, world):
     assert edges[0][0] == 0
     assert edges[-1][1] == shape[0]
     assert all(stop == start for (_, stop), (start, _) in zip(edges[:-1], edges[1:], strict=True))
-    assert (
-        sum(spec.layout.local_numel for spec in specs)
-        == specs[0].layout.numel
-        == torch.Size(shape).numel()
-    )
+    assert sum(spec.layout.local_numel for spec in specs) == specs[0].layout.numel == torch.Size(shape).numel()
     for spec in specs:
         assert torch.Size(spec.layout.local_shape).numel() == spec.layout.local_numel
         assert spec.layout.local_shape[0] <= spec.layout.chunk
