@@ -406,8 +406,9 @@ def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_p
 # --- bytes of meshes --------------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["mesh_bytes.py"])
+@pytest.mark.parametrize("given", [(), ("--state-over", "all")])
+def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys, given) -> None:
+    monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given])
     benchmark("mesh_bytes").main()
     page = (BENCHMARKS.parent / "docs" / "parallelism.md").read_text()
     assert capsys.readouterr().out in page

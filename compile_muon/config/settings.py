@@ -170,8 +170,6 @@ class ZeroConfig(Checked):
 
     Attributes:
         stage: 0 replicates all, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
-            "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
         update: "auto" makes directions in backward, as speculations: ``step()`` uses one only if ``.grad`` still is the
             gradient it was made from, and after several steps in a row that threw them away no more are made.
             "backward" always makes them, "step" never.
@@ -185,10 +183,11 @@ class ZeroConfig(Checked):
             state) is compared, or None for never.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
+        shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
+            "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
     """
 
     stage: int = setting(2, check_integer, low=0, high=3)
-    shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
     exchange: str = setting("auto", check_choice, allowed=("auto", "replicate", "owner"))
     gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)
@@ -198,6 +197,7 @@ class ZeroConfig(Checked):
     check_replicas: int | None = setting(None, check_integer, none=True, low=1)
     param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
+    shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A comparison of what does not exist."""
@@ -216,7 +216,7 @@ class MeshConfig(Checked):
     """How many ranks there are along each axis; -1, of one axis, for the rest.
 
     Attributes:
-        replicate: groups that hold the same shards; gradients are averaged over them too (HSDP).
+        replicate: groups that hold the same weights; gradients are averaged over them too (HSDP).
         shard: ranks that the parameters, or what the stage says, are cut over.
     """
 

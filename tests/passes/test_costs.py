@@ -61,6 +61,23 @@ def test_table_of_bytes(rows, cols, world, itemsize):
     assert reduced == pytest.approx(gathered + scattered)
 
 
+@given(sizes, sizes, st.integers(2, 32), st.integers(2, 32))
+def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
+    """docs/parallelism.md: state over all ranks sends no more bytes than state over shards."""
+    s, world = rows * cols * 2, shards * replicas
+    size = {"world": world, "replicas": replicas, "itemsize": 2}
+    sent = {name: costs.bytes_sent(name, rows, cols, **size) for name in costs.BYTES_SENT}
+    assert sent["local_over_all"] == 0 < sent["local"]
+    assert sent["owner_over_all"] == pytest.approx(2 * s * (world - 1) / world**2)
+    assert sent["replicate_over_all"] == pytest.approx(s * (world - 1) / world)
+    reduced, slices = (
+        costs.weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather")
+    )
+    assert reduced + slices == pytest.approx(costs.weight_bytes("reduce_scatter", rows, cols, **size))
+    choice = costs.choose_exchange(rows, cols, world=world, replicas=replicas, state_over_all=True, steps=5, itemsize=2)
+    assert choice in ("owner", "replicate")
+
+
 def test_formulas_print_in_their_symbols():
     names = {
         str(symbol)

@@ -45,6 +45,7 @@ def param_specs(draw):
             shard=draw(axes("shard")),
             replicate=draw(axes("replicate")),
             both=draw(st.none() | axes("all")),
+            state_over_all=draw(st.booleans()),
         ),
         dtype=draw(st.sampled_from(DTYPES)),
         compute_dtype=draw(st.sampled_from(DTYPES)),

@@ -291,6 +291,7 @@ BAD_FIELDS = [
     (ZeroConfig, "param_dtype", "int8", "bfloat16"),
     (ZeroConfig, "param_dtype", torch.complex64, "bfloat16"),
     (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
+    (ZeroConfig, "shard_state_over", "replicate", "'all'"),
     (CompileConfig, "enabled", "yes", "true or false"),
     (CompileConfig, "codegen", "aot_eager", "'inductor'"),
     (CompileConfig, "dump", "", "path"),
@@ -369,6 +370,7 @@ KWARGS = {
     "check_replicas": (10, "zero.check_replicas", 10),
     "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
+    "shard_state_over": ("all", "zero.shard_state_over", "all"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
 }
 
@@ -953,6 +955,7 @@ def test_every_argument_of_muonzero_is_documented_with_its_default(name):
         ("optimizer.params.adam_lr", "adamw_lr"),
         ("optimizer.params.weight_decay", "weight_decay"),
         ("zero_optimization.stage", "stage"),
+        ("zero_optimization.shard_state_over", "shard_state_over"),
     ],
 )
 def test_keys_with_another_name_are_documented_with_its_default(key, argument):

@@ -375,6 +375,7 @@ EVERYTHING = config_from_kwargs(
     check_replicas=10,
     param_dtype="fp16",
     reduce_dtype="fp32",
+    shard_state_over="all",
     muon_params=["a.*", "b"],
 )
 CONFIGS = {
@@ -414,6 +415,11 @@ def test_converted_is_the_same_config_without_a_notice(name):
     assert json.loads(json.dumps(converted)) == converted
     assert load_silently(converted) == expected
     assert convert(converted) == converted
+
+
+def test_what_is_sharded_is_written_under_zero_optimization():
+    source = {"zero_optimization": {"stage": 3, "shard_state_over": "all"}}
+    assert convert(source) == convert({"optimizer": {"params": source["zero_optimization"]}}) == source
 
 
 def test_everything_is_everything():
