@@ -173,6 +173,16 @@ class Layout:
         start, stop = self.shard_rows(index)
         return -(-(stop - start) // self.replicate.size)
 
+    def owner_of(self, shape: tuple[int, ...]) -> str | None:
+        """``"rank 0 of 4"``: the first whose piece has this shape, of a parameter whose whole has another."""
+        if not self.sharded or shape == self.shape:
+            return None
+        for rank in sorted(self.holders):
+            start, stop = self.piece_rows(rank)
+            if shape == (stop - start, *self.shape[1:]):
+                return f"rank {rank} of {len(self.holders)}"
+        return None
+
     @property
     def widest_piece(self) -> int:
         """Elements of the largest piece among the ranks that this one shares its slice with."""

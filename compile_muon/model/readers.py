@@ -116,18 +116,7 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
     it was saved at in its mesh (torch 2.13 takes mesh and rows for ours); of a plain tensor the shape tells.
     """
     if not isinstance(value, DTensor):
-        spec = account.spec
-        if (
-            not spec.layout.sharded
-            or value.shape == spec.layout.shape
-            or value.shape[1:] != spec.layout.shape[1:]
-            or not value.ndim
-        ):
-            return None
-        holders = spec.layout.holders
-        spans = {rank: spec.layout.piece_rows(rank) for rank in sorted(holders)}
-        owners = [rank for rank, (start, stop) in spans.items() if stop - start == len(value)]
-        return f"rank {owners[0]} of {len(holders)}" if owners else None
+        return account.spec.layout.owner_of(tuple(value.shape))
     owner_place = place_of_another(value, gathered=not _same_mesh(account.param, value))
     return None if owner_place is None else f"rank {owner_place}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -45,26 +44,12 @@ def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | 
         CheckpointError: rank 0 has no room; on every rank.
     """
     wire = Wire(weights.group, weights.device)
-    found: dict[str, Tensor] = {}
-    error: Exception | None = None
-    for name, entry in weights.entries.items():
-        if names is not None and not any(alias in names for alias in weights.names(name)):
-            continue
-        flat = None
-        if wire.rank == 0:
-            try:
-                flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-            except RuntimeError as failed:  # no memory
-                error = failed
-        if not wire.goes_on(error):
-            break
-        position = 0
-        for piece in wire.collect(entry):
-            assert flat is not None
-            flat[position : position + piece.numel()] = piece
-            position += piece.numel()
-        if flat is not None:
-            found[name] = flat.view(entry.tensor.dtype).view(entry.shape)
+    wanted = {
+        name: entry
+        for name, entry in weights.entries.items()
+        if names is None or any(alias in names for alias in weights.names(name))
+    }
+    found, error = wire.whole(wanted)
     ranks.agree(doing, error)
     whole: dict[str, Any] = {}
     if wire.rank != 0:
@@ -131,18 +116,11 @@ def _checked(entry: Entry, name: str, value: Any) -> Tensor:
         raise CheckpointError(f"{name}: is a DTensor; give whole tensors (value.full_tensor() on every rank)")
     if tuple(value.shape) != entry.shape:
         problem = f"{name}: has shape {list(value.shape)}, the model's {list(entry.shape)}"
-        spec = entry.spec
-        holders = () if spec is None else spec.layout.holders
-        owners = [r for r in sorted(holders) if _is_shard(spec, r, value)]
-        if owners:
-            problem += f"; it is what rank {owners[0]} of {len(holders)} holds, saved without the others"
+        owner = None if entry.spec is None else entry.spec.layout.owner_of(tuple(value.shape))
+        if owner is not None:
+            problem += f"; it is what {owner} holds, saved without the others"
         raise CheckpointError(problem)
     return value
-
-
-def _is_shard(spec: Any, rank: int, value: Tensor) -> bool:
-    start, stop = spec.layout.piece_rows(rank)
-    return tuple(value.shape) == (stop - start, *spec.layout.shape[1:])
 
 
 def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -64,29 +63,15 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
     """
     with optimizer._ledger.place.at("full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
-        state: dict[str, dict[str, Tensor]] = {}
-        error: Exception | None = None
         optimizer._own_momenta()
-        for name, slot, entry in _slots(optimizer):
-            flat = None
-            if wire.rank == 0:
-                try:
-                    flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-                except RuntimeError as failed:  # no memory
-                    error = failed
-            if not wire.goes_on(error):
-                break
-            position = 0
-            for piece in wire.collect(entry):
-                assert flat is not None
-                flat[position : position + piece.numel()] = piece
-                position += piece.numel()
-            if flat is not None:
-                state.setdefault(name, {})[slot] = flat.view(entry.tensor.dtype).view(entry.shape)
+        found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
         ranks.agree("full_optimizer_state", error)
     if wire.rank != 0:
         return {}
     groups = [{"params": list(names), **_settings(group)} for names, group in _named(optimizer)]
+    state: dict[str, dict[str, Tensor]] = {}
+    for (name, slot), value in found.items():
+        state.setdefault(name, {})[slot] = value
     return {"state": state, "param_groups": groups}
 
 

@@ -7,7 +7,8 @@ they stand in a file, and need no more memory there than a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from compile_muon.weights.contents import Entry
 __all__ = ["Wire"]
 
 _PIECE = 32 << 20  # bytes
+
+K = TypeVar("K")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -73,6 +76,32 @@ class Wire:
                     piece = self._buffer[: size - start]
                     dist.recv(piece, group=self._group, group_src=source)
                     yield piece.cpu()
+
+    def whole(self, entries: Mapping[K, Entry]) -> tuple[dict[K, Tensor], Exception | None]:
+        """Whole tensors on rank 0, on the CPU in memory of their own; nothing elsewhere.
+
+        Returns:
+            What there was room for, and on rank 0 why it is not all.
+        """
+        found: dict[K, Tensor] = {}
+        error: Exception | None = None
+        for key, entry in entries.items():
+            flat = None
+            if self.rank == 0:
+                try:
+                    flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+                except RuntimeError as failed:  # no memory
+                    error = failed
+            if not self.goes_on(error):
+                break
+            position = 0
+            for piece in self.collect(entry):
+                assert flat is not None
+                flat[position : position + piece.numel()] = piece
+                position += piece.numel()
+            if flat is not None:
+                found[key] = flat.view(entry.tensor.dtype).view(entry.shape)
+        return found, error
 
     @torch.no_grad()
     def deal(self, entry: Entry, whole: Tensor | None) -> None:
