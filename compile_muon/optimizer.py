@@ -186,6 +186,8 @@ class MuonZero(Optimizer):
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
         self.defaults[cycled] = self.param_groups[0][cycled]
+        # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
+        self.defaults["lr"] = self.param_groups[0]["lr"]
         self._create_state()
         self._sync_momentum()
 

@@ -163,7 +163,7 @@ def _refuse(accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tupl
     Raises:
         ConfigError: about all of them.
     """
-    errors = _refused_settings(accelerator)
+    errors = refused_settings(accelerator)
     for model, optimizer in pairs:
         errors += _refused_pair(accelerator, model, optimizer)
     sharded = {id(param) for model, _ in pairs for param in model.parameters()}
@@ -176,7 +176,8 @@ def _refuse(accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tupl
         raise join_errors(errors)
 
 
-def _refused_settings(accelerator: Accelerator) -> list[ConfigError]:
+def refused_settings(accelerator: Accelerator) -> list[ConfigError]:
+    """What the accelerator, its plugins and the environment say that cannot be honoured."""
     errors = []
     # On a CPU Accelerate forgets its plugins, and leaves these flags.
     given = {plugin for flag, plugin in _SHARDERS.items() if os.environ.get(flag, "false").lower() == "true"}

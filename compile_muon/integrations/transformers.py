@@ -11,6 +11,7 @@ optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -18,19 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
+from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
 _FOLDER = "muon_zero"
+
+_OURS = "muon_config says which optimizer trains what"
 
 #: "auto" in a config, by path, and the TrainingArguments that it stands for
 _AUTO = {
@@ -71,16 +78,42 @@ def _with_accumulation(config: Config, args: TrainingArguments) -> Config:
             f"contradicts TrainingArguments.gradient_accumulation_steps = {args.gradient_accumulation_steps}",
             'leave it out of muon_config, or write "auto"',
         )  # fmt: skip
-    return config
+    # The Trainer says which micro-batch is a step's last, by accelerator.no_sync: an epoch may end with fewer of them.
+    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, gradient_accumulation_steps=1))
 
 
-def _refuse(args: TrainingArguments, given: Mapping[str, Any]) -> None:
-    """Settings of the Trainer that would train something else than they say.
+#: optimizer settings of the TrainingArguments, and what a configuration says of the same
+_SETTINGS = {
+    "learning_rate": lambda config: (config.muon.lr, config.adamw.lr),
+    "weight_decay": lambda config: (config.muon.weight_decay, config.adamw.weight_decay),
+    "adam_beta1": lambda config: (config.adamw.betas[0],),
+    "adam_beta2": lambda config: (config.adamw.betas[1],),
+    "adam_epsilon": lambda config: (config.adamw.eps,),
+}
+
+_KEYS = {"learning_rate": "lr", "adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
+
+
+def _contradictions(args: TrainingArguments, config: Config) -> list[ConfigError]:
+    """Optimizer settings in the arguments, other than the defaults, that the configuration does not have."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    errors = []
+    for name, of in _SETTINGS.items():
+        value, said = getattr(args, name), of(config)
+        if value != defaults[name] and value not in said:
+            shown = " and ".join(dict.fromkeys(map(str, said)))
+            key = _KEYS.get(name, name)
+            remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
+            problem = f"is not what muon_config says, {shown}, and would have no effect"
+            errors.append(config_error(f"TrainingArguments.{name}", value, problem, remedy))
+    return errors
+
+
+def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[str, Any]) -> list[ConfigError]:
+    """Settings of the Trainer that would train, or save, something else than they say.
 
     Args:
         given: the Trainer's own keyword arguments.
-    Raises:
-        ConfigError: about all of them.
     """
     inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
     wrong: list[tuple[str, Any, str, str]] = [
@@ -89,17 +122,32 @@ def _refuse(args: TrainingArguments, given: Mapping[str, Any]) -> None:
         ("fsdp", args.fsdp, "shards the model too", "leave it out"),
         ("torch_compile", args.torch_compile, "would compile the model a second time", inside),
         ("auto_find_batch_size", args.auto_find_batch_size, "starts over with a sharded model", "set it to False"),
+        ("optim", _other_optimizer(args), "is another optimizer", f"leave it out: {_OURS}"),
+        ("optim_args", args.optim_args, "belongs to another optimizer", "leave it out"),
         ("optim_target_modules", args.optim_target_modules, "belongs to another optimizer", "leave it out"),
         ("n_gpu", args.n_gpu if args.n_gpu > 1 else 0, "is DataParallel", "start one process per GPU with torchrun"),
+        ("save_on_each_node", args.save_on_each_node, "would leave folders without weights", "share output_dir"),
+        ("fp16_full_eval", args.fp16_full_eval, "casts the weights that train", "leave it out, and use bf16"),
+        ("bf16_full_eval", args.bf16_full_eval, "casts the weights that train", "leave it out, and use bf16"),
     ]
+    if args.world_size > 1:
+        alone = "saves on a rank by itself, and weights take all"
+        uneven = "gives ranks different numbers of batches, and weights take all"
+        wrong.append(("enable_jit_checkpoint", args.enable_jit_checkpoint, alone, "use save_steps"))
+        if not args.accelerator_config.even_batches:
+            wrong.append(("accelerator_config", "even_batches=False", uneven, "leave it out"))
     errors = [config_error(f"TrainingArguments.{name}", value, *why) for name, value, *why in wrong if value]
     for name in ("optimizers", "optimizer_cls_and_kwargs"):
         if given.get(name) not in (None, (None, None)):
-            remedy = "leave it out: muon_config says which optimizer trains what"
             kind = type(given[name][0]).__name__
-            errors.append(config_error(name, kind, "is another optimizer than MuonZero", remedy))
-    if errors:
-        raise join_errors(errors)
+            errors.append(config_error(name, kind, "is another optimizer than MuonZero", f"leave it out: {_OURS}"))
+    # What `accelerate launch` says, which no argument shows.
+    return errors or refused_settings(accelerator)
+
+
+def _other_optimizer(args: TrainingArguments) -> str | None:
+    chosen = getattr(args.optim, "value", args.optim)
+    return None if chosen in ("adamw_torch", "adamw_torch_fused") else chosen  # the defaults
 
 
 class MuonTrainer(Trainer):
@@ -122,13 +170,20 @@ class MuonTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        _refuse(self.args, kwargs)
-        self.muon_config = _read(muon_config, self.args)
+        errors = _refuse(self.args, self.accelerator, kwargs)
+        try:
+            self.muon_config = _read(muon_config, self.args)
+            errors += _contradictions(self.args, self.muon_config)
+        except ConfigError as error:
+            errors += error.errors
+        if errors:
+            raise join_errors(errors)
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
             model, device_placement=device_placement, evaluation_mode=True
         )
+        self.accelerator.no_sync = lambda model=None: self.muon.accumulate()
 
     @property
     def muon(self) -> MuonZero:
@@ -143,6 +198,41 @@ class MuonTrainer(Trainer):
         if self.optimizer is None:
             self.model, self.optimizer = initialize(self.model if model is None else model, self.muon_config)
         return self.optimizer
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest checkpoint that was not cut off."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._newest_whole()
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _newest_whole(self) -> str | bool:
+        """The last file of a checkpoint is the Trainer's state; True, and so the Trainer's error, if there is none."""
+        folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        whole = {
+            int(folder.name.rpartition("-")[2]): str(folder)
+            for folder in folders
+            if folder.name.rpartition("-")[2].isdigit() and (folder / TRAINER_STATE_NAME).is_file()
+        }
+        return whole[max(whole)] if whole else True
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Not there.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "hyperparameter_search: starts over with a sharded model, and with muon_config as it was; start each trial "
+            "with a MuonTrainer of its own"
+        )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of the model that is saved: BatchNorm's statistics of rank 0 on every rank."""
+        if self.args.world_size > 1 and self.args.ddp_broadcast_buffers is not False:
+            for value in self.model.state_dict(keep_vars=True).values():
+                if isinstance(value, torch.Tensor) and not isinstance(value, (torch.nn.Parameter, DTensor)):
+                    dist.broadcast(value, 0)
+        return super().evaluation_loop(*args, **kwargs)
 
     # ------------------------------------------------------------------ logs
 
@@ -163,6 +253,8 @@ class MuonTrainer(Trainer):
         """Whole weights, written by all ranks together; the rest by one."""
         from compile_muon.weights import save_pretrained
 
+        if self.optimizer is None:  # nothing is sharded yet
+            return super()._save(output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir
         save_pretrained(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), folder)
         if not self.args.should_save:
@@ -175,6 +267,12 @@ class MuonTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpointer = Checkpointer(os.path.join(output_dir, _FOLDER), keep_last=1)
         checkpointer.save(self.state.global_step, self.model, self.muon, scheduler=self.lr_scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Every rank's, before the Trainer's state says that the checkpoint is whole."""
+        super()._save_rng_state(output_dir)
+        if self.args.world_size > 1:
+            dist.barrier()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

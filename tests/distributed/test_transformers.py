@@ -246,6 +246,120 @@ def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) 
     assert one == other
 
 
+# ------------------------------------------------------------------------------------------------- other settings
+
+
+def train_an_epoch(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float]]:
+    """Five micro-batches a rank: the last step of the epoch has one."""
+    with launched():
+        trainer = trainer_of(
+            folder, stage, compiled=compiled, max_steps=-1, num_train_epochs=1, eval_strategy="no", save_strategy="no"
+        )
+        trainer.train_dataset = Sentences(20)
+        trainer.train()
+        return losses(trainer), losses(trainer, "grad_norm")
+
+
+def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    expected = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=0, compiled=False)[0]
+    found = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=1, compiled=True)[0]
+    assert len(expected[1]) == 3
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "rates"),
+    [
+        ("polynomial", {"lr_end": 0.01}, [0.02, 0.0175, 0.015, 0.0125]),
+        ("cosine_with_min_lr", {"min_lr": 0.01}, [0.02, 0.0185355, 0.015, 0.0114645]),
+    ],
+)
+def test_schedules_with_an_end_of_their_own(
+    tmp_path: Path, kind: str, given: dict[str, float], rates: list[float]
+) -> None:
+    settings: dict[str, Any] = dict(max_steps=4, warmup_steps=0, save_strategy="no", eval_strategy="no")
+    with launched():
+        trainer = trainer_of(str(tmp_path), 2, lr_scheduler_type=kind, lr_scheduler_kwargs=given, **settings)
+        trainer.train()
+    assert losses(trainer, "learning_rate") == pytest.approx(rates, rel=1e-5)
+    assert losses(trainer, "muon_zero/adamw_lr")[0] == pytest.approx(0.003 * rates[1] / 0.02, rel=1e-5)
+
+
+def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
+    with launched():
+        trainer_of(str(tmp_path), 2).save_model(str(tmp_path / "first"))
+    saved = load_file(tmp_path / "first" / "model.safetensors")
+    assert all(torch.equal(saved[name], value) for name, value in weights(gpt()).items())
+
+
+def go_on_from_the_newest(folder: str) -> int:
+    from transformers import TrainerCallback
+
+    began: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            began.append(state.global_step)
+
+    with launched():
+        trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
+        trainer.train()
+        if world_and_rank()[1] == 0:  # as after a kill while checkpoint-4 was saved
+            (Path(folder) / "checkpoint-4" / "trainer_state.json").unlink()
+        dist.barrier()
+        trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
+        trainer.add_callback(Watch())
+        trainer.train(resume_from_checkpoint=True)
+    return began[0]
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert ranks(2).run(go_on_from_the_newest, folder=str(tmp_path)) == [2, 2]
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        found = self.last(self.norm(input_ids.float()))
+        return {"loss": found.square().mean(), "logits": found}
+
+
+def evaluate_normed(folder: str) -> tuple[dict[str, Tensor], float]:
+    from transformers import TrainingArguments
+
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    torch.manual_seed(0)
+    with launched():
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+            disable_tqdm=True, save_strategy="no", learning_rate=0.02,
+        )  # fmt: skip
+        trainer = MuonTrainer(
+            model=Normed(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(16), muon_config=CONFIG
+        )
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model(folder)
+        return {name: value.clone() for name, value in trainer.model.named_buffers()}, loss
+
+
+def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """BatchNorm's statistics are of each rank's own batches, and rank 0's are saved."""
+    found = ranks(2).run(evaluate_normed, folder=str(tmp_path))
+    saved = load_file(tmp_path / "model.safetensors")
+    model = Normed().eval()
+    model.load_state_dict(saved)
+    expected = model(Sentences(16).tokens)["loss"].item()
+    for buffers, loss in found:
+        assert all(torch.equal(saved[name], value) for name, value in buffers.items())
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 
 
@@ -254,6 +368,11 @@ def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) 
     [
         ({"torch_compile": True}, r"TrainingArguments.torch_compile = True: would compile .*\"compile\": true"),
         ({"auto_find_batch_size": True}, "TrainingArguments.auto_find_batch_size = True"),
+        ({"optim": "adafactor"}, "TrainingArguments.optim = 'adafactor': is another optimizer; leave it out"),
+        ({"save_on_each_node": True}, "TrainingArguments.save_on_each_node = True: .* share output_dir"),
+        ({"bf16_full_eval": True}, "TrainingArguments.bf16_full_eval = True: casts the weights that train"),
+        ({"weight_decay": 0.01}, r'TrainingArguments.weight_decay = 0.01: is not .*, 0.1, .* "weight_decay": "auto"'),
+        ({"adam_beta2": 0.9}, r'TrainingArguments.adam_beta2 = 0.9: is not .*, 0.95, .* "betas": "auto"'),
         ({"gradient_accumulation_steps": 3, "config": {"gradient_accumulation_steps": 2}}, "contradicts"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers = 'SGD': is another optimizer"),
     ],
@@ -268,6 +387,17 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, settings: dict[str, 
     with launched(), pytest.raises(compile_muon.ConfigError, match=said):
         arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
         MuonTrainer(model=gpt(), args=arguments, train_dataset=Sentences(), muon_config=config, **given)
+
+
+def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with launched(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
+        trainer_of(str(tmp_path), 2)
+
+
+def test_searching_hyperparameters_is_refused(tmp_path: Path) -> None:
+    with launched(), pytest.raises(compile_muon.ConfigError, match="hyperparameter_search: .* each trial"):
+        trainer_of(str(tmp_path), 2).hyperparameter_search(n_trials=2)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
