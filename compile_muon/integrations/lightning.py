@@ -57,6 +57,7 @@ from torch.optim import Optimizer
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
+from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.board import gather_objects
@@ -84,7 +85,8 @@ _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
     BaseFinetuning: (
         "adds parameters to the optimizer later, which MuonZero does not take",
-        "set requires_grad where the module is built, and fit again to train more",
+        "set requires_grad where the module is built; to train more, save a checkpoint and begin from it with "
+        "load_from_checkpoint",
     ),
     BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
     LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
@@ -403,8 +405,25 @@ class MuonZeroStrategy(ParallelStrategy):
         if left:
             raise config_error(
                 "configure_optimizers", listed(left), "are trainable, and in no optimizer",
-                "give MuonZero the whole LightningModule, or set requires_grad=False",
+                "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it was "
+                "sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable",
             )  # fmt: skip
+
+    def on_validation_start(self) -> None:
+        """BatchNorm's statistics are rank 0's, as they are in a checkpoint."""
+        self._take_buffers()
+
+    def on_test_start(self) -> None:
+        """See :meth:`on_validation_start`."""
+        self._take_buffers()
+
+    def on_predict_start(self) -> None:
+        """See :meth:`on_validation_start`."""
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        assert self.lightning_module is not None
+        take_those_of_rank_0(self.lightning_module)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
+from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
@@ -228,10 +229,8 @@ class MuonTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, of the model that is saved: BatchNorm's statistics of rank 0 on every rank."""
-        if self.args.world_size > 1 and self.args.ddp_broadcast_buffers is not False:
-            for value in self.model.state_dict(keep_vars=True).values():
-                if isinstance(value, torch.Tensor) and not isinstance(value, (torch.nn.Parameter, DTensor)):
-                    dist.broadcast(value, 0)
+        if self.args.ddp_broadcast_buffers is not False:
+            take_those_of_rank_0(self.model)
         return super().evaluation_loop(*args, **kwargs)
 
     # ------------------------------------------------------------------ logs

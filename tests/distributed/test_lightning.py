@@ -426,6 +426,16 @@ def test_a_second_fit_begins_anew(ranks: Callable[[int], Ranks]) -> None:
         assert second == pytest.approx(first, rel=1e-5)
 
 
+def test_what_was_frozen_begins_anew_from_a_checkpoint() -> None:
+    with launched():
+        trainer, module = trainer_of(config_of(2), max_epochs=1), Language()
+        module.model.down.requires_grad_(False)
+        trainer.fit(module, loader())
+        module.model.down.requires_grad_(True)
+        with pytest.raises(compile_muon.ConfigError, match=r"model.down.weight, .* frozen .* load_from_checkpoint"):
+            trainer.fit(module, loader())
+
+
 def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], dict[str, Tensor]]:
     """From the meta device: fitted, saved; evaluated and predicted where nothing is sharded, and where it is.
 
@@ -436,11 +446,11 @@ def evaluate_alone(path: str) -> tuple[list[float], list[Tensor], list[Tensor], 
         trainer_of(config_of(3)).validate(new, loader(12), verbose=False)
         trainer = trainer_of(config_of(3), max_epochs=1)
         with trainer.init_module(empty_init=True):
-            module = Language()
+            module = Language(normalized=True)  # what is evaluated is what the checkpoint has
         assert module.model.up.weight.is_meta
         trainer.fit(module, loader(), loader(12))
         trainer.save_checkpoint(path)
-        fresh, alone = trainer_of(config_of(3)), Language()
+        fresh, alone = trainer_of(config_of(3)), Language(normalized=True)
         found = [module.evaluations[-1], trainer.validate(module, loader(12), verbose=False)[0]["val_loss"]]
         found.append(fresh.validate(alone, loader(12), ckpt_path=path, verbose=False)[0]["val_loss"])
         return found, trainer.predict(module, loader(12)), fresh.predict(alone, loader(12)), weights(new)
