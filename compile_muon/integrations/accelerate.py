@@ -56,6 +56,10 @@ _SHARDERS = {
 }
 
 
+#: what copies of a model on all ranks can do, and shards cannot
+_TOGETHER = ("reduce", "join_uneven_inputs")
+
+
 class AcceleratedMuonZero(AcceleratedOptimizer):
     """Accelerate's wrapper of an optimizer: steps and drops gradients only where an accumulation ends.
 
@@ -99,9 +103,10 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     Raises:
         ConfigError: settings that cannot be honoured, all in one error; nothing was prepared.
     """
-    pairs = _pairs(objects)
+    again = isinstance(getattr(accelerator, "_muon_zero", None), _Sharded)
+    pairs = _pairs(objects, needed=not again)
     _refuse(accelerator, objects, pairs)
-    if not isinstance(getattr(accelerator, "_muon_zero", None), _Sharded):
+    if not again:
         accelerator._muon_zero = _Sharded(accelerator)
     prepared: dict[int, Any] = {}
     for model, optimizer in pairs:
@@ -128,9 +133,11 @@ def _sharded(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
 
 
-def _pairs(objects: tuple[Any, ...]) -> list[tuple[Any, MuonZero]]:
+def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]:
     """Each MuonZero with its model.
 
+    Args:
+        needed: whether there must be one; loaders and schedules may come later.
     Raises:
         ConfigError: one of a pair is missing.
     """
@@ -149,7 +156,7 @@ def _pairs(objects: tuple[Any, ...]) -> list[tuple[Any, MuonZero]]:
         if id(model) not in found:
             kind = type(model).__name__
             errors.append(config_error("model", kind, "is sharded, and its MuonZero is not there", remedy))
-    if not modules and not errors:
+    if needed and not modules and not errors:
         kinds = ", ".join(type(thing).__name__ for thing in objects)
         errors.append(config_error("objects", kinds, "hold no sharded model and MuonZero", remedy))
     if errors:
@@ -244,7 +251,7 @@ class _Sharded:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._plain: dict[str, Callable[..., Any]] = {}
-        for name in ("clip_grad_norm_", "get_state_dict", "save_model", "save_state", "load_state"):
+        for name in ("clip_grad_norm_", "get_state_dict", "save_model", "save_state", "load_state", *_TOGETHER):
             self._plain[name] = getattr(accelerator, name)
             setattr(accelerator, name, getattr(self, name))
         self._loading: list[AcceleratedMuonZero] = []
@@ -256,6 +263,32 @@ class _Sharded:
         """The norm as a plain tensor on every rank."""
         norm = self._plain["clip_grad_norm_"](*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's, of plain tensors.
+
+        Raises:
+            ConfigError: of shards, whose rows are no copies of each other.
+        """
+        if isinstance(tensor, DTensor):
+            raise config_error(
+                "accelerator.reduce", "DTensor", "is sharded: LocalSGD, and averaging by hand, want a copy on each rank",
+                "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives",
+            )  # fmt: skip
+        return self._plain["reduce"](tensor, *args, **kwargs)
+
+    def join_uneven_inputs(self, joinables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Accelerate's, of plain models.
+
+        Raises:
+            ConfigError: of a sharded one.
+        """
+        if any(_sharded(model) for model in joinables):
+            raise config_error(
+                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers no weights for others",
+                "leave it out: prepared loaders give every rank as many batches (even_batches)",
+            )  # fmt: skip
+        return self._plain["join_uneven_inputs"](joinables, *args, **kwargs)
 
     # ------------------------------------------------------------------ whole weights
 

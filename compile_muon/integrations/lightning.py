@@ -405,8 +405,8 @@ class MuonZeroStrategy(ParallelStrategy):
         if left:
             raise config_error(
                 "configure_optimizers", listed(left), "are trainable, and in no optimizer",
-                "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it was "
-                "sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable",
+                "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it "
+                "was sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable",
             )  # fmt: skip
 
     def on_validation_start(self) -> None:

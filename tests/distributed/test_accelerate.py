@@ -525,6 +525,38 @@ def elsewhere() -> str:
     return ""
 
 
+def together() -> list[str]:
+    """What wants a copy of the model on every rank; loaders may be prepared later."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    from compile_muon.integrations.accelerate import prepare
+
+    said = []
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepare(accelerator, *compile_muon.initialize(Words(), CONFIG))
+        loader, schedule = prepare(accelerator, [0, 1], torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+        assert loader == [0, 1] and type(schedule).__name__ == "AcceleratedScheduler"
+        assert accelerator.reduce(torch.ones(1)).item() == dist.get_world_size()
+        for context in (
+            lambda: LocalSGD(accelerator, model, local_sgd_steps=1),
+            lambda: accelerator.join_uneven_inputs([model]),
+        ):
+            try:
+                with context() as local:
+                    local.step()
+            except compile_muon.ConfigError as error:
+                said.append(str(error))
+    return said
+
+
+def test_what_wants_copies_of_the_model_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    for local, uneven in ranks(2).run(together):
+        assert "LocalSGD" in local and "enabled=False" in local
+        assert "accelerator.join_uneven_inputs = 'a sharded model'" in uneven and "even_batches" in uneven
+
+
 def test_another_world_is_refused(ranks: Callable[[int], Ranks]) -> None:
     for error in ranks(2).run(elsewhere):
         assert "is sharded over 1 of the accelerator's 2 processes" in error
