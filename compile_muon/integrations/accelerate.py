@@ -285,7 +285,7 @@ class _Sharded:
         """
         if any(_sharded(model) for model in joinables):
             raise config_error(
-                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing for others",
+                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing",
                 "leave it out: prepared loaders give every rank as many batches (even_batches)",
             )  # fmt: skip
         return self._plain["join_uneven_inputs"](joinables, *args, **kwargs)
