@@ -272,7 +272,7 @@ class _Sharded:
         """
         if isinstance(tensor, DTensor):
             raise config_error(
-                "accelerator.reduce", "DTensor", "is sharded: LocalSGD and averaging by hand want whole copies",
+                "accelerator.reduce", "DTensor", "is sharded: LocalSGD and averages by hand want a copy on each rank",
                 "leave it out (LocalSGD(enabled=False)), or average what tensor.full_tensor() gives",
             )  # fmt: skip
         return self._plain["reduce"](tensor, *args, **kwargs)
@@ -285,7 +285,7 @@ class _Sharded:
         """
         if any(_sharded(model) for model in joinables):
             raise config_error(
-                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing",
+                "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing for any",
                 "leave it out: prepared loaders give every rank as many batches (even_batches)",
             )  # fmt: skip
         return self._plain["join_uneven_inputs"](joinables, *args, **kwargs)

@@ -28,7 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import Config, load_config
-from compile_muon.errors import ConfigError, config_error, join_errors
+from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
@@ -207,14 +207,20 @@ class MuonTrainer(Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _newest_whole(self) -> str | bool:
-        """The last file of a checkpoint is the Trainer's state; True, and so the Trainer's error, if there is none."""
-        folders = Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        whole = {
-            int(folder.name.rpartition("-")[2]): str(folder)
-            for folder in folders
-            if folder.name.rpartition("-")[2].isdigit() and (folder / TRAINER_STATE_NAME).is_file()
-        }
-        return whole[max(whole)] if whole else True
+        """The last file of a checkpoint is the Trainer's state; True, and so the Trainer's error, if there is none.
+
+        Raises:
+            ConfigError: all there are were cut off.
+        """
+        folders = {folder.name: folder for folder in Path(self.args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+        steps = {int(step): folder for name, folder in folders.items() if (step := name.rpartition("-")[2]).isdigit()}
+        whole = [step for step, folder in steps.items() if (folder / TRAINER_STATE_NAME).is_file()]
+        if steps and not whole:
+            raise config_error(
+                "resume_from_checkpoint", True, f"saving {listed(sorted(folders))} was cut off, and there is no other",
+                f"begin anew: remove it from {self.args.output_dir}, or leave resume_from_checkpoint out",
+            )  # fmt: skip
+        return str(steps[max(whole)]) if whole else True
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Not there.

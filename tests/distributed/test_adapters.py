@@ -293,7 +293,7 @@ def best(folder: str) -> tuple[str, dict[str, Tensor]]:
     """With the rates turned up, and the worst for the best: which is not the last."""
     with launched():
         settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
-        trainer = trainer_of(folder, learning_rate=3.0, **settings)
+        trainer = trainer_of(folder, **settings)
         for group in trainer.create_optimizer().param_groups:
             group["lr"] = 3.0
         trainer.train()

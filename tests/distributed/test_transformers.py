@@ -404,6 +404,8 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
     with launched():
         (tmp_path / "checkpoint-3").mkdir()
         trainer = trainer_of(str(tmp_path), 2)
+        with pytest.raises(compile_muon.ConfigError, match="saving checkpoint-3 was cut off, and there is no other"):
+            trainer.train(resume_from_checkpoint=True)
         trainer.create_optimizer()
         with pytest.raises(compile_muon.ConfigError, match="has no optimizer state of MuonZero"):
             trainer._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-3"))
