@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full
+from launched import accelerated
+from reference import full, world_and_rank
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,30 +26,6 @@ CONFIG = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003,
 EPOCHS, BATCHES, ACCUMULATED, BATCH, LIMIT = 2, 5, 2, 2, 0.5  # micro-batches of a rank and epoch: the last is alone
 SAVED = 4  # steps, of 3 an epoch
 FLAGS = [f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")]
-
-
-def world_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """The environment that torchrun gives a rank, and none of Accelerate's singletons left behind."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    world, rank = world_and_rank()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if world > 1:
-        os.environ.update(zip(names, map(str, (rank, world, rank, world, "127.0.0.1", 1)), strict=True))
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        for name in (*names, *FLAGS):
-            os.environ.pop(name, None)
 
 
 class Block(nn.Module):
@@ -116,7 +91,7 @@ def script(folder: str, stage: int, compiled: bool = False, resume: str = "") ->
 
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=1)
     found: Found = ([], [], [], {}, [])
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, loader, scheduler = prepared(stage, compiled=compiled, project_config=project)
         done, sent, total = 0, 0.0, 0.0
         if resume:
@@ -236,7 +211,7 @@ def one_step(accelerator: Any, model: nn.Module, optimizer: Any, scheduler: Any 
 
 def saved(folder: str) -> None:
     """A state after one step, and one after the next in ``later``."""
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, _, scheduler = prepared(3, gradient_accumulation_steps=1)
         accelerator.register_for_checkpointing(scheduler)
         for name in ("state", "later"):
@@ -246,7 +221,7 @@ def saved(folder: str) -> None:
 
 def load_damaged(folder: str) -> tuple[str, bool]:
     """What load_state raises, and whether the model is as it was."""
-    with launched():
+    with accelerated():
         accelerator, model, _, _, scheduler = prepared(3, gradient_accumulation_steps=1)
         accelerator.register_for_checkpointing(scheduler)
         before = weights(model)
@@ -300,18 +275,18 @@ def test_a_state_that_is_not_whole_is_refused(
 
 def test_a_state_may_be_saved_over_another(tmp_path: Path) -> None:
     """Also over a later one of another run, which the Checkpointer alone would take."""
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=1)
         one_step(accelerator, model, optimizer)
         one_step(accelerator, model, optimizer)
         accelerator.save_state(tmp_path)
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=1)
         one_step(accelerator, model, optimizer)
         with pytest.warns(UserWarning, match="step 2 of another run is there"):
             accelerator.save_state(tmp_path)
         first, expected = weights(model), one_step(accelerator, model, optimizer)
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=1)
         accelerator.load_state(tmp_path)
         assert all(torch.equal(first[name], value) for name, value in weights(model).items())
@@ -319,7 +294,7 @@ def test_a_state_may_be_saved_over_another(tmp_path: Path) -> None:
 
 
 def test_gradients_that_would_be_lost_are_refused(tmp_path: Path) -> None:
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(2)
         with accelerator.accumulate(model):
             accelerator.backward(model(tokens(1)))
@@ -332,7 +307,7 @@ def test_gradients_that_would_be_lost_are_refused(tmp_path: Path) -> None:
 def test_an_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
     """With another number of micro-batches, where Accelerate's own count is in the middle of a step."""
     for count in (2, 3):
-        with launched():
+        with accelerated():
             accelerator, model, optimizer, *_ = prepared(2, gradient_accumulation_steps=count)
             if count == 3:
                 accelerator.load_state(tmp_path)
@@ -353,7 +328,7 @@ def adversaries(folder: str) -> tuple[list[float], list[float]]:
 
     found: list[list[float]] = []
     for resume in (False, True):
-        with launched():
+        with accelerated():
             accelerator, third = Accelerator(cpu=True), Words()
             models = [compile_muon.initialize(Words(), {**CONFIG, "zero_optimization": {"stage": s}}) for s in (1, 3)]
             plain_one = torch.optim.AdamW(third.parameters(), lr=0.01)
@@ -386,7 +361,7 @@ def test_several_models_share_an_accelerator(ranks: Callable[[int], Ranks], tmp_
 
 def others(folder: str) -> tuple[float, float, bool]:
     """bfloat16 by autocast; values clipped; a copy; whole state dicts of torch.compile's wrapper; memory freed."""
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(
             1, compiled=True, mixed_precision="bf16", gradient_accumulation_steps=1
         )
@@ -406,14 +381,14 @@ def others(folder: str) -> tuple[float, float, bool]:
 
 
 def one_step_in_bf16() -> float:
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(3, mixed_precision="bf16", gradient_accumulation_steps=1)
         one_step(accelerator, model, optimizer)
         return one_step(accelerator, model, optimizer)
 
 
 def test_bf16_values_copies_and_wrappers(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, *_ = prepared(3, gradient_accumulation_steps=1)
         one_step(accelerator, model, optimizer)
         expected = one_step(accelerator, model, optimizer)
@@ -426,7 +401,7 @@ def test_bf16_values_copies_and_wrappers(ranks: Callable[[int], Ranks], tmp_path
 def test_a_skipped_step_does_not_move_the_schedule() -> None:
     given = {"nonfinite": "skip"}
     optimizer_keys = {"optimizer": {"type": "Muon", "params": {**CONFIG["optimizer"]["params"], **given}}}
-    with launched():
+    with accelerated():
         accelerator, model, optimizer, _, scheduler = prepared(2, given=optimizer_keys, gradient_accumulation_steps=1)
         for weight, skipped in ((float("nan"), True), (1.0, False)):
             before = scheduler.get_last_lr()
@@ -439,7 +414,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
 
 
 def refused(settings: dict[str, Any], given: dict[str, Any]) -> str:
-    with launched():
+    with accelerated():
         try:
             prepared(2, given=given, **settings)
         except compile_muon.ConfigError as error:
@@ -476,7 +451,7 @@ def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], given: dic
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_what_accelerate_launch_sets_is_refused(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
-    with launched():
+    with accelerated():
         accelerator, *_ = prepared(2)
         from compile_muon.integrations.accelerate import prepare
 
@@ -490,7 +465,7 @@ def test_pairs_that_are_not_are_refused() -> None:
 
     from compile_muon.integrations.accelerate import prepare
 
-    with launched():
+    with accelerated():
         accelerator, words = Accelerator(cpu=True), Words()
         adamw = torch.optim.AdamW(words.parameters())
         with pytest.raises(compile_muon.ConfigError, match=r"objects = 'Words, AdamW': hold no sharded model"):
@@ -514,7 +489,7 @@ def elsewhere() -> str:
 
     from compile_muon.integrations.accelerate import prepare
 
-    with launched():
+    with accelerated():
         accelerator = Accelerator(cpu=True)
         group = [dist.new_group([rank]) for rank in range(2)][world_and_rank()[1]]
         pair = compile_muon.initialize(Words(), CONFIG, process_group=group)
@@ -533,7 +508,7 @@ def together() -> list[str]:
     from compile_muon.integrations.accelerate import prepare
 
     said = []
-    with launched():
+    with accelerated():
         accelerator = Accelerator(cpu=True)
         model, optimizer = prepare(accelerator, *compile_muon.initialize(Words(), CONFIG))
         loader, schedule = prepare(accelerator, [0, 1], torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))

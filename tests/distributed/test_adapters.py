@@ -6,15 +6,15 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Ranks
-from reference import full
+from launched import accelerated
+from reference import full, world_and_rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
@@ -37,30 +37,6 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), ad
 torch.save({name: param.detach() for name, param in model.named_parameters()}, out)
 assert not any(name.startswith("compile_muon") for name in sys.modules)
 """
-
-
-def world_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """The environment that torchrun gives a rank, and none of Accelerate's singletons left behind."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    world, rank = world_and_rank()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if world > 1:
-        os.environ.update(zip(names, map(str, (rank, world, rank, world, "127.0.0.1", 1)), strict=True))
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-        for name in names:
-            os.environ.pop(name, None)
 
 
 def base() -> Any:
@@ -120,7 +96,7 @@ def plain(world: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, weights(model)
 
 
-def accelerated(folder: str) -> tuple[list[float], dict[str, Tensor]]:
+def by_accelerate(folder: str) -> tuple[list[float], dict[str, Tensor]]:
     """Accelerate's loop. Saved in each way there is, loaded into another one; a state too."""
     from accelerate import Accelerator
 
@@ -128,7 +104,7 @@ def accelerated(folder: str) -> tuple[list[float], dict[str, Tensor]]:
 
     place, losses = Path(folder), []
     world, rank = world_and_rank()
-    with launched():
+    with accelerated():
         accelerator = Accelerator(cpu=True)
         model, optimizer = prepare(accelerator, *compile_muon.initialize(lora(), CONFIG))
         for step in range(STEPS):
@@ -160,7 +136,7 @@ def accelerated(folder: str) -> tuple[list[float], dict[str, Tensor]]:
 def test_accelerate_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     losses, expected = plain(2)
     before = weights(lora())
-    for mine, found in ranks(2).run(accelerated, folder=str(tmp_path)):
+    for mine, found in ranks(2).run(by_accelerate, folder=str(tmp_path)):
         assert mine == pytest.approx(losses, rel=1e-5, abs=2e-5)
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
@@ -217,7 +193,7 @@ def usual_lines(folder: str) -> dict[str, Tensor]:
 
     from compile_muon.integrations.accelerate import prepare
 
-    with launched():
+    with accelerated():
         accelerator = Accelerator(cpu=True)
         model, _ = prepare(accelerator, *compile_muon.initialize(base(), CONFIG))
         accelerator.wait_for_everyone()
@@ -263,12 +239,12 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 def trained(folder: str) -> Trained:
     """Losses and weights of a run; and of one that goes on from its middle."""
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         found = weights(trainer.model)
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder)
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
         return losses, found, weights(trainer.model)
@@ -291,7 +267,7 @@ def test_the_trainer_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Rank
 
 def best(folder: str) -> tuple[str, dict[str, Tensor]]:
     """With the rates turned up, and the worst for the best: which is not the last."""
-    with launched():
+    with accelerated():
         settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
         trainer = trainer_of(folder, **settings)
         for group in trainer.create_optimizer().param_groups:

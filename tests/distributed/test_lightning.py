@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
+from launched import launched
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from reference import full
+from reference import full, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
@@ -28,10 +27,6 @@ from compile_muon.integrations.lightning import MuonZeroStrategy, grad_norm
 
 CONFIG = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003, "ns_dtype": "fp32"}}}
 ACCUMULATED, BATCH, LIMIT, EPOCH = 2, 2, 0.5, 3  # an epoch has so many steps
-
-
-def world_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 class Net(nn.Module):
@@ -103,21 +98,6 @@ def tokens(size: int = 96) -> Tensor:
 
 def loader(size: int = 96) -> DataLoader:
     return DataLoader(TensorDataset(tokens(size)), batch_size=BATCH)
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """The environment that torchrun gives a rank."""
-    world, rank = world_and_rank()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if world > 1:
-        os.environ.update(zip(names, map(str, (rank, world, rank, world, 0, "127.0.0.1", 1)), strict=True))
-        os.environ["TORCHELASTIC_RUN_ID"] = "tests"
-    try:
-        yield
-    finally:
-        for name in (*names, "TORCHELASTIC_RUN_ID"):
-            os.environ.pop(name, None)
 
 
 def config_of(stage: int, compiled: bool = False) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full
+from launched import accelerated
+from reference import full, world_and_rank
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler
@@ -27,10 +26,6 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
 }
 STEPS, ACCUMULATED, BATCH, LIMIT, RATE = 6, 2, 2, 0.5, 0.02
-
-
-def world_and_rank() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def gpt(**settings: Any) -> Any:
@@ -54,24 +49,6 @@ class Sentences(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
-
-
-@contextlib.contextmanager
-def launched() -> Iterator[None]:
-    """The environment that torchrun gives a rank, and none of Accelerate's singletons left behind."""
-    from accelerate.state import AcceleratorState
-
-    world, rank = world_and_rank()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    if world > 1:
-        os.environ.update(zip(names, map(str, (rank, world, rank, world, "127.0.0.1", 1)), strict=True))
-    AcceleratorState._reset_state(True)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(True)
-        for name in names:
-            os.environ.pop(name, None)
 
 
 def trainer_of(folder: str, stage: int, *, compiled: bool = False, **settings: Any) -> Any:
@@ -104,7 +81,7 @@ def losses(trainer: Any, key: str = "loss") -> list[float]:
 
 
 def train(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float], list[float], dict[str, Tensor]]:
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder, stage, compiled=compiled)
         trainer.train()
         assert trainer.muon.metrics()["skipped_steps"] == 0
@@ -175,7 +152,7 @@ def go_on(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float], dict
             if not began:
                 began.append(weights(kwargs["model"]))
 
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder, stage)
         trainer.add_callback(Watch())
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
@@ -195,7 +172,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], R
 
 def train_to_the_best(folder: str) -> tuple[str, dict[str, Tensor], list[list[int]]]:
     """At a rate that makes it worse: the first checkpoint is the best. Then what the model generates."""
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder, 3, learning_rate=3.0, load_best_model_at_end=True, metric_for_best_model="loss")
         trainer.train()
         tokens = torch.tensor([[1, 2, 3]])
@@ -226,7 +203,7 @@ def generate_unevenly(folder: str) -> tuple[list[int], float]:
     torch.manual_seed(0)
     shape = dict(vocab_size=61, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
     model = T5ForConditionalGeneration(T5Config(**shape, dropout_rate=0.0, eos_token_id=1, pad_token_id=0))
-    with launched():
+    with accelerated():
         _, rank = world_and_rank()
         arguments = Seq2SeqTrainingArguments(
             output_dir=folder, max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2, use_cpu=True,
@@ -251,7 +228,7 @@ def test_ranks_generate_together(ranks: Callable[[int], Ranks], tmp_path: Path) 
 
 def train_an_epoch(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[float]]:
     """Five micro-batches a rank: the last step of the epoch has one."""
-    with launched():
+    with accelerated():
         trainer = trainer_of(
             folder, stage, compiled=compiled, max_steps=-1, num_train_epochs=1, eval_strategy="no", save_strategy="no"
         )
@@ -279,7 +256,7 @@ def test_schedules_with_an_end_of_their_own(
     tmp_path: Path, kind: str, given: dict[str, float], rates: list[float]
 ) -> None:
     settings: dict[str, Any] = dict(max_steps=4, warmup_steps=0, save_strategy="no", eval_strategy="no")
-    with launched():
+    with accelerated():
         trainer = trainer_of(str(tmp_path), 2, lr_scheduler_type=kind, lr_scheduler_kwargs=given, **settings)
         trainer.train()
     assert losses(trainer, "learning_rate") == pytest.approx(rates, rel=1e-5)
@@ -287,7 +264,7 @@ def test_schedules_with_an_end_of_their_own(
 
 
 def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
-    with launched():
+    with accelerated():
         trainer_of(str(tmp_path), 2).save_model(str(tmp_path / "first"))
     saved = load_file(tmp_path / "first" / "model.safetensors")
     assert all(torch.equal(saved[name], value) for name, value in weights(gpt()).items())
@@ -302,7 +279,7 @@ def go_on_from_the_newest(folder: str) -> int:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             began.append(state.global_step)
 
-    with launched():
+    with accelerated():
         trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
         trainer.train()
         if world_and_rank()[1] == 0:  # as after a kill while checkpoint-4 was saved
@@ -334,7 +311,7 @@ def evaluate_normed(folder: str) -> tuple[dict[str, Tensor], float]:
     from compile_muon.integrations.transformers import MuonTrainer
 
     torch.manual_seed(0)
-    with launched():
+    with accelerated():
         arguments = TrainingArguments(
             output_dir=folder, max_steps=2, per_device_train_batch_size=4, use_cpu=True, report_to=[],
             disable_tqdm=True, save_strategy="no", learning_rate=0.02,
@@ -384,24 +361,24 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, settings: dict[str, 
 
     given = {name: settings.pop(name) for name in ("optimizers",) if name in settings}
     config = {**CONFIG, **settings.pop("config", {})}
-    with launched(), pytest.raises(compile_muon.ConfigError, match=said):
+    with accelerated(), pytest.raises(compile_muon.ConfigError, match=said):
         arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **settings)
         MuonTrainer(model=gpt(), args=arguments, train_dataset=Sentences(), muon_config=config, **given)
 
 
 def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with launched(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
+    with accelerated(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
         trainer_of(str(tmp_path), 2)
 
 
 def test_searching_hyperparameters_is_refused(tmp_path: Path) -> None:
-    with launched(), pytest.raises(compile_muon.ConfigError, match="hyperparameter_search: .* each trial"):
+    with accelerated(), pytest.raises(compile_muon.ConfigError, match="hyperparameter_search: .* each trial"):
         trainer_of(str(tmp_path), 2).hyperparameter_search(n_trials=2)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path) -> None:
-    with launched():
+    with accelerated():
         (tmp_path / "checkpoint-3").mkdir()
         trainer = trainer_of(str(tmp_path), 2)
         with pytest.raises(compile_muon.ConfigError, match="saving checkpoint-3 was cut off, and there is no other"):
