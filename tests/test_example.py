@@ -104,8 +104,8 @@ def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     settings = ["--use_cpu", "--report_to=none", "--per_device_train_batch_size=1", "--save_steps=1"]
     settings += ["--eval_strategy=no"]
-    for steps in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    for steps, launcher in ((1, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]), (2, [])):
+        command = [sys.executable, *launcher, str(script)]
         command += [*settings, f"--max_steps={steps}", f"--output_dir={tmp_path}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -128,12 +128,12 @@ def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
 
 
 def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
-    """The same; its second run is one epoch longer, and does that one alone."""
+    """On two ranks, then on one; the second run is one epoch longer, and does that one alone."""
     script = ROOT / "examples" / "train_accelerate.py"
     assert len(script.read_text().splitlines()) < 95
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    for epochs in (1, 2):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    for epochs, launcher in ((1, ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]), (2, [])):
+        command = [sys.executable, *launcher, str(script)]
         command += [f"--epochs={epochs}", "--windows=128", f"--output_dir={tmp_path}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -143,12 +143,12 @@ def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
-    """By Lightning's own launcher; uncompiled, which takes a fraction of the time."""
+    """By Lightning's own launcher, then on one rank; uncompiled, which takes a fraction of the time."""
     script = ROOT / "examples" / "train_lightning.py"
     assert len(script.read_text().splitlines()) < 95
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     for steps in (1, 2):
-        command = [sys.executable, str(script), "--devices=2", "--batch=16", "--save_every=1"]
+        command = [sys.executable, str(script), f"--devices={3 - steps}", "--batch=16", "--save_every=1"]
         command += [f"--max_steps={steps}", f"--out={tmp_path}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr

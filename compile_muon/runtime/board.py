@@ -129,10 +129,17 @@ class Board:
             self._lock.release()
         return True
 
-    def end(self) -> None:
-        """The optimizer, or the process, is at its end."""
+    def end(self, beats: threading.Thread) -> None:
+        """The optimizer, or the process, is at its end.
+
+        Args:
+            beats: runs :func:`keep_up`. Coming back from the store while the interpreter is being taken down, it would
+                end the process by std::terminate: exit code -6, of a training that went well.
+        """
         self.publish(self._last._replace(inside=False, ended=True))
         self.stopped.set()
+        if beats is not threading.current_thread():
+            beats.join(2 * _STORE_SECONDS)
 
     def read(self) -> dict[int, Entry] | None:
         """The places of those ranks that have one; None if the store is gone. A cut connection may never return."""

@@ -53,9 +53,10 @@ class Place:
         if store is not None and group is not None and device is not None:
             self.board = Board(store, group, device)
             self.board.publish(self.told())
-            weakref.finalize(self, self.board.end)
             arguments = (weakref.ref(self), self.board)
-            threading.Thread(target=keep_up, args=arguments, name="muon_zero_place", daemon=True).start()
+            beats = threading.Thread(target=keep_up, args=arguments, name="muon_zero_place", daemon=True)
+            beats.start()
+            weakref.finalize(self, self.board.end, beats)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         """A copied model has no optimizer, and meets nobody."""

@@ -51,7 +51,7 @@ def test_what_differs_is_seen(elastic: Any, never_killed: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("trial", "arguments", "outcome"),
     [
-        ("kill_a_rank", {"moment": "saving"}, "goes on, bit for bit"),
+        pytest.param("kill_a_rank", {"moment": "saving"}, "goes on, bit for bit", marks=pytest.mark.campaign),
         ("kill_a_node", {"back": False}, "goes on with 1"),
         pytest.param("kill_a_node", {"back": True}, "goes on, bit for bit", marks=pytest.mark.campaign),
     ],

@@ -111,7 +111,7 @@ def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings:
     check(ranks(2), **settings)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.campaign)])  # 4: test_meshes.py
 @cases(PAIRWISE)
 def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
     check(ranks(world), **settings)
@@ -129,7 +129,7 @@ def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, A
     check(ranks(2), codegen="inductor", **settings)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.campaign)])
 def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> None:
     check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="replicate")
 

@@ -127,6 +127,23 @@ def test_the_thread_ends_with_the_optimizer_and_says_so(group: Any) -> None:
     assert board.read()[0].ended
 
 
+def test_the_end_waits_for_a_thread_that_is_in_the_store(group: Any) -> None:
+    """Coming back from there while the interpreter is taken down, it ended the process with exit code -6."""
+    place = place_in(group)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "muon_zero_place")
+    store, entered = place.board._store, threading.Event()
+
+    def slowly(*entry: str) -> None:
+        entered.set()
+        time.sleep(0.5)
+        store.set(*entry)
+
+    place.board._store = SimpleNamespace(set=slowly, check=store.check, multi_get=store.multi_get)
+    assert entered.wait(10)
+    place.board.end(thread)
+    assert not thread.is_alive()
+
+
 def test_the_thread_ends_with_the_process_group(group: Any) -> None:
     others = threads()
     place = place_in(group)
