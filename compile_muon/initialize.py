@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_muon.config import Config, load_config
+from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.optimizer import MuonZero
 
-__all__ = ["initialize"]
+__all__ = ["compile_in_place", "initialize"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,13 +51,16 @@ def initialize(
     optimizer = MuonZero.from_config(
         model, resolved, mesh=mesh, process_group=process_group, weights=weights, init=init
     )
-    settings = resolved.compile
-    if settings.enabled:
-        # nn.Module.compile keeps the type and the state_dict keys
-        model.compile(
-            backend="muon_zero",
-            fullgraph=settings.fullgraph,
-            dynamic=settings.dynamic,
-            options=settings.options(),
-        )
+    if resolved.compile.enabled:
+        compile_in_place(model, resolved.compile)
     return model, optimizer
+
+
+def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
+    """``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
+    module.compile(
+        backend="muon_zero",
+        fullgraph=settings.fullgraph,
+        dynamic=settings.dynamic,
+        options=settings.options(),
+    )

@@ -10,14 +10,11 @@ ranks.
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,7 +53,8 @@ from torch.optim import Optimizer
 
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
-from compile_muon.initialize import initialize
+from compile_muon.initialize import compile_in_place, initialize
+from compile_muon.integrations.automatic import filled
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
@@ -257,7 +255,7 @@ class MuonZeroStrategy(ParallelStrategy):
             ("gradient_clipping",): clips or 0.0,
             ("bf16", "enabled"): str(self.precision_plugin.precision).startswith("bf16"),
         }
-        config = load_config(_filled(self.config, automatic))
+        config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
         errors = []
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
@@ -598,30 +596,4 @@ def _compile_children(module: nn.Module, settings: CompileConfig) -> None:
         return
     for child in _called(module):
         if child._compiled_call_impl is None and not isinstance(child, torch._dynamo.OptimizedModule):
-            child.compile(
-                backend="muon_zero",
-                fullgraph=settings.fullgraph,
-                dynamic=settings.dynamic,
-                options=settings.options(),
-            )
-
-
-def _filled(source: Any, automatic: Mapping[tuple[str, ...], Any]) -> Any:
-    """``source`` with ``"auto"`` replaced at these paths."""
-    if isinstance(source, Config):
-        return source
-    if isinstance(source, Mapping):
-        values = copy.deepcopy(dict(source))
-    else:
-        try:
-            values = json.loads(Path(source).read_text())
-        except (OSError, ValueError):
-            return source  # load_config says what is wrong with it
-    values.setdefault("gradient_accumulation_steps", None)
-    for path, value in automatic.items():
-        section: Any = values
-        for key in path[:-1]:
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.get(path[-1]) == "auto":
-            section[path[-1]] = value
-    return values
+            compile_in_place(child, settings)

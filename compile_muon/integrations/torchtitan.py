@@ -11,12 +11,9 @@ only there it is sharded, and gets its values shard by shard, so that no rank ev
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
@@ -34,6 +31,7 @@ from torchtitan.trainer import Trainer
 from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
+from compile_muon.integrations.automatic import filled
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
@@ -145,14 +143,11 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
     low = dtype != torch.float32
     given: Any = None
     if not isinstance(source, Config):
-        values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
-        precision = values.get("bf16")
+        automatic: dict[tuple[str, ...], Any] = {("gradient_accumulation_steps",): steps, ("gradient_clipping",): 0}
+        values = filled(source, automatic, defaults={"gradient_accumulation_steps": steps})
+        precision = values.get("bf16") if isinstance(values, dict) else None
         if isinstance(precision, dict) and "enabled" in precision:
             given, precision["enabled"] = precision["enabled"], low
-        if values.get("gradient_accumulation_steps", "auto") == "auto":
-            values["gradient_accumulation_steps"] = steps
-        if values.get("gradient_clipping") == "auto":
-            values["gradient_clipping"] = 0
         source = load_config(values)
     errors = []
     zero = source.zero

@@ -10,9 +10,7 @@ optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on w
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +29,7 @@ from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
+from compile_muon.integrations.automatic import filled
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.optimizer import MuonZero
 
@@ -58,17 +57,9 @@ def _read(source: str | os.PathLike | Mapping[str, Any] | Config, args: Training
     Raises:
         ConfigError: about all that is wrong with it.
     """
-    if isinstance(source, Config):
-        return _with_accumulation(source, args)
-    values = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else json.loads(Path(source).read_text())
-    for path, value in _AUTO.items():
-        section = values
-        for key in path[:-1]:
-            section = section.get(key) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.get(path[-1]) == "auto":
-            section[path[-1]] = value(args)
-    values.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    return _with_accumulation(load_config(values), args)
+    automatic = {path: value(args) for path, value in _AUTO.items()}
+    defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
+    return _with_accumulation(load_config(filled(source, automatic, defaults=defaults)), args)
 
 
 def _with_accumulation(config: Config, args: TrainingArguments) -> Config:

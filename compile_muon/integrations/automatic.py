@@ -1,0 +1,50 @@
+"""``"auto"`` in a configuration: what a trainer's own settings say of the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compile_muon.config import Config
+
+__all__ = ["filled"]
+
+
+def filled(
+    source: str | os.PathLike | Mapping[str, Any] | Config,
+    automatic: Mapping[tuple[str, ...], Any],
+    *,
+    defaults: Mapping[str, Any],
+) -> Any:
+    """``source`` with ``"auto"`` replaced at these paths.
+
+    Args:
+        source: as ``compile_muon.load_config`` takes it.
+        automatic: values by path of keys.
+        defaults: of keys at the top that are not there.
+    Returns:
+        A new mapping; ``source`` itself if it is a :class:`Config`, or cannot be read, as ``load_config`` will say.
+    """
+    if isinstance(source, Config):
+        return source
+    if isinstance(source, Mapping):
+        values: Any = copy.deepcopy(dict(source))
+    else:
+        try:
+            values = json.loads(Path(source).read_text())
+        except (OSError, ValueError):
+            return source
+        if not isinstance(values, dict):
+            return source
+    values = {**values, **{key: value for key, value in defaults.items() if key not in values}}
+    for path, value in automatic.items():
+        section = values
+        for key in path[:-1]:
+            section = section.get(key) if isinstance(section, dict) else None
+        if isinstance(section, dict) and section.get(path[-1]) == "auto":
+            section[path[-1]] = value
+    return values
