@@ -34,6 +34,7 @@ from compile_muon.model.materialize import Values
 from compile_muon.model.mesh import resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
+from compile_muon.model.roles import expert_roles, roles_of
 from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
@@ -152,10 +153,21 @@ class MuonZero(Optimizer):
     ) -> None:
         values = Values.of(model, weights, init)
         meta = values is not None and values.meta
-        assignments = assign(model, config.muon_params, use_muon=config.algorithm == "muon", meta=meta)
-        device = target_device(mesh, process_group) if meta else next(model.parameters()).device
+        device = target_device(mesh, process_group) if meta else _device_of(model)
         over_all = config.zero.shard_state_over == "all" and config.zero.stage > 0
-        self._mesh = resolve_mesh(mesh, process_group, device, config.mesh, state_over_all=over_all)
+        experts = config.expert_parallel
+        self._mesh = resolve_mesh(
+            mesh, process_group, device, config.mesh, experts=experts.size, state_over_all=over_all
+        )
+        roles = roles_of(model, self._mesh)
+        spread = None
+        if self._mesh is not None and experts.size > 1:
+            from compile_muon.integrations.moe import plan_experts
+
+            spread = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
+            roles |= expert_roles(model, spread.parameters, self._mesh)
+        parted, use_muon = self._mesh is not None, config.algorithm == "muon"
+        assignments = assign(model, config.muon_params, use_muon=use_muon, meta=meta, parted=parted)
         self.config = config
         self.grad_norm: Tensor | None = None
         self._norm = math.nan
@@ -167,7 +179,9 @@ class MuonZero(Optimizer):
         self._ledger.place = Place(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
-        self._ledger.accounts = shard_model(model, assignments, config, self._mesh, self._ledger, self._hyper)
+        self._ledger.accounts = shard_model(
+            model, assignments, config, self._mesh, roles, self._ledger, self._hyper, spread
+        )
         if values is not None:
             values.fill(model, device)
         self._ledger.before_backward = self._sync_momentum
@@ -261,7 +275,7 @@ class MuonZero(Optimizer):
         """
         counters = self._ledger.counters
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in self.param_groups}
-        several = self._mesh is not None and self._mesh.device_mesh.ndim > 1
+        several = self._mesh is not None and len(self._mesh.names) > 1
         by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
             "grad_norm": self._norm,
@@ -278,7 +292,7 @@ class MuonZero(Optimizer):
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(self._ledger.accounts, self._assignments, self.config)
+        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh)
 
     # ------------------------------------------------------------------ step
 
@@ -579,3 +593,10 @@ class MuonZero(Optimizer):
             account.speculations.drop()
         self._sync_momentum()
         self._ledger.count(refresh_replicas(self._ledger.accounts))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Of its parameters, which :func:`assign` requires to be one."""
+    for param in model.parameters():
+        return param.device
+    return torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
 from compile_muon.model.assignment import Assignment
+from compile_muon.model.mesh import Mesh
 from compile_muon.passes.costs import OVER_ALL, bytes_by_axis, owner_work
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
@@ -107,23 +108,29 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     muon, layout = spec.muon, spec.layout
     if muon is None:
         return {}
-    shards, replicas, strategy = layout.shard.size, layout.replicate.size, muon.exchange
-    if not layout.sharded:  # every rank already holds the whole gradient
+    meeting, copying, strategy = layout.meeting, layout.copying, muon.exchange
+    names = {"shard": meeting.name, "replicate": copying.name, "all": meeting.name}
+    shards, replicas = meeting.size, copying.size
+    if meeting.alone:  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
-        shards, replicas = layout.everyone.size, 1
+        names["all"] = copying.name
+        shards, replicas = copying.size, 1
     elif layout.cut_twice:
         strategy += OVER_ALL
+        shards, replicas = layout.shard.size, layout.replicate.size
+        names |= {"shard": layout.shard.name, "replicate": layout.replicate.name}
     itemsize = decode_dtype(muon.dtype).itemsize
     found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
-    return {layout.everyone.name if axis == "all" else axis: muon.batch * sent for axis, sent in found.items()}
+    return {names[axis]: muon.batch * sent for axis, sent in found.items()}
 
 
 def _row(account: Account, assignment: Assignment) -> Row:
     muon = account.spec.muon
-    work = 0.0 if muon is None else muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+    experts = account.spec.layout.expert.size
+    work = 0.0 if muon is None else experts * muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
     return Row(
         name=account.name,
-        shape=account.spec.layout.shape,
+        shape=account.spec.layout.whole,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
         exchange="-" if muon is None else muon.exchange,
@@ -132,18 +139,15 @@ def _row(account: Account, assignment: Assignment) -> Row:
     )
 
 
-def summarize(accounts: Sequence[Account], assignments: dict[str, Assignment], config: Config) -> Summary:
+def summarize(
+    accounts: Sequence[Account], assignments: dict[str, Assignment], config: Config, mesh: Mesh | None
+) -> Summary:
     """Collect the rows of a sharded model."""
-    layout = accounts[0].spec.layout
-    axes = (
-        ()
-        if layout.both is None
-        else ((layout.replicate.name, layout.replicate.size), (layout.shard.name, layout.shard.size))
-    )
+    names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(account, assignments[account.name]) for account in accounts),
         stage=config.zero.stage,
-        world_size=layout.everyone.size,
+        world_size=1 if mesh is None else mesh.size,
         update="step" if config.zero.update == "step" else "backward",
-        axes=axes,
+        axes=tuple((name, mesh.axis(name).size) for name in names if mesh is not None),
     )

@@ -7,7 +7,12 @@ that sends or places rows asks it, for any mesh: one with a single axis is one w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 __all__ = ["Axis", "Layout"]
 
@@ -34,37 +39,62 @@ class Axis:
         return self.size == 1
 
 
+def _part(total: int, parts: int, index: int) -> tuple[int, int]:
+    """``(start, stop)`` of one of ``parts`` chunks, as ``torch.chunk`` and ``Shard`` cut; empty past the end."""
+    chunk = -(-total // parts)
+    start = min(index * chunk, total)
+    return start, min(start + chunk, total)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the ranks hold a parameter, its gradient and its optimizer state.
 
+    Two kinds of axes. Those of data parallelism, ``shard`` and ``replicate``, are ours: ranks along them have the same
+    model and other data. Those of model parallelism, ``expert`` and ``tensor``, are the user's: ranks along them have
+    different parts of a model, and what of a parameter a rank's model has, :attr:`shape`, is all that the other axes
+    see of it.
+
     Args:
-        shape: full (unsharded) shape.
+        whole: shape of the whole parameter.
         stage: ZeRO stage, 0 to 3: which of the three are cut.
         shard: what is cut is cut into rows over this axis; weights are gathered over it.
         replicate: every rank along it holds what the others hold; gradients are averaged over it too (HSDP).
         both: the ranks of both axes, ``replicate`` outside: rank ``r * shard.size + s``. None where one axis has one
-            rank, and the other is all of the mesh.
+            rank, and the other is all of the data-parallel mesh.
         gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
             bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
         state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
+        expert: the parameter is cut along dim 0 over this axis, into parts that are stacks of whole matrices.
+        tensor: it is cut over this axis along ``tensor_dim``, into parts of matrices; None for a copy on every rank.
+        meeting_over, copying_over: what :attr:`meeting` and :attr:`copying` are where ``tensor`` has several ranks.
+        averaged: ranks whose losses a gradient is the mean of; None for those of :attr:`everyone`. Experts get tokens
+            of more ranks than they are replicated on.
+
+    The ranks of the whole mesh are counted row by row: replicate, shard, expert, tensor.
 
     Rows come in two kinds. The *slice* of a place along ``shard`` is what its ranks have of the weight to gather. The
     *piece* of a rank is what it has of master weight, gradient and state: all of the slice, or with ``state_over_all``
-    the slice's chunk of its place along ``replicate``. Ranks are those of :attr:`everyone`.
+    the slice's chunk of its place along ``replicate``.
     """
 
-    shape: tuple[int, ...]
+    whole: tuple[int, ...]
     stage: int
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
     both: Axis | None = None
     gather: str = "all_gather"
     state_over_all: bool = False
+    expert: Axis = field(default_factory=lambda: Axis("expert"))
+    tensor: Axis = field(default_factory=lambda: Axis("tensor"))
+    tensor_dim: int | None = None
+    meeting_over: Axis | None = None
+    copying_over: Axis | None = None
+    averaged: int | None = None
 
     @property
     def everyone(self) -> Axis:
-        """All ranks that hold a part."""
+        """All ranks that have the same part of the model, and other data."""
         if self.both is not None:
             return self.both
         return self.shard if self.replicate.alone else self.replicate
@@ -72,13 +102,160 @@ class Layout:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that collectives of this parameter may use, each once."""
-        found = (self.shard, self.replicate, self.everyone)
+        found = (self.shard, self.replicate, self.expert, self.tensor, self.everyone, self.meeting, self.copying)
         return tuple({axis.group: axis for axis in reversed(found) if not axis.alone}.values())
 
     @property
     def company(self) -> tuple[object, ...]:
         """What layouts must agree on to share a collective."""
-        return self.shard, self.replicate, self.sharded, self.cut_twice
+        return self.shard, self.replicate, self.sharded, self.cut_twice, self.divisor
+
+    @property
+    def divisor(self) -> int:
+        """What the sum of gradients is divided by."""
+        return self.averaged or self.everyone.size
+
+    # ------------------------------------------------------------------------------------------ parts of a model
+
+    @property
+    def joined(self) -> bool:
+        """Whether a rank's model has parts of matrices, which Newton-Schulz needs whole."""
+        return self.tensor_dim is not None and not self.tensor.alone
+
+    @property
+    def parted(self) -> bool:
+        """Whether a rank's model has only a part of the parameter."""
+        return self.joined or not self.expert.alone
+
+    def _bounds(self, expert: int, tensor: int | None) -> list[tuple[int, int]]:
+        """``(start, stop)`` along each dim, of the part at these places; of all parts along ``tensor`` for None."""
+        bounds = [(0, size) for size in self.whole]
+        if not self.expert.alone:
+            bounds[0] = _part(self.whole[0], self.expert.size, expert)
+        if tensor is not None and self.joined:
+            assert self.tensor_dim is not None
+            bounds[self.tensor_dim] = _part(self.whole[self.tensor_dim], self.tensor.size, tensor)
+        return bounds
+
+    def _part_shape(self, tensor: int | None) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self._bounds(self.expert.index, tensor))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank's model has of the parameter."""
+        return self._part_shape(self.tensor.index)
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        """Of the whole matrices that this rank's model has parts of."""
+        return self._part_shape(None)
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        """Where in the whole this rank's part is."""
+        return tuple(slice(*bounds) for bounds in self._bounds(self.expert.index, self.tensor.index))
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole mesh."""
+        return self.replicate.size * self.shard.size * self.expert.size * self.tensor.size
+
+    def region(self, rank: int) -> tuple[slice, ...]:
+        """Where in the whole the piece of ``rank`` of the whole mesh is."""
+        rank, tensor = divmod(rank, self.tensor.size)
+        rank, expert = divmod(rank, self.expert.size)
+        bounds = self._bounds(expert, tensor)
+        if self.sharded:
+            start, stop = bounds[0]
+            first, last = self._rows(stop - start, rank)
+            bounds[0] = start + first, start + last
+        return tuple(slice(*each) for each in bounds)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Ranks of the whole mesh whose pieces are the whole parameter, each element once, in the order of the rows.
+
+        Pieces of matrices that are cut along another dim than 0 are no rows of them.
+        """
+        parts = self.tensor.size if self.joined else 1
+        return tuple(
+            (data * self.expert.size + expert) * self.tensor.size + tensor
+            for expert in range(self.expert.size)
+            for tensor in range(parts)
+            for data in self._data_holders
+        )
+
+    @property
+    def cut_in_rows(self) -> bool:
+        """Whether every piece is rows of the whole."""
+        return not self.joined or self.tensor_dim == 0
+
+    # ------------------------------------------------------------------------------------------ Newton-Schulz
+
+    @property
+    def meeting(self) -> Axis:
+        """Ranks whose pieces are the whole of a matrix, each element once: it is joined at one of them."""
+        if self.meeting_over is not None:
+            return self.meeting_over
+        if self.cut_twice:
+            return self.everyone
+        return self.shard if self.sharded else Axis("shard")
+
+    @property
+    def copying(self) -> Axis:
+        """Ranks that hold the same piece: what one of them makes is handed to the others."""
+        if self.copying_over is not None:
+            return self.copying_over
+        if self.cut_twice:
+            return Axis("replicate")
+        return self.replicate if self.sharded else self.everyone
+
+    def owner_ranks(self, owner: int) -> tuple[int, ...]:
+        """The ranks of the whole mesh with the places ``divmod(owner, meeting.size)`` along copying and meeting.
+
+        Of experts it is one at each place along ``expert``, which all go by the same table.
+        """
+        copy, place = divmod(owner, self.meeting.size)
+        if self.joined:
+            place, tensor = divmod(place, self.tensor.size)
+        else:
+            copy, tensor = divmod(copy, self.tensor.size)
+        data = copy * self.shard.size + place if self.sharded and not self.cut_twice else copy + place
+        return tuple((data * self.expert.size + e) * self.tensor.size + tensor for e in range(self.expert.size))
+
+    def _meeting_place(self, place: int) -> tuple[int, int]:
+        """``(data, tensor)`` of a place along :attr:`meeting`."""
+        return divmod(place, self.tensor.size) if self.joined else (place, self.tensor.index)
+
+    def meeting_shape(self, place: int) -> tuple[int, ...]:
+        """Shape of the piece that ``place`` along :attr:`meeting` has of a matrix."""
+        data, tensor = self._meeting_place(place)
+        shape = self._part_shape(tensor)
+        if not self.sharded:
+            return shape
+        start, stop = self._rows(shape[0], data)
+        return (stop - start, *shape[1:])
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`meeting`."""
+        if not self.joined:
+            return torch.cat([pieces[data] for data in self._data_holders]).view(self.joined_shape)
+        parts = []
+        for tensor in range(self.tensor.size):
+            rows = [pieces[data * self.tensor.size + tensor] for data in self._data_holders]
+            parts.append(torch.cat(rows).view(self._part_shape(tensor)))
+        assert self.tensor_dim is not None
+        return torch.cat(parts, dim=self.tensor_dim)
+
+    def cut(self, matrix: Tensor, place: int) -> Tensor:
+        """The piece of ``place`` along :attr:`meeting`, of a tensor of as many elements as :attr:`joined_shape`."""
+        data, tensor = self._meeting_place(place)
+        found = matrix.reshape(self.joined_shape)
+        if self.joined:
+            assert self.tensor_dim is not None
+            start, stop = self._bounds(self.expert.index, tensor)[self.tensor_dim]
+            found = found.narrow(self.tensor_dim, start, stop - start)
+        return found[slice(*self._rows(found.shape[0], data))] if self.sharded else found
 
     @property
     def sharded(self) -> bool:
@@ -115,14 +292,15 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same gradient and state."""
+        """How many ranks of the whole mesh hold the same gradient and state."""
+        same = 1 if self.joined else self.tensor.size
         if self.cut_twice:
-            return 1
-        return self.replicate.size if self.sharded else self.everyone.size
+            return same
+        return same * (self.replicate.size if self.sharded else self.everyone.size)
 
     @property
-    def holders(self) -> tuple[int, ...]:
-        """Ranks whose pieces are the whole parameter, each row once, in the order of the rows."""
+    def _data_holders(self) -> tuple[int, ...]:
+        """Ranks of :attr:`everyone` whose pieces are what this rank's model has, in the order of the rows."""
         if not self.sharded:
             return (0,)
         replicas = self.replicate.size if self.cut_twice else 1
@@ -135,7 +313,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the full parameter."""
+        """Elements of what this rank's model has."""
         return math.prod(self.shape)
 
     # ------------------------------------------------------------------------------------------ slices
@@ -147,8 +325,7 @@ class Layout:
 
     def shard_rows(self, index: int) -> tuple[int, int]:
         """``(start, stop)`` of the slice at ``index`` of ``shard``; empty for a place past the end."""
-        start = min(index * self.chunk, self.shape[0])
-        return start, min(start + self.chunk, self.shape[0])
+        return _part(self.shape[0], self.shard.size, index)
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -158,39 +335,36 @@ class Layout:
 
     # ------------------------------------------------------------------------------------------ pieces
 
-    def piece_rows(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the piece of ``rank`` of a sharded parameter; may be empty."""
+    def _rows(self, total: int, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of the piece that ``rank`` of :attr:`everyone` has of ``total`` rows."""
         replica, index = divmod(rank, self.shard.size)
-        start, stop = self.shard_rows(index)
+        start, stop = _part(total, self.shard.size, index)
         if not self.cut_twice:
             return start, stop
-        width = self._piece_chunk(index)
-        begin = min(start + replica * width, stop)
-        return begin, min(begin + width, stop)
+        first, last = _part(stop - start, self.replicate.size, replica)  # as Shard(0) of a Shard(0) has it
+        return start + first, start + last
 
-    def _piece_chunk(self, index: int) -> int:
-        """Rows of the largest piece of a slice that is cut again, as ``Shard(0)`` of a ``Shard(0)`` has it."""
-        start, stop = self.shard_rows(index)
-        return -(-(stop - start) // self.replicate.size)
+    def piece_rows(self, rank: int) -> tuple[int, int]:
+        """``(start, stop)`` of the piece of ``rank`` of :attr:`everyone`, of a sharded parameter; may be empty."""
+        return self._rows(self.shape[0], rank)
 
     def owner_of(self, shape: tuple[int, ...]) -> str | None:
         """``"rank 0 of 4"``: the first whose piece has this shape, of a parameter whose whole has another."""
-        if not self.sharded or shape == self.shape:
+        if not (self.sharded or self.parted) or shape == self.whole:
             return None
         for rank in sorted(self.holders):
-            start, stop = self.piece_rows(rank)
-            if shape == (stop - start, *self.shape[1:]):
+            if shape == tuple(part.stop - part.start for part in self.region(rank)):
                 return f"rank {rank} of {len(self.holders)}"
         return None
 
     @property
     def widest_piece(self) -> int:
         """Elements of the largest piece among the ranks that this one shares its slice with."""
-        rows = self._piece_chunk(self.shard.index) if self.cut_twice else self.chunk
+        rows = -(-self.slice_shape[0] // self.replicate.size) if self.cut_twice else self.chunk
         return rows * self.row_numel
 
     def piece_numel(self, rank: int) -> int:
-        """Elements that ``rank`` holds."""
+        """Elements that ``rank`` of :attr:`everyone` holds."""
         if not self.sharded:
             return self.numel
         start, stop = self.piece_rows(rank)

@@ -114,8 +114,8 @@ class ParamSpec:
         """Inverse of :meth:`encode`."""
         fields = json.loads(text)
         layout, muon = fields.pop("layout"), fields.pop("muon")
-        layout["shape"] = tuple(layout["shape"])
-        for axis in ("shard", "replicate", "both"):
+        layout["whole"] = tuple(layout["whole"])
+        for axis in ("shard", "replicate", "both", "expert", "tensor", "meeting_over", "copying_over"):
             layout[axis] = None if layout[axis] is None else Axis(**layout[axis])
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])

@@ -36,6 +36,7 @@ __all__ = [
     "mark_save",
     "order_saved_values",
     "storage_holders",
+    "unflattened",
     "store_of",
     "timeout_of",
     "trace_artifact",
@@ -131,6 +132,13 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
 def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:
     """The group of all ranks of a mesh of several dimensions, row-major; one for as many calls as there are."""
     return mesh._flatten().get_group()
+
+
+def unflattened(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The same ranks with one dimension as several."""
+    if mesh.mesh_dim_names is None:  # torch names the new dimensions only beside others with names
+        mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("shard",))
+    return mesh._unflatten(dim, sizes, names)
 
 
 def collective_failed(error: BaseException) -> bool:

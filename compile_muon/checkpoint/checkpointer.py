@@ -162,7 +162,7 @@ class Checkpointer:
         for key in contents.buffers:  # they may come of a rank's own batches
             values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
         if self._copies is None:
-            self._copies = HostCopies(ranks.mesh, keep=self._background is not None)
+            self._copies = HostCopies(ranks, keep=self._background is not None)
         return _Snapshot(self._copies.take(tensors), values, own, _manifest(step, ranks, contents, optimizer))
 
     def _write(self, doing: str, ranks: Ranks, snapshot: _Snapshot) -> None:
@@ -254,7 +254,7 @@ class Checkpointer:
             problems = [*fitting.problems, *_unsaved(values, scheduler, loader)]
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
-            staged = {source: empty_like(contents.tensors[key], ranks.mesh) for key, source in fitting.sources.items()}
+            staged = {source: empty_like(contents.tensors[key], ranks) for key, source in fitting.sources.items()}
             read_tensors(place / TENSORS, staged)
             self._own_buffers(staged, fitting, contents, values)
             extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
@@ -364,9 +364,7 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            trained_on = None if optimizer._mesh is None else optimizer._mesh.device_mesh
-            device, place = optimizer._hyper.device, optimizer._ledger.place
-            self._ranks = Ranks(optimizer._group, device, place, trained_on=trained_on)
+            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.place)
         return self._ranks
 
 

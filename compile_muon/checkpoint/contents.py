@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from compile_muon.checkpoint.manifest import Manifest, TensorFacts
+from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.spec import encode_dtype
@@ -52,9 +52,16 @@ class Contents:
         found = {}
         for name in self.algorithms:
             tensor = self.tensors[f"model/{name}"]
-            sharded = isinstance(tensor, DTensor) and any(p.is_shard() for p in tensor.placements)
-            found[name] = "shard(0)" if sharded else "whole"
+            found[name] = _cuts(tensor) if isinstance(tensor, DTensor) else "whole"
         return found
+
+
+def _cuts(tensor: DTensor) -> str:
+    cuts = [(dim, placement.dim) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    names = tensor.device_mesh.mesh_dim_names
+    if tensor.device_mesh.ndim == 1 or names is None:
+        return "shard(0)" if cuts else "whole"
+    return ", ".join(f"shard({dim}) over {names[axis]}" for axis, dim in cuts) or "whole"
 
 
 def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
@@ -111,12 +118,12 @@ class HostCopies:
     """Copies in host memory, whose memory the next copy uses again.
 
     Args:
-        mesh: of the ranks, on the CPU; None for one process.
+        ranks: that hold them.
         keep: copy even what is on the CPU, because training goes on while it is written.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, *, keep: bool) -> None:
-        self._mesh = mesh
+    def __init__(self, ranks: Ranks, *, keep: bool) -> None:
+        self._ranks = ranks
         self._keep = keep
         self._memory: dict[str, Tensor] = {}
 
@@ -129,7 +136,7 @@ class HostCopies:
             if self._keep or not local.is_cpu:
                 waiting |= not local.is_cpu
                 local = self._room(key, local).copy_(local, non_blocking=True)
-            found[key] = like_parameter(tensor, local.contiguous(), self._mesh)
+            found[key] = _on_host(tensor, local.contiguous(), self._ranks)
         if waiting:
             torch.accelerator.synchronize()
         return found
@@ -144,10 +151,15 @@ class HostCopies:
         return kept
 
 
-def empty_like(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def empty_like(tensor: Tensor, ranks: Ranks) -> Tensor:
     """New host memory for what this rank holds of ``tensor``."""
     local = local_tensor(tensor)
-    return like_parameter(tensor, torch.empty(local.shape, dtype=local.dtype), mesh)
+    return _on_host(tensor, torch.empty(local.shape, dtype=local.dtype), ranks)
+
+
+def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:
+    """``local`` as the part of a tensor like ``tensor`` in host memory."""
+    return like_parameter(tensor, local, ranks.mesh_like(tensor.device_mesh)) if isinstance(tensor, DTensor) else local
 
 
 # ------------------------------------------------------------------------------------------ does it fit

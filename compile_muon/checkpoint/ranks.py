@@ -28,7 +28,6 @@ class Ranks:
         group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
         device: that ``group`` works on.
         place: of the optimizer; says where the others are when one does not come.
-        trained_on: the mesh of the optimizer's tensors, where it has several dimensions.
         apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
             by ``place``.
     Raises:
@@ -41,14 +40,13 @@ class Ranks:
         device: torch.device,
         place: Place,
         *,
-        trained_on: DeviceMesh | None = None,
         apart: bool = True,
     ) -> None:
         self._place = place
         self._apart = apart
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
-        self.mesh: DeviceMesh | None = None
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
         if group is None:
             return
         self.rank, self.world = group.rank(), group.size()
@@ -63,11 +61,14 @@ class Ranks:
             self.group = dist.new_group(members, timeout, "gloo", use_local_synchronization=not everyone)
         except RuntimeError as error:
             raise self._alone("a rank did not come to save or load a checkpoint", error) from error
-        if trained_on is None or trained_on.ndim == 1:
-            self.mesh = DeviceMesh.from_group(self.group, "cpu")
-        else:  # says where shards belong; nothing is sent over it, so training's groups will do
-            names = trained_on.mesh_dim_names
-            self.mesh = DeviceMesh.from_group(trained_on.get_all_groups(), "cpu", trained_on.mesh, mesh_dim_names=names)
+
+    def mesh_like(self, trained_on: DeviceMesh) -> DeviceMesh:
+        """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
+        if trained_on not in self._meshes:
+            groups = trained_on.get_all_groups() if self.group is None or trained_on.ndim > 1 else [self.group]
+            ranks, names = trained_on.mesh, trained_on.mesh_dim_names
+            self._meshes[trained_on] = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=names)
+        return self._meshes[trained_on]
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""

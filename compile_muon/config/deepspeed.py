@@ -24,10 +24,11 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
 from compile_muon.config.foreign import FOREIGN, refusal
 from compile_muon.config.settings import (
@@ -37,6 +38,7 @@ from compile_muon.config.settings import (
     Arguments,
     CompileConfig,
     Config,
+    ExpertParallelConfig,
     MeshConfig,
     MuonConfig,
     NSConfig,
@@ -44,6 +46,8 @@ from compile_muon.config.settings import (
 from compile_muon.errors import ConfigError, config_error, warn_user
 
 __all__ = ["load_config", "read_config"]
+
+C = TypeVar("C", bound=Checked)
 
 _TOP = (
     "compile",
@@ -56,6 +60,7 @@ _TOP = (
     "fp16",
     "communication_data_type",
     "mesh",
+    "expert_parallel",
 )
 #: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
 _PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
@@ -75,6 +80,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "bfloat16": ("enabled",),
     "fp16": ("enabled",),
     "mesh": tuple(f.name for f in fields(MeshConfig)),
+    "expert_parallel": tuple(f.name for f in fields(ExpertParallelConfig)),
 }
 
 
@@ -123,7 +129,10 @@ def read_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> tuple
             _put(given, key, top[key], key)
     _put_precision(given, top)
     config = given.config(
-        compile=_read_compile(given, top.get("compile", False)), algorithm=algorithm, mesh=_read_mesh(given, top)
+        compile=_read_compile(given, top.get("compile", False)),
+        algorithm=algorithm,
+        mesh=_read(given, top, "mesh", MeshConfig) if "mesh" in top else None,
+        expert_parallel=_read(given, top, "expert_parallel", ExpertParallelConfig) or ExpertParallelConfig(),
     )
     return config, given.hints
 
@@ -220,15 +229,14 @@ def _read_compile(given: _Given, value: object) -> CompileConfig:
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
 
 
-def _read_mesh(given: _Given, top: Mapping[str, Any]) -> MeshConfig | None:
-    if "mesh" not in top:
-        return None
-    sizes = MeshConfig.canonical(_section(given, "mesh", top["mesh"]), given.mistakes, lambda key: f"mesh.{key}")
+def _read(given: _Given, top: Mapping[str, Any], key: str, kind: type[C]) -> C | None:
+    """The section ``key`` as a dataclass; None where it contradicts itself."""
+    values = kind.canonical(_section(given, key, top.get(key, {})), given.mistakes, lambda name: f"{key}.{name}")
     try:
-        return MeshConfig(**sizes)
+        return kind(**values)
     except ConfigError as error:
         for each in error.errors:
-            given.mistakes.add(each.renamed(each.field.replace("MeshConfig", "mesh")))
+            given.mistakes.add(each.renamed(each.field.replace(kind.__name__, key)))
         return None
 
 

@@ -198,7 +198,7 @@ _REQUESTS: tuple[_Request, ...] = (
         "all ranks are data-parallel",
         _one_rank,
     ),
-    _Request({"": "expert_parallel hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
+    _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
     _Request(
         {"": "elasticity"},
         "lets DeepSpeed choose the batch sizes and the accumulation",

@@ -47,6 +47,7 @@ __all__ = [
     "Arguments",
     "CompileConfig",
     "Config",
+    "ExpertParallelConfig",
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
@@ -218,15 +219,33 @@ class MeshConfig(Checked):
     Attributes:
         replicate: groups that hold the same weights; gradients are averaged over them too (HSDP).
         shard: ranks that the parameters, or what the stage says, are cut over.
+        tensor: ranks that have parts of the same matrices, as ``parallelize_module`` cuts them, and the same data.
     """
 
     replicate: int = setting(1, _check_axis)
     shard: int = setting(-1, _check_axis)
+    tensor: int = setting(1, _check_axis)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Only one axis can be the rest."""
-        if self.replicate == self.shard == -1:
-            yield config_error("MeshConfig.replicate", -1, "and shard are both the rest", "give the size of one")
+        rest = [f.name for f in fields(self) if getattr(self, f.name) == -1]
+        if len(rest) > 1:
+            problem = f"and {rest[1]} are both the rest"
+            yield config_error(f"MeshConfig.{rest[0]}", -1, problem, "give the size of one")
+
+
+@dataclass(frozen=True)
+class ExpertParallelConfig(Checked):
+    """Experts of a Transformers model, each on one of several ranks.
+
+    Attributes:
+        size: ranks that the experts of a layer are spread over; divides the ranks along ``shard``, and the experts.
+        capacity_factor: None to compute every token; else how many times the mean an expert takes of a rank's tokens,
+            the most probable ones.
+    """
+
+    size: int = setting(1, check_integer, low=1)
+    capacity_factor: float | None = setting(None, check_real, none=True, positive=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +272,7 @@ class Config(Checked):
         algorithm: "muon", or "adamw" to train everything by AdamW on the same sharded engine, as a baseline. What only
             Muon reads must then keep its default.
         mesh: sizes of the axes, None for one axis of all ranks. Not with a ``mesh`` given beside.
+        expert_parallel: whether experts of a Transformers model are spread over ranks.
     """
 
     muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
@@ -264,6 +284,7 @@ class Config(Checked):
     )
     algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
     mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
+    expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Settings that nothing would read; only values that differ from the default show here."""

@@ -87,7 +87,7 @@ def agree(model: nn.Module, config: Config, specs: Mapping[str, ParamSpec], mesh
         "layouts": dict(_layouts(specs)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
-    mine = torch.tensor([*numbers, 0 if board is None else board.number], device=mesh.device_mesh.device_type)
+    mine = torch.tensor([*numbers, 0 if board is None else board.number], device=mesh.device_type)
     everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
     dist.all_gather(everyone, mine, group=mesh.everyone)
     rows = torch.stack(everyone).tolist()

@@ -86,12 +86,18 @@ class _Use:
 
 
 def assign(
-    model: nn.Module, muon_params: MuonParams = None, *, use_muon: bool = True, meta: bool = False
+    model: nn.Module,
+    muon_params: MuonParams = None,
+    *,
+    use_muon: bool = True,
+    meta: bool = False,
+    parted: bool = False,
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
-    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device.
+    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device, ``parted``
+    DTensors.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -102,7 +108,7 @@ def assign(
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    check_supported(model, meta=meta)
+    check_supported(model, meta=meta, parted=parted)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if not use_muon:

@@ -17,12 +17,11 @@ from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import buckets, refresh_by_owner
+from compile_muon.runtime.shards import local_tensor, user_attributes
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
 
 _c10d = torch.ops._c10d_functional
-#: What a DTensor keeps among the attributes of its own.
-_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
 
 
 @contextlib.contextmanager
@@ -43,6 +42,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     left with a mixture. DeepSpeed's ``GatheredParameters(params, modifier_rank=0)`` broadcasts as we do, takes
     parameters instead of a module, and drops edits where no rank is named. Both can leave values on the CPU or on one
     rank; we cannot.
+
+    What the user had cut before, experts or tensor slices, stays cut: such a parameter is the DTensor that it was then,
+    of this rank's part.
 
     A block inside another over the same module changes nothing: the parameters are whole already, and the outer block
     decides whether edits are kept.
@@ -88,7 +90,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
-        _write(accounts, [whole[id(account)].detach() for account in accounts])
+        _write(accounts, [local_tensor(whole[id(account)]).detach() for account in accounts])
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class Held:
         spec = account.spec
         if not isinstance(param, nn.Parameter):
             return "was removed"
-        if tuple(param.shape) != spec.layout.shape:
-            return f"its shape changed from {list(spec.layout.shape)} to {list(param.shape)}"
+        if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
+            return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}"
         if str(param.dtype) != f"torch.{spec.dtype}":
             return f"its dtype changed from {spec.dtype} to {param.dtype}"
         if param.device != account.hyper.device:
@@ -177,10 +179,9 @@ def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
 
 
 def _parameter(account: Account, full: Tensor) -> nn.Parameter:
-    param = nn.Parameter(full, requires_grad=account.param.requires_grad)
-    for key, value in vars(account.param).items():  # attributes users put on it
-        if key not in _OF_DTENSORS:
-            setattr(param, key, value)
+    param = nn.Parameter(account.as_read(full), requires_grad=account.param.requires_grad)
+    for key, value in user_attributes(account.param).items():
+        setattr(param, key, value)
     return param
 
 
@@ -195,7 +196,7 @@ def _edited(accounts: Sequence[Account], before: Tensor | None, after: Tensor | 
 
 
 def _fingerprints(accounts: Sequence[Account], whole: dict[int, Any]) -> Tensor | None:
-    return fingerprint([whole[id(account)] for account in accounts]) if accounts else None
+    return fingerprint([local_tensor(whole[id(account)]) for account in accounts]) if accounts else None
 
 
 # -------------------------------------------------------------------------------------- collectives
@@ -219,9 +220,9 @@ def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
 
 def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]:
     """No rank writes where another does not: the others would wait for it."""
-    groups = {a.spec.layout.everyone.group: a.hyper.device for a in accounts if not a.spec.layout.everyone.alone}
+    axes = {axis.group: a.hyper.device for a in accounts for axis in a.spec.layout.axes}
     bad = False
-    for group, device in groups.items():
+    for group, device in axes.items():
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
         bad = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or bad
     if bad and not problems:
@@ -235,10 +236,12 @@ def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
     value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
     for bucket in buckets(accounts, lambda spec: spec.dtype):
         parts = [value_of[id(account)] for account in bucket]
-        everyone = bucket[0].spec.layout.everyone
-        if not everyone.alone:
+        layout = bucket[0].spec.layout
+        axes = [axis for axis in (layout.everyone, *([] if layout.joined else [layout.tensor])) if not axis.alone]
+        if axes:
             flat = torch.cat([part.reshape(-1) for part in parts])
-            flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, everyone.group))
+            for axis in axes:
+                flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, axis.group))
             parts = list(flat.split([part.numel() for part in parts]))
         for account, part in zip(bucket, parts, strict=True):
             layout = account.spec.layout

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from compile_muon.config import Config
-from compile_muon.errors import ConfigError
+from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dtype, resolve_method
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.mesh import Mesh
+from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.layout import Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
@@ -23,6 +23,13 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
     if assignment.algorithm != "muon" or assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
+    if not layout.expert.alone:
+        if len(layout.whole) < 3:
+            raise UnsupportedModelError(
+                f"{assignment.name}: is cut over the axis expert, and shape {list(layout.whole)} is one matrix, not a "
+                "stack of them; set param.use_muon = False, or cut it over the axis tensor"
+            )
+        batch = layout.shape[0]
     ns = config.muon.ns
     try:
         chosen = resolve_coefficients(ns.coefficients, ns.steps)
@@ -32,11 +39,11 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
-    world = layout.everyone.size
-    if world == 1 or (batch > 1 and layout.sharded):
+    world = layout.meeting.size * layout.copying.size
+    if world == 1 or (batch > 1 and layout.sharded and not layout.joined):
         exchange = "local"  # whole matrices already: one process, or experts sharded by expert
     elif config.zero.exchange == "auto":
-        replicas = layout.replicate.size if layout.sharded else 1
+        replicas = 1 if layout.meeting.alone else layout.copying.size
         exchange = choose_exchange(
             rows,
             cols,
@@ -66,11 +73,23 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
 
 
 def describe(
-    param: Tensor, assignment: Assignment, config: Config, mesh: Mesh | None, device: torch.device
+    param: Tensor,
+    assignment: Assignment,
+    config: Config,
+    mesh: Mesh | None,
+    device: torch.device,
+    role: Role = DENSE,
 ) -> ParamSpec:
-    """Static facts of one parameter, which is or will be on ``device``, under this configuration."""
+    """Static facts of one parameter, which is or will be on ``device``, under this configuration.
+
+    Raises:
+        ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
+    """
     shape, stage = tuple(param.shape), config.zero.stage
-    layout = Layout(shape, stage) if mesh is None else mesh.layout(shape, stage)
+    if role.expert and role.placed is None:  # marked: what a rank has is all it is
+        assert mesh is not None
+        shape = (shape[0] * mesh.axis("expert").size, *shape[1:])
+    layout = Layout(shape, stage) if mesh is None else mesh.layout(shape, stage, role)
     compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
     return ParamSpec(
         layout,

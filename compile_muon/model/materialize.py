@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.errors import UnsupportedModelError, config_error, listed
@@ -198,9 +199,11 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
     begun = _random_state(device)
     while True:
         whole: dict[int, Any] = {}
-        gathered = gather_whole([accounts[key] for key in wanted if key not in map(id, held[0].accounts.values())])
+        others = [accounts[key] for key in wanted if key not in map(id, held[0].accounts.values())]
+        gathered = gather_whole([account for account in others if not account.spec.layout.parted])
+        gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
         for key, account in accounts.items():
-            shape, dtype = account.spec.layout.shape, account.param.dtype
+            shape, dtype = account.spec.layout.whole, account.param.dtype
             values = gathered.get(key)
             if values is None:
                 values = torch.empty(shape, dtype=dtype, device=device if key in wanted else "meta")

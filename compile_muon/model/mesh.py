@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,47 +17,83 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from compile_muon.config import MeshConfig
 from compile_muon.errors import config_error
 from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.torch_private import flattened
+from compile_muon.passes.torch_private import flattened, group_named, unflattened
 from compile_muon.runtime.board import backend_of
 
-__all__ = ["Mesh", "resolve_mesh", "target_device"]
+__all__ = ["DENSE", "Mesh", "Role", "resolve_mesh", "target_device"]
 
-_NAMES = ("replicate", "shard")
+_NAMES = ("replicate", "shard", "expert", "tensor")
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a rank's model has of a parameter.
+
+    Args:
+        expert: the experts of its place along ``expert``, of a stack of them; else all ranks along it have the same.
+        tensor_dim: the part of its place along ``tensor``, cut along this dim; None if all along it have the same.
+        placed: mesh, placements and whole shape of the DTensor that the model had and goes on to read; None where it
+            reads a plain tensor.
+    """
+
+    expert: bool = False
+    tensor_dim: int | None = None
+    placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
+
+
+#: of a parameter that is whole in every rank's model
+DENSE = Role()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Several ranks.
 
+    Ranks along ``expert`` share everything but experts, so for all other parameters they are part of ``shard``.
+
     Args:
-        device_mesh: what DTensors are placed on: 1-D, or 2-D ``("replicate", "shard")``; where state is cut over both,
-            ``("shard", "replicate")``, in the order of the cuts.
-        shard, replicate: its axes as this rank sees them.
-        everyone: all of its ranks, row-major.
-        gather: how ranks gather, see ``Layout.gather``.
+        given: all of them, each dimension of two or more ranks.
+        names: of its dimensions, some of ``("replicate", "shard", "expert", "tensor")`` in this order.
         state_over_all: see ``Layout.state_over_all``.
     """
 
-    device_mesh: DeviceMesh
-    shard: Axis
-    replicate: Axis
-    everyone: dist.ProcessGroup
-    gather: str
+    given: DeviceMesh
+    names: tuple[str, ...]
     state_over_all: bool = False
+    _axes: dict[tuple[str, ...], Axis] = field(default_factory=dict, repr=False, compare=False)
+    _placed: dict[bool, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(device_mesh: DeviceMesh, *, state_over_all: bool = False) -> Mesh:
-        """Of a mesh with one dimension, all of it ``shard``, or with the two of that name."""
-        if device_mesh.ndim == 1:
-            group = device_mesh.get_group()
-            shard = _axis("shard", device_mesh, 0)
-            return Mesh(device_mesh, shard, Axis("replicate"), group, _gather(group, device_mesh.device_type))
-        everyone = flattened(device_mesh)
-        replicate, shard = (_axis(name, device_mesh, dim) for dim, name in enumerate(_NAMES))
-        gather = _gather(everyone, device_mesh.device_type)
-        if state_over_all and not shard.alone:
-            return Mesh(_shard_first(device_mesh), shard, replicate, everyone, gather, True)
-        return Mesh(device_mesh, shard, replicate, everyone, gather)
+    def of(device_mesh: DeviceMesh, *, state_over_all: bool = False) -> Mesh | None:
+        """Of a mesh with one dimension, all of it ``shard``, or with dimensions of those names; None for one rank.
+
+        Raises:
+            ConfigError: it has others, or in another order.
+        """
+        names = device_mesh.mesh_dim_names
+        if device_mesh.ndim == 1 and (names is None or names[0] not in _NAMES):
+            return Mesh(device_mesh, ("shard",)) if device_mesh.size() > 1 else None
+        if names is None or list(names) != [name for name in _NAMES if name in names]:
+            found = f"has the dimensions {names}" if names else f"has {device_mesh.ndim} dimensions"
+            remedy = f"name them as here and give them in this order, as far as there are any: {_NAMES}"
+            raise config_error("mesh", device_mesh, found, remedy)
+        if not bool((device_mesh.mesh.flatten().diff() > 0).all()):
+            problem = "counts its ranks otherwise than row by row"
+            raise config_error("mesh", device_mesh, problem, "make it by init_device_mesh")
+        wide = tuple(name for dim, name in enumerate(names) if device_mesh.size(dim) > 1)
+        if not wide:
+            return None
+        return Mesh(device_mesh if wide == names else device_mesh[wide], wide, state_over_all)
+
+    @cached_property
+    def everyone(self) -> dist.ProcessGroup:
+        """All ranks, row by row."""
+        return self.given.get_group() if self.given.ndim == 1 else flattened(self.given)
+
+    @property
+    def parted(self) -> bool:
+        """Whether ranks may have different parts of a model."""
+        return "expert" in self.names or "tensor" in self.names
 
     @property
     def size(self) -> int:
@@ -66,39 +105,105 @@ class Mesh:
         """This rank's place among :attr:`everyone`."""
         return self.everyone.rank()
 
-    def layout(self, shape: tuple[int, ...], stage: int) -> Layout:
-        """Of a parameter of ``shape`` at ZeRO ``stage``."""
-        both = None
-        if not (self.shard.alone or self.replicate.alone):
-            both = Axis("all", self.size, self.rank, self.everyone.group_name)
-        return Layout(shape, stage, self.shard, self.replicate, both, self.gather, self.state_over_all)
+    @property
+    def device_type(self) -> str:
+        """Of the tensors that are exchanged."""
+        return self.given.device_type
 
-    def placements(self, layout: Layout) -> list[Placement]:
-        """Of a DTensor with that layout, one for each dimension of ``device_mesh``."""
+    @cached_property
+    def gather(self) -> str:
+        """How ranks gather, see ``Layout.gather``."""
+        # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same
+        # time: its threads write the name of the last collective without a lock, and this name is too long for the
+        # string itself.
+        gloo = backend_of(self.everyone, torch.device(self.device_type)) == "gloo"
+        return "all_to_all" if gloo else "all_gather"
+
+    def axis(self, *names: str, called: str = "") -> Axis:
+        """Several dimensions as one, row by row.
+
+        Args:
+            called: its name; default: theirs.
+        """
+        wide = tuple(name for name in names if name in self.names)
+        if not wide:
+            return Axis(names[0])
+        if wide not in self._axes:
+            group = flattened(self.given[wide]) if len(wide) > 1 else self.given.get_group(self.names.index(wide[0]))
+            self._axes[wide] = Axis(called or "_".join(wide), group.size(), group.rank(), group.group_name)
+        return self._axes[wide]
+
+    def _over(self, names: Sequence[str], alone: str) -> Axis:
+        return self.axis(*names) if names else Axis(alone)
+
+    @staticmethod
+    def _inner(role: Role) -> tuple[str, ...]:
+        """The dimensions that ``shard`` is, for such a parameter."""
+        return ("shard",) if role.expert else ("shard", "expert")
+
+    def layout(self, shape: tuple[int, ...], stage: int, role: Role = DENSE) -> Layout:
+        """Of a parameter of ``shape`` at ZeRO ``stage``.
+
+        Args:
+            shape: of the whole of it.
+        """
+        inner = self._inner(role)
+        shard, replicate, tensor = self.axis(*inner), self.axis("replicate"), self.axis("tensor")
+        expert = self.axis("expert") if role.expert else Axis("expert")
+        both = None if shard.alone or replicate.alone else self.axis("replicate", *inner, called="all")
+        averaged = replicate.size * self.axis("shard", "expert").size
+        layout = Layout(
+            shape, stage, shard, replicate, both, self.gather, self.state_over_all, expert, tensor, role.tensor_dim,
+            averaged=None if expert.alone else averaged,
+        )  # fmt: skip
+        if tensor.alone:
+            return layout
+        meeting = {*(inner if layout.sharded else ())}
+        meeting |= {"replicate"} if layout.cut_twice else set()
+        meeting |= {"tensor"} if layout.joined else set()
+        over = [name for name in ("replicate", *inner, "tensor") if name in self.names]
+        return replace(
+            layout,
+            meeting_over=self._over([name for name in over if name in meeting], "shard"),
+            copying_over=self._over([name for name in over if name not in meeting], "replicate"),
+        )
+
+    # ------------------------------------------------------------------------------------------ DTensors
+
+    def _order(self, role: Role) -> list[tuple[str, ...]]:
+        """The dimensions DTensors are placed on, those that cut first ahead."""
+        inner = self._inner(role)
+        data = [inner, ("replicate",)] if self.state_over_all else [("replicate",), inner]
+        model = [("expert",), ("tensor",)] if role.expert else [("tensor",)]
+        found = [tuple(name for name in names if name in self.names) for names in (*model, *data)]
+        return [names for names in found if names]
+
+    def device_mesh(self, role: Role = DENSE) -> DeviceMesh:
+        """What parameters of a role are placed on: all ranks, with the dimensions in the order of the cuts."""
+        if role.expert not in self._placed:
+            order = self._order(role)
+            if order == [(name,) for name in self.names]:
+                self._placed[role.expert] = self.given
+            else:
+                groups = [group_named(self.axis(*names).group) for names in order]
+                dims = [self.names.index(name) for names in order for name in names]
+                ranks = self.given.mesh.permute(dims).reshape([group.size() for group in groups])
+                names = tuple("_".join(names) for names in order)
+                self._placed[role.expert] = DeviceMesh.from_group(groups, self.device_type, ranks, mesh_dim_names=names)
+        return self._placed[role.expert]
+
+    def placements(self, layout: Layout, role: Role = DENSE) -> list[Placement]:
+        """Of a DTensor with that layout, one for each dimension of :meth:`device_mesh`."""
         shard = Shard(0) if layout.sharded else Replicate()
-        if self.device_mesh.ndim == 1:
-            return [shard]
-        return [shard, shard] if self.state_over_all else [Replicate(), shard]
-
-
-def _shard_first(mesh: DeviceMesh) -> DeviceMesh:
-    """The same groups with ``shard`` as the outer dimension: DTensors are cut over the first dimension first."""
-    names = _NAMES[::-1]
-    groups = [mesh.get_group(name) for name in names]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.T, mesh_dim_names=names)
-
-
-def _axis(name: str, mesh: DeviceMesh, dim: int) -> Axis:
-    size = mesh.size(dim)
-    if size == 1:
-        return Axis(name)
-    return Axis(name, size, mesh.get_local_rank(dim), mesh.get_group(dim).group_name)
-
-
-def _gather(group: dist.ProcessGroup, device_type: str) -> str:
-    # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same time:
-    # its threads write the name of the last collective without a lock, and this name is too long for the string itself.
-    return "all_to_all" if backend_of(group, torch.device(device_type)) == "gloo" else "all_gather"
+        found: list[Placement] = []
+        for names in self._order(role):
+            if names == ("tensor",):
+                found.append(Replicate() if role.tensor_dim is None else Shard(role.tensor_dim))
+            elif names == ("replicate",):
+                found.append(Shard(0) if layout.cut_twice else Replicate())
+            else:
+                found.append(Shard(0) if names == ("expert",) and role.expert else shard)
+        return found
 
 
 def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
@@ -124,6 +229,7 @@ def resolve_mesh(
     device: torch.device,
     sizes: MeshConfig | None,
     *,
+    experts: int = 1,
     state_over_all: bool = False,
 ) -> Mesh | None:
     """The ranks by axis, or None for a single process.
@@ -132,6 +238,7 @@ def resolve_mesh(
         mesh, process_group: at most one of the two; default: all ranks of the default process group.
         device: of the model.
         sizes: of the axes.
+        experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
         state_over_all: see ``Layout.state_over_all``.
     Raises:
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
@@ -139,9 +246,9 @@ def resolve_mesh(
     """
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
-    if mesh is not None:
-        return _given(mesh, sizes, state_over_all=state_over_all)
-    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+    if mesh is not None and sizes is not None:
+        raise config_error("mesh", mesh, "is given, and the config has sizes of one", "give one of the two")
+    if mesh is None and process_group is None and not (dist.is_available() and dist.is_initialized()):
         world_text = os.environ.get("WORLD_SIZE", "1")
         if world_text not in ("", "0", "1"):
             raise config_error(
@@ -149,57 +256,62 @@ def resolve_mesh(
                 "call torch.distributed.init_process_group() first",
             )  # fmt: skip
         _fit(sizes, 1)
+        _carve(None, experts)
         return None
-    if sizes is not None:
-        if process_group is not None:
-            raise config_error(
-                "process_group", process_group, "contradicts the mesh of the config", "give one of the two"
-            )
-        shape = _fit(sizes, dist.get_world_size())
-        if shape[0] > 1:
-            found = init_device_mesh(device.type, shape, mesh_dim_names=_NAMES)
-            return _given(found, None, state_over_all=state_over_all)
+    if sizes is not None and process_group is not None:
+        raise config_error("process_group", process_group, "contradicts the mesh of the config", "give one of the two")
     if process_group is not None:
-        found = DeviceMesh.from_group(process_group, device.type)
-    else:
-        found = init_device_mesh(device.type, (dist.get_world_size(),))
-    return Mesh.of(found) if found.size() > 1 else None
+        mesh = DeviceMesh.from_group(process_group, device.type, mesh_dim_names=("shard",))
+    elif mesh is None:
+        shape = _fit(sizes, dist.get_world_size())
+        several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
+        mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
+    return Mesh.of(_carve(mesh, experts), state_over_all=state_over_all)
 
 
-def _fit(sizes: MeshConfig | None, world: int) -> tuple[int, int]:
-    """The sizes of both axes.
+def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:
+    """The size of each axis.
 
     Raises:
         ConfigError: they do not make up the world.
     """
     if sizes is None:
-        return 1, world
-    given = {"replicate": sizes.replicate, "shard": sizes.shard}
-    known = 1
-    for size in given.values():
-        known *= size if size > 0 else 1
+        return {"shard": world}
+    given = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    known = math.prod(size for size in given.values() if size > 0)
     if -1 in given.values():
         fits, rest = world % known == 0, world // known
     else:
         fits, rest = known == world, 1
     if not fits:
-        product = " x ".join(f"{name} {size}" for name, size in given.items())
+        product = " x ".join(f"{name} {size}" for name, size in given.items() if name != "tensor" or size != 1)
         raise config_error(
             "mesh", product, f"does not make up {world} ranks", "set one of the sizes to -1, for the rest"
         )
-    replicate, shard = (size if size > 0 else rest for size in given.values())
-    return replicate, shard
+    return {name: size if size > 0 else rest for name, size in given.items()}
 
 
-def _given(mesh: DeviceMesh, sizes: MeshConfig | None, *, state_over_all: bool) -> Mesh | None:
-    if sizes is not None:
-        raise config_error("mesh", mesh, "is given, and the config has sizes of one", "give one of the two")
-    if mesh.ndim == 1:
-        return Mesh.of(mesh) if mesh.size() > 1 else None
-    if mesh.mesh_dim_names != _NAMES:
-        found = f"has the dimensions {mesh.mesh_dim_names}" if mesh.mesh_dim_names else f"has {mesh.ndim} dimensions"
-        remedy = f"pass its data-parallel part, with the dimensions {_NAMES} in this order, or one of any name"
-        raise config_error("mesh", mesh, found, remedy)
-    if mesh.size() == 1:
-        return None
-    return Mesh.of(mesh["shard"] if mesh.size(0) == 1 else mesh, state_over_all=state_over_all)
+def _carve(mesh: DeviceMesh | None, experts: int) -> Any:
+    """``mesh`` with a dimension ``expert`` of that size, the inner part of what was ``shard``.
+
+    Raises:
+        ConfigError: it does not divide, or ``mesh`` has one of another size.
+    """
+    if experts == 1:
+        return mesh
+    remedy = "give a size that divides the ranks along shard"
+    if mesh is None:
+        raise config_error("expert_parallel.size", experts, "is more than the one rank there is", remedy)
+    names = mesh.mesh_dim_names or ()
+    if "expert" in names:
+        size = mesh.size(names.index("expert"))
+        if size != experts:
+            problem = f"is not the size of the mesh along expert, {size}"
+            raise config_error("expert_parallel.size", experts, problem, "give the same, or leave one of them out")
+        return mesh
+    dim = 0 if mesh.ndim == 1 and not set(names) & set(_NAMES) else names.index("shard") if "shard" in names else None
+    size = 1 if dim is None else mesh.size(dim)
+    if dim is None or size % experts:
+        problem = f"does not divide the {size} rank{'s' if size > 1 else ''} along shard"
+        raise config_error("expert_parallel.size", experts, problem, remedy)
+    return unflattened(mesh, dim, (size // experts, experts), ("shard", "expert"))

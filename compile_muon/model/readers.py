@@ -91,7 +91,8 @@ def _reader(name: str) -> property:
         param: Any = module._parameters[name]
         shard = param.to_local() if account.distributed else param
         if torch.compiler.is_compiling():
-            return UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+            part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
+            return account.as_read(part)
         check_kind(account, shard)
         ledger = account.ledger
         with ledger.place.at("an eager read", "", [account]):
@@ -101,7 +102,7 @@ def _reader(name: str) -> property:
         if account.spec.layout.gathered:
             ledger.trail.note("forward", "", [account])
         account.handouts.read(account.name, whole)
-        return whole
+        return account.as_read(whole)
 
     return property(read)
 
@@ -170,8 +171,10 @@ def _as_parameter(account: Account, value: Tensor) -> Tensor:
         value = value[0]
     if value.shape != param.shape:
         return value
-    if account.spec.layout.sharded:
-        value = value[account.spec.layout.local_rows]
+    layout = account.spec.layout
+    value = value[layout.part]
+    if layout.sharded:
+        value = value[layout.local_rows]
     rows = value.detach().to(account.local.device)
     return like_parameter(param, rows)
 

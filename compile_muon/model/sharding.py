@@ -1,12 +1,14 @@
 """From an ``nn.Module`` to sharded parameters behind unshard markers.
 
-Each parameter becomes a DTensor, ``Shard(0)`` over the mesh's shard axis, or over both of its axes (uneven and empty
-shards allowed), and its module reads the full weight through the ``unshard`` marker
-(:mod:`compile_muon.model.readers`). ``_parameters`` still holds the shard, so ``parameters()``, ``state_dict()`` and
-checkpoints see DTensors under the names they had.
+Each parameter becomes a DTensor over all axes of the mesh, with ``Shard(0)`` over its shard axis, or over both of
+those of data parallelism (uneven and empty shards allowed), and its module reads the full weight through the
+``unshard`` marker (:mod:`compile_muon.model.readers`). ``_parameters`` still holds the shard, so ``parameters()``,
+``state_dict()`` and checkpoints see DTensors under the names they had.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,28 +19,40 @@ from compile_muon.config import Config
 from compile_muon.model.agreement import agree
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.layout import describe
-from compile_muon.model.mesh import Mesh
+from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.readers import install_readers
 from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.shards import contiguous_stride, local_tensor, user_attributes
+
+if TYPE_CHECKING:
+    from compile_muon.integrations.moe import ExpertPlan
 
 __all__ = ["shard_model"]
 
 
-def _broadcast(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Every rank starts from rank 0's parameters and buffers, as in DDP."""
-    source = dist.get_global_rank(group, 0)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.is_meta:
-                continue
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, source, group=group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+@torch.no_grad()
+def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.ProcessGroup) -> None:
+    """Every rank starts from the first one's parameters and buffers, as in DDP: the first that has the same part."""
+    for name, param in model.named_parameters():
+        layout = specs[name].layout
+        axes = [layout.everyone] if layout.joined else [layout.everyone, layout.tensor]
+        _spread(local_tensor(param), [group_named(axis.group) for axis in axes if not axis.alone])
+    for buffer in model.buffers():
+        _spread(buffer, [everyone])
+
+
+def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
+    if tensor.is_meta:
+        return
+    whole = tensor.detach().contiguous()
+    for group in groups:
+        dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
 
 
 def _view_alone(rows: Tensor) -> Tensor:
@@ -60,22 +74,20 @@ def _cut(rows: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _split(
-    param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, device: torch.device
+    param: nn.Parameter, spec: ParamSpec, mesh: Mesh | None, role: Role, device: torch.device
 ) -> tuple[nn.Parameter, Tensor | None]:
     """The parameter users see from now on, and what is resident of the weight beside it.
 
     One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
     """
-    whole = param.detach().contiguous()
-    if param.is_meta and not spec.layout.gathered:
-        whole = torch.empty_like(whole, device=device)
-    if mesh is None or spec.layout.stage == 0:
-        if not param.is_meta:
-            return param, None
-        new = nn.Parameter(whole, requires_grad=param.requires_grad)
-        vars(new).update(vars(param))
-        return new, None
     layout = spec.layout
+    whole = local_tensor(param).detach().contiguous()  # all that this rank's model has
+    if param.is_meta and not layout.gathered:
+        whole = torch.empty_like(whole, device=device)
+    if mesh is None or (layout.stage == 0 and not mesh.parted):
+        if not param.is_meta and role.placed is None:
+            return param, None
+        return _like(param, whole), None
     replica = None
     local = whole
     if layout.sharded:
@@ -93,15 +105,23 @@ def _split(
             local = _view_alone(replica[rows.start - first : rows.stop - first])
         else:
             local = _cut(whole[rows], whole.dtype, device)
-    placements = mesh.placements(spec.layout)
     distributed = DTensor.from_local(
-        local, mesh.device_mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local,
+        mesh.device_mesh(role),
+        mesh.placements(layout, role),
+        run_check=False,
+        shape=torch.Size(layout.whole),
+        stride=contiguous_stride(layout.whole),
     )
-    new = nn.Parameter(distributed, requires_grad=param.requires_grad)
-    # Attributes users put on the parameter (use_muon, tags of other libraries) stay on it.
-    for key, value in vars(param).items():
+    return _like(param, distributed), replica
+
+
+def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter of these values; attributes users put on ``param`` (use_muon, tags of other libraries) stay on it."""
+    new = nn.Parameter(values, requires_grad=param.requires_grad)
+    for key, value in user_attributes(param).items():
         setattr(new, key, value)
-    return new, replica
+    return new
 
 
 def shard_model(
@@ -109,8 +129,10 @@ def shard_model(
     assignments: dict[str, Assignment],
     config: Config,
     mesh: Mesh | None,
+    roles: dict[str, Role],
     ledger: Ledger,
     hyper: Tensor,
+    spread: ExpertPlan | None = None,
 ) -> list[Account]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
@@ -119,25 +141,33 @@ def shard_model(
         assignments: algorithm per parameter name.
         config: resolved configuration.
         mesh: the ranks by axis, None for one process.
+        roles: of each parameter, by name.
         ledger: where the parameters keep their accounts.
         hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer; its device is the shards'.
+        spread: of experts over ranks, to be done once everything is known to fit.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
     named = dict(model.named_parameters())
     device = hyper.device
-    specs = {name: describe(param, assignments[name], config, mesh, device) for name, param in named.items()}
+    specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
     if mesh is not None:
         with ledger.place.at("the sharding of the model"):
             agree(model, config, specs, mesh, ledger.place.board)
-            _broadcast(model, mesh.everyone)
+            if spread is not None:
+                spread.apply(mesh.given["expert"])
+                named = dict(model.named_parameters())
+            _broadcast(model, specs, mesh.everyone)
     accounts: dict[nn.Parameter, Account] = {}
     handouts = Handouts()
     for name, param in named.items():
         spec = specs[name]
-        new, replica = _split(param, spec, mesh, device)
+        new, replica = _split(param, spec, mesh, roles[name], device)
         local = local_tensor(new).detach()
         momentum = torch.zeros_like(local) if spec.muon else local.new_empty(0)
-        accounts[param] = Account(name, new, spec, momentum, hyper, replica, ledger, handouts)
+        group = None if mesh is None else mesh.everyone
+        accounts[param] = Account(
+            name, new, spec, momentum, hyper, replica, ledger, handouts, group, placed=roles[name].placed
+        )
     install_readers(model, accounts)
     return list(accounts.values())

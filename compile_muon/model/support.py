@@ -10,24 +10,26 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_muon.errors import UnsupportedModelError
+from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["check_supported", "wrapper_types"]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_supported(model: nn.Module, *, meta: bool = False) -> None:
+def check_supported(model: nn.Module, *, meta: bool = False, parted: bool = False) -> None:
     """Refuse a model that cannot be trained; nothing is changed.
 
     Args:
         meta: whether parameters without memory are all right, because they will be given some.
+        parted: whether DTensors are, because :func:`compile_muon.model.roles.roles_of` has looked at them.
     Raises:
         UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
     """
     _check_modules(model)
     parameters = dict(model.named_parameters())
     for name, param in parameters.items():
-        _check_parameter(name, param, meta=meta)
+        _check_parameter(name, param, meta=meta, parted=parted)
     if meta and not all(param.is_meta for param in parameters.values()):
         real = next(name for name, param in parameters.items() if not param.is_meta)
         lost = next(name for name, param in parameters.items() if param.is_meta)
@@ -73,7 +75,7 @@ def wrapper_types() -> tuple[type, ...]:
     return tuple(kinds)
 
 
-def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
+def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, parted: bool) -> None:
     def no(problem: str, remedy: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name}: {problem}; {remedy}")
 
@@ -85,12 +87,12 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool) -> None:
             "say where its values come from, weights=folder (as save_pretrained writes it) or init=f with f(module) "
             "initializing a module's own parameters: memory is then given shard by shard",
         )
-    if _is_dtensor(param):
+    if _is_dtensor(param) and not parted:
         raise no(
             "is a DTensor already (FSDP2, tensor parallel, or an earlier call of compile_muon)",
             "pass the model before it is sharded",
         )
-    if is_traceable_wrapper_subclass(param):
+    if is_traceable_wrapper_subclass(param) and not _is_dtensor(param):
         raise no(f"is a {type(param).__name__}, a tensor subclass that cannot be sliced", "unwrap it to a plain tensor")
     if param.layout is not torch.strided:
         raise no(f"is sparse ({param.layout})", "use to_dense()")
@@ -110,9 +112,10 @@ def _is_dtensor(param: nn.Parameter) -> bool:
 
 def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
     """Two parameters over the same memory would be untied by sharding, without a sound."""
+    local = {name: local_tensor(param) for name, param in parameters.items()}
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
-        for name, p in parameters.items()
+        for name, p in local.items()
         if p.numel() and p.is_contiguous() and not p.is_meta  # strided ones may interleave without sharing an element
     )
     for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):

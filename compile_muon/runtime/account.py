@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from compile_muon.passes.markers import watch
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
-from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
+from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
 from compile_muon.runtime.sums import UnreducedSums
 from compile_muon.runtime.visits import Visits
@@ -47,6 +49,8 @@ class Account:
             this rank's slice; else None.
         ledger: the policy of the optimizer that owns the parameter.
         handouts: gathered copies that eager code holds, of all parameters of the optimizer.
+        group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
+        placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
         refreshed_at: edits of the parameter when its replica was last gathered.
     """
@@ -59,6 +63,8 @@ class Account:
     replica: Tensor | None
     ledger: Ledger
     handouts: Handouts = field(default_factory=Handouts)
+    group: dist.ProcessGroup | None = None
+    placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
     text: str = ""
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
@@ -103,6 +109,15 @@ class Account:
         """The shard of ``param.grad``, of a parameter that has one."""
         assert self.param.grad is not None
         return local_tensor(self.param.grad)
+
+    def as_read(self, part: Tensor) -> Tensor:
+        """What this rank's model has of the parameter, as the kind of tensor that its module reads."""
+        if self.placed is None:
+            return part
+        mesh, placements, shape = self.placed
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
+        )
 
     def add_gradient(self, shard: Tensor) -> None:
         """Add an averaged gradient of the shard to ``.grad``."""

@@ -31,7 +31,7 @@ _WORD = 24  # bits that fp32 holds exactly, signs aside
 
 @dataclass(frozen=True)
 class Copies:
-    """What all ranks hold alike, by fingerprint.
+    """What all ranks hold alike, by fingerprint: not experts and tensor slices, of which they have different ones.
 
     Args:
         names: of the tensors.
@@ -53,6 +53,8 @@ class Copies:
         held: dict[str, Tensor] = {}
         stale = []
         for account in accounts:
+            if account.spec.layout.parted:
+                continue  # ranks have different parts
             if account.replica is not None:
                 # Resident weights follow their shards when they are read next; who edited none must not wait for that.
                 stale += [len(held)] if edits_of(account.param) != account.refreshed_at else []

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["edits_of", "like_parameter", "local_tensor"]
+__all__ = ["contiguous_stride", "edits_of", "like_parameter", "local_tensor", "user_attributes"]
+
+#: What a DTensor keeps among the attributes of its own.
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))[: len(shape)] if shape else ()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -30,3 +43,8 @@ def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None)
     return DTensor.from_local(
         shard, mesh or param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
+
+
+def user_attributes(param: Tensor) -> dict[str, Any]:
+    """What was put on a parameter from outside."""
+    return {key: value for key, value in vars(param).items() if key not in _OF_DTENSORS}

@@ -16,7 +16,6 @@ from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
-from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.place import Place
 from compile_muon.runtime.replicas import refresh_by_owner
@@ -58,7 +57,10 @@ class Entry:
     @property
     def spec(self) -> ParamSpec | None:
         """How it is cut; None where every rank holds all of it."""
-        return self.account.spec if self.account is not None and self.account.spec.layout.sharded else None
+        if self.account is None:
+            return None
+        layout = self.account.spec.layout
+        return self.account.spec if layout.sharded or layout.parted else None
 
 
 @dataclass
@@ -151,14 +153,13 @@ def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup
     whole = sorted({name for account in accounts for name in account.handouts.whole})
     if whole:
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
-    everyone = {account.spec.layout.everyone for account in accounts}
-    groups = {axis.group for axis in everyone if not axis.alone}
+    groups = {account.group for account in accounts}
     if len(groups) > 1:
         raise UnsupportedModelError(
             f"model: its parameters are shared by {len(groups)} different groups of ranks; save and load each part by "
             "itself"
         )
-    return accounts, group_named(groups.pop()) if groups else None
+    return accounts, groups.pop()
 
 
 def weights_of(model: nn.Module) -> Weights:

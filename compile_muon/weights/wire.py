@@ -7,13 +7,15 @@ they stand in a file, and need no more memory there than a piece.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.passes.layout import Layout
 from compile_muon.weights.contents import Entry
 
 __all__ = ["Wire"]
@@ -26,6 +28,10 @@ K = TypeVar("K")
 def _bytes(tensor: Tensor) -> Tensor:
     """The elements of a tensor as bytes, a copy where it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _numel(region: Sequence[slice]) -> int:
+    return math.prod(part.stop - part.start for part in region)
 
 
 class Wire:
@@ -57,25 +63,45 @@ class Wire:
         Yields:
             1-D uint8 on the CPU; its memory is used again for the next one.
         """
-        spec = entry.spec
+        if entry.spec is not None and not entry.spec.layout.cut_in_rows:
+            whole = self._assembled(entry, entry.spec.layout)
+            if whole is not None:
+                yield from _bytes(whole).split(_PIECE)
+            return
         if self.rank == 0:  # the first rows are always there
             for piece in _bytes(entry.local).split(_PIECE):
                 yield piece.cpu()
-        if spec is None:
+        if entry.spec is None:
             return
-        for source in spec.layout.holders[1:]:
-            size = spec.layout.piece_numel(source) * entry.tensor.element_size()
-            if self.rank == source:
-                for piece in _bytes(entry.local).split(_PIECE):
-                    if piece.numel():
-                        dist.send(piece, group=self._group, group_dst=0)
-            elif self.rank == 0:
-                if self._buffer is None:
-                    self._buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self._device)
-                for start in range(0, size, _PIECE):
-                    piece = self._buffer[: size - start]
-                    dist.recv(piece, group=self._group, group_src=source)
-                    yield piece.cpu()
+        for source in entry.spec.layout.holders[1:]:
+            yield from self._from(source, entry, entry.spec.layout)
+
+    def _from(self, source: int, entry: Entry, layout: Layout) -> Iterator[Tensor]:
+        """The bytes of another rank's piece on rank 0, which it sends; nothing elsewhere."""
+        size = _numel(layout.region(source)) * entry.tensor.element_size()
+        if self.rank == source:
+            for piece in _bytes(entry.local).split(_PIECE):
+                if piece.numel():
+                    dist.send(piece, group=self._group, group_dst=0)
+        elif self.rank == 0:
+            if self._buffer is None:
+                self._buffer = torch.empty(_PIECE, dtype=torch.uint8, device=self._device)
+            for start in range(0, size, _PIECE):
+                piece = self._buffer[: size - start]
+                dist.recv(piece, group=self._group, group_src=source)
+                yield piece.cpu()
+
+    def _assembled(self, entry: Entry, layout: Layout) -> Tensor | None:
+        """The whole tensor on rank 0, of pieces that are no rows of it."""
+        whole = torch.empty(entry.shape, dtype=entry.tensor.dtype) if self.rank == 0 else None
+        if whole is not None:
+            whole[layout.region(0)] = entry.local.cpu()
+        for source in layout.holders[1:]:
+            pieces = [piece.clone() for piece in self._from(source, entry, layout)]
+            if whole is not None and pieces:
+                region = whole[layout.region(source)]
+                region.copy_(torch.cat(pieces).view(whole.dtype).view(region.shape))
+        return whole
 
     def whole(self, entries: Mapping[K, Entry]) -> tuple[dict[K, Tensor], Exception | None]:
         """Whole tensors on rank 0, on the CPU in memory of their own; nothing elsewhere.
@@ -110,21 +136,20 @@ class Wire:
         Args:
             whole: ``entry.shape``; cast to the dtype it has in the model.
         """
-        data = None if whole is None else _bytes(whole.detach().to(entry.tensor.dtype))
-        spec = entry.spec
-        if spec is None:
-            self._write(entry, self._broadcast(entry.nbytes, data))
+        if whole is not None:
+            whole = whole.detach().to(entry.tensor.dtype)
+        if entry.spec is None:
+            self._write(entry, self._broadcast(entry.nbytes, None if whole is None else _bytes(whole)))
             return
+        layout = entry.spec.layout
         for target in range(self.world):
-            start, stop = (
-                row * spec.layout.row_numel * entry.tensor.element_size() for row in spec.layout.piece_rows(target)
-            )
-            size = stop - start
-            rows = None if data is None else data[start:stop]
+            region = layout.region(target)
+            part = None if whole is None else _bytes(whole[region])
             if self.rank == target:
-                self._write(entry, self._receive(size) if rows is None else rows)
-            elif rows is not None:
-                for piece in rows.split(_PIECE):
+                received = self._receive(_numel(region) * entry.tensor.element_size()) if part is None else part
+                self._write(entry, received)
+            elif part is not None:
+                for piece in part.split(_PIECE):
                     if piece.numel():
                         dist.send(piece.to(self._device), group=self._group, group_dst=target)
 

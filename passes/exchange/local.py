@@ -17,7 +17,7 @@ __all__ = ["local"]
 def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Directions of matrices of one setting that lie whole on this rank.
 
-    Replicas that hold the same stacks orthogonalize a part of each, and hand the parts round.
+    Ranks that hold the same stacks orthogonalize a part of each, and hand the parts round.
 
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
@@ -26,8 +26,8 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
     layout = specs[0].layout
-    replicas = layout.replicate
-    if not layout.sharded or replicas.alone or layout.cut_twice:
+    replicas = layout.copying
+    if not layout.sharded or replicas.alone:
         return _here(updates, specs)
     parts = [part for update in updates for part in update.tensor_split(replicas.size)]
     holders = [replica for _ in updates for replica in range(replicas.size)]

@@ -43,7 +43,9 @@ STRATEGIES: dict[str, _Strategy] = {
 def _route(spec: ParamSpec) -> tuple[object, ...]:
     """What parameters must agree on to share one exchange."""
     muon = spec.muon_settings
-    return (muon.exchange, repr(spec.layout.company), *map(repr, muon.kernel_settings))
+    layout = spec.layout
+    ranks = (layout.company, layout.meeting, layout.copying, layout.joined)
+    return (muon.exchange, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def orthogonalize_group(

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..spec import ParamSpec
 from .local import local
 from .matrices import as_matrices, newton_schulz
-from .transfers import gather_pieces
+from .transfers import gather_matrices
 
 __all__ = ["replicate"]
 
@@ -23,14 +23,13 @@ def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Ten
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
-    layout = specs[0].layout
-    if not layout.sharded:
+    meeting = specs[0].layout.meeting
+    if meeting.alone:
         return local(updates, specs)
-    pieces = gather_pieces(updates, specs, updates[0].dtype)
-    whole = [as_matrices(piece, spec.muon_settings) for piece, spec in zip(pieces, specs, strict=True)]
+    matrices = gather_matrices(updates, specs, updates[0].dtype)
+    whole = [as_matrices(matrix, spec.muon_settings) for matrix, spec in zip(matrices, specs, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)
     # A copy: directions wait for step(), and a view of some rows would keep the whole matrix that long.
     return [
-        direction.reshape(spec.layout.shape)[spec.layout.local_rows].clone()
-        for direction, spec in zip(directions, specs, strict=True)
+        spec.layout.cut(direction, meeting.index).clone() for direction, spec in zip(directions, specs, strict=True)
     ]

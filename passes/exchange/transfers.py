@@ -22,6 +22,7 @@ __all__ = [
     "all_gather_start",
     "all_to_all",
     "gather_finish",
+    "gather_matrices",
     "gather_pieces",
     "gather_slices",
     "gather_start",
@@ -149,6 +150,24 @@ def gather_pieces(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: t
     return gather_finish(gather_start(slices, specs, dtype), specs)
 
 
+def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
+    """Whole matrices, ``spec.layout.joined_shape`` in ``dtype``, of the pieces that all ranks hold of them.
+
+    Args:
+        pieces: this rank's, ``spec.layout.local_shape``.
+        specs: of parameters that share a mesh, and meet over several ranks.
+    """
+    layout = specs[0].layout
+    if not layout.joined:
+        return gather_pieces(pieces, specs, dtype)
+    ranks = range(layout.meeting.size)
+    numels = [[math.prod(spec.layout.meeting_shape(r)) for spec in specs] for r in ranks]
+    widths = [max(column) for column in zip(*numels, strict=True)]
+    flat = all_gather(pieces, widths, dtype, layout.meeting, layout.gather)
+    padded = unpack(flat, widths * len(ranks), [numel for row in numels for numel in row])
+    return [spec.layout.join(padded[k :: len(specs)]) for k, spec in enumerate(specs)]
+
+
 def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
     """The full weight in compute dtype.
 
@@ -179,12 +198,12 @@ def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
         specs: of parameters that share a mesh, reduce dtype and whether they are sharded; several ranks.
     """
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
-    everyone, shard = layout.everyone, layout.shard
+    shard = layout.shard
     # Divide before the sum: no overflow in half precision.
     if not layout.sharded:
-        flat = pack(grads, [spec.layout.numel for spec in specs], dtype=dtype, divisor=everyone.size)
-        return _c10d.all_reduce(flat, "sum", everyone.group)
-    flat = pack(grads, shard_widths(specs), world=shard.size, dtype=dtype, divisor=everyone.size)
+        flat = pack(grads, [spec.layout.numel for spec in specs], dtype=dtype, divisor=layout.divisor)
+        return _c10d.all_reduce(flat, "sum", layout.everyone.group)
+    flat = pack(grads, shard_widths(specs), world=shard.size, dtype=dtype, divisor=layout.divisor)
     return _c10d.reduce_scatter_tensor(flat, "sum", shard.size, shard.group)
 
 
@@ -225,10 +244,12 @@ def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
     Args:
         grad: gradient of the full weight, ``spec.layout.shape``.
     Returns:
-        ``spec.layout.local_shape`` in ``spec.dtype``; may alias ``grad`` when the world is 1.
+        ``spec.layout.local_shape`` in ``spec.dtype``; may alias ``grad`` when nobody else has the same weight.
     """
     if spec.layout.everyone.alone:
-        return grad.to(decode_dtype(spec.dtype))
+        # Experts that are nowhere else may have had tokens from elsewhere.
+        mean = grad if spec.layout.divisor == 1 else grad / spec.layout.divisor
+        return mean.to(decode_dtype(spec.dtype))
     handle = reduce_start([grad], [spec])
     if reduces_across(spec.layout):
         handle = reduce_across(handle, [spec])

@@ -216,6 +216,8 @@ def train(
     by_context: bool = False,
     dynamic: bool | None = None,
     measure_noise: bool = False,
+    unsharded: nn.Module | None = None,
+    sharing: int = 1,
     **settings: Any,
 ) -> Report:
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
@@ -227,12 +229,15 @@ def train(
         by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
         dynamic: of ``torch.compile``.
         measure_noise: also train a reference in fp64.
+        unsharded: the whole model, where ``model`` is a part of it.
+        sharing: how many neighbouring ranks have the same data.
         settings: of MuonZero.
     """
-    world, rank = world_and_rank()
+    world, rank = (place // sharing for place in world_and_rank())
     micro = settings.get("gradient_accumulation_steps", 1)
-    reference = Reference(copy.deepcopy(model), matrices, settings.get("gradient_clipping"), slices)
-    exact = Reference(copy.deepcopy(model).double(), matrices) if measure_noise else None
+    whole = copy.deepcopy(model) if unsharded is None else unsharded
+    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices)
+    exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
     optimizer = compile_muon.MuonZero(

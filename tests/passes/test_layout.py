@@ -149,7 +149,7 @@ def test_rows_are_those_of_dtensor(sizes, over_all, world):
             for shape in SHAPES:
                 layout = mesh.layout(shape, 2)
                 numbers = torch.arange(layout.numel).view(shape)
-                placed = distribute_tensor(numbers, mesh.device_mesh, mesh.placements(layout), src_data_rank=None)
+                placed = distribute_tensor(numbers, mesh.device_mesh(), mesh.placements(layout), src_data_rank=None)
                 local = placed.to_local()
                 ours = numbers[layout.local_rows] if layout.sharded else numbers
                 assert torch.equal(local, ours), (shape, rank)

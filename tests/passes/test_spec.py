@@ -40,12 +40,18 @@ def axes(name):
 def param_specs(draw):
     return ParamSpec(
         Layout(
-            shape=tuple(draw(st.lists(st.integers(1, 40), max_size=4))),
+            tuple(draw(st.lists(st.integers(1, 40), max_size=4))),
             stage=draw(st.integers(0, 3)),
             shard=draw(axes("shard")),
             replicate=draw(axes("replicate")),
             both=draw(st.none() | axes("all")),
             state_over_all=draw(st.booleans()),
+            expert=draw(axes("expert")),
+            tensor=draw(axes("tensor")),
+            tensor_dim=draw(st.none() | st.integers(0, 3)),
+            meeting_over=draw(st.none() | axes("meeting")),
+            copying_over=draw(st.none() | axes("copying")),
+            averaged=draw(st.none() | st.integers(1, 9)),
         ),
         dtype=draw(st.sampled_from(DTYPES)),
         compute_dtype=draw(st.sampled_from(DTYPES)),
@@ -62,7 +68,7 @@ def of_shape(shape, world, rank, stage=2):
 def test_decode_inverts_encode(spec):
     text = spec.encode()
     assert ParamSpec.decode(text) == spec
-    assert isinstance(ParamSpec.decode(text).layout.shape, tuple)
+    assert isinstance(ParamSpec.decode(text).layout.whole, tuple)
     assert hash(ParamSpec.decode(text)) == hash(spec)
     json.loads(text)  # one readable line in a dumped graph
     assert "\n" not in text

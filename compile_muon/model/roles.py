@@ -1,0 +1,115 @@
+"""Which parameters a rank's model has only a part of: DTensors on the mesh's axes of experts and of tensor slices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.model.mesh import DENSE, Mesh, Role
+from compile_muon.passes.torch_private import group_named
+
+__all__ = ["expert_roles", "roles_of"]
+
+_REMEDY = "cut it over mesh['tensor'] or mesh['expert'] of the mesh that MuonZero is given"
+
+
+def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
+    """The role of every parameter, by its name; nothing is changed.
+
+    A parameter is read in the forward as what it is now: a DTensor where it is one. ``param.mesh = mesh["expert"]`` on
+    a plain tensor says that it holds this rank's experts of a stack.
+
+    Raises:
+        UnsupportedModelError: a parameter is placed on ranks that are no axis of the mesh, on two axes, or in a way
+            that is not known; naming parameter, axis, placement and remedy.
+    """
+    return {name: _role(name, param, mesh) for name, param in model.named_parameters()}
+
+
+def expert_roles(model: nn.Module, names: Collection[str], mesh: Mesh) -> dict[str, Role]:
+    """The roles that stacks of experts are going to have once each rank has its own of them."""
+    placed = mesh.given["expert"]
+    return {
+        name: Role(expert=True, placed=(placed, (Shard(0),), tuple(param.shape)))
+        for name, param in model.named_parameters()
+        if name in names
+    }
+
+
+def _role(name: str, param: Tensor, mesh: Mesh | None) -> Role:
+    marked = getattr(param, "mesh", None)
+    if isinstance(param, DTensor):
+        if isinstance(marked, DeviceMesh):
+            raise _no(name, f"is a DTensor on {_dims(param.device_mesh)} and marked with mesh = {_dims(marked)}")
+        return _placed(name, param.device_mesh, tuple(param.placements), tuple(param.shape), mesh, reads=True)
+    if isinstance(marked, DeviceMesh):
+        size = marked.size()
+        whole = (param.shape[0] * size, *param.shape[1:]) if param.ndim else ()
+        role = _placed(name, marked, (Shard(0),), tuple(whole), mesh, reads=False)
+        if size > 1 and not role.expert:
+            raise _no(name, f"is marked with mesh = {_dims(marked)}, which is not the axis of experts")
+        return role
+    return DENSE
+
+
+def _placed(
+    name: str,
+    placed: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh | None,
+    *,
+    reads: bool,
+) -> Role:
+    how = f"{placements} on {_dims(placed)}"
+    cut = [dim for dim in range(placed.ndim) if placed.size(dim) > 1]
+    if len(cut) > 1:
+        axes = " and ".join(_axis_of(placed, dim, mesh) or _dims(placed) for dim in cut)
+        remedy = "give it one role: cut it over one axis alone"
+        raise _no(name, f"is placed {how}, on two axes at once ({axes})", remedy)
+    seen = (placed, placements, shape) if reads else None
+    if not cut:
+        return Role(placed=seen)
+    axis, placement = _axis_of(placed, cut[0], mesh), placements[cut[0]]
+    if axis not in ("expert", "tensor"):
+        there = "one rank" if mesh is None else " x ".join(f"{n} {mesh.axis(n).size}" for n in mesh.names)
+        what = f"the axis {axis} of which MuonZero cuts itself" if axis else f"which is no axis of the mesh ({there})"
+        raise _no(name, f"is placed {how}, {what}")
+    if isinstance(placement, Replicate):
+        return Role(placed=seen)
+    if type(placement) is not Shard:  # Partial, or strided as fused matrices are
+        remedy = "cut it into contiguous parts, Shard(dim), and fused matrices (q, k and v, gate and up) apart"
+        raise _no(name, f"is placed {how}: {placement} is neither Shard nor Replicate", remedy)
+    dim = placement.dim % len(shape)
+    if axis == "tensor":
+        return Role(tensor_dim=dim, placed=seen)
+    size = placed.size(cut[0])
+    if dim != 0 or shape[0] % size:
+        problem = f"is placed {how}: {shape[dim]} along dim {dim} are not {size} equal parts of a stack of experts"
+        raise _no(name, problem, "cut dim 0, of a number of experts that the axis divides")
+    return Role(expert=True, placed=seen)
+
+
+def _axis_of(placed: DeviceMesh, dim: int, mesh: Mesh | None) -> str:
+    """The name of our axis that has the ranks of this dimension; "" if there is none."""
+    if mesh is None:
+        return ""
+    ranks = dist.get_process_group_ranks(placed.get_group(dim))
+    for name in mesh.names:
+        if dist.get_process_group_ranks(group_named(mesh.axis(name).group)) == ranks:
+            return name
+    return ""
+
+
+def _dims(placed: DeviceMesh) -> str:
+    names: Mapping[int, str] = dict(enumerate(placed.mesh_dim_names or ()))
+    return " x ".join(f"{names.get(dim, 'a dimension')} {placed.size(dim)}" for dim in range(placed.ndim))
+
+
+def _no(name: str, problem: str, remedy: str = _REMEDY) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: {problem}; {remedy}")

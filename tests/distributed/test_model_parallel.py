@@ -1,0 +1,339 @@
+"""Tensor slices and experts beside data parallelism: training equals training of the whole model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from reference import Report, full, hidden_matrices, train
+from test_training import STEPS, cases
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import compile_muon
+from compile_muon import MuonZero
+
+
+def data(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    return torch.randint(0, 16, (3, 8), generator=generator)
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+# ------------------------------------------------------------------------------------------------- tensor parallel
+
+
+class Sliced(nn.Module):
+    """What parallelize_module cuts: by columns, by rows, unevenly, not at all; and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 13)
+        self.down = nn.Linear(13, 8)
+        self.narrow = nn.Linear(8, 3, bias=False)  # fewer rows than ranks
+        self.widen = nn.Linear(3, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.calibrate = nn.Linear(16, 16)  # no DTensor: a copy on every rank
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        h = h + self.down(torch.relu(self.up(self.norm(h))))
+        h = h + self.widen(self.narrow(h).tanh())
+        logits = self.head(h)
+        return logits + self.calibrate(logits)
+
+
+PLAN: dict[str, Any] = {
+    "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "narrow": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    "widen": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def sliced(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Sliced()
+    whole = copy.deepcopy(model)
+    return parallelize_module(model, mesh["tensor"], PLAN), whole
+
+
+def train_sliced(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) -> Report:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model, whole = sliced(mesh)
+    matrices = hidden_matrices(whole, exclude=("embedding", "head"))
+    return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sizes[-1], mesh=mesh, **settings)
+
+
+def check(group: Ranks, **settings: Any) -> None:
+    for rank, report in enumerate(group.run(train_sliced, **settings)):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+@cases(
+    (
+        (0, "backward", "owner", 1),
+        (0, "step", "replicate", 2),
+        (1, "backward", "owner", 2),
+        (2, "step", "owner", 1),
+        (2, "backward", "replicate", 1),
+        (3, "backward", "owner", 2),
+        (3, "step", "replicate", 1),
+    )
+)
+def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    check(ranks(4), sizes=(2, 2), names=("shard", "tensor"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "settings"),
+    [
+        ((4,), ("tensor",), {"stage": 3, "update": "backward"}),
+        ((4,), ("tensor",), {"stage": 0, "update": "step", "exchange": "replicate"}),
+        ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "exchange": "owner"}),
+        ((2, 2), ("shard", "tensor"), {"stage": 3, "update": "backward", "codegen": "inductor"}),
+        ((2, 2, 2), ("replicate", "shard", "tensor"), {"stage": 3, "update": "backward", "exchange": "owner"}),
+        ((2, 2, 2), ("replicate", "shard", "tensor"), {"stage": 1, "shard_state_over": "all", "exchange": "replicate"}),
+        ((2, 2, 2), ("replicate", "shard", "tensor"), {"stage": 3, "shard_state_over": "all", "exchange": "owner"}),
+    ],
+    ids=str,
+)
+def test_tensor_slices_on_other_meshes(
+    ranks: Callable[[int], Ranks], sizes: tuple[int, ...], names: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    check(ranks(torch.Size(sizes).numel()), sizes=sizes, names=names, **settings)
+
+
+# ------------------------------------------------------------------------------------------------ expert parallel
+
+
+class Experts(nn.Module):
+    """Every token through every expert of a group of ranks, weighted: what dispatch does, without its sizes."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, count)
+        self.up = nn.Parameter(torch.randn(count, 8, 6) / 3)
+        self.bias = nn.Parameter(torch.randn(count, 6) / 3)
+        self.down = nn.Parameter(torch.randn(count, 6, 8) / 3)
+        self.mesh: DeviceMesh | None = None
+
+    def spread(self, mesh: DeviceMesh, marked: bool) -> None:
+        """Keep this rank's experts, as DTensors or as plain tensors with a mark."""
+        self.mesh = mesh
+        for name in ("up", "bias", "down"):
+            own = getattr(self, name).detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            param = nn.Parameter(own if marked else DTensor.from_local(own, mesh, [Shard(0)]))
+            if marked:
+                param.mesh = mesh  # type: ignore[attr-defined]
+            setattr(self, name, param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        up, bias, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.up, self.bias, self.down))
+        mesh = self.mesh
+        if mesh is not None:
+            x, weights = (collectives.all_gather_tensor_autograd(t, 0, mesh.get_group()) for t in (x, weights))
+            weights = weights[..., mesh.get_local_rank() * up.shape[0] :][..., : up.shape[0]]
+        hidden = torch.relu(torch.einsum("bth,ehi->beti", x, up) + bias[:, None])
+        y = torch.einsum("beti,eih,bte->bth", hidden, down, weights)
+        return y if mesh is None else collectives.reduce_scatter_tensor_autograd(y, "sum", 0, mesh.get_group())
+
+
+class Mixture(nn.Module):
+    """A dense part and two layers of experts."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Experts(count) for _ in range(2))
+        self.dense = nn.Linear(8, 5)
+        self.back = nn.Linear(5, 8, bias=False)
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.head(h + self.back(self.dense(h).tanh()))
+
+
+def train_mixture(
+    sizes: tuple[int, ...], names: tuple[str, ...], count: int = 4, marked: bool = False, **settings: Any
+) -> Report:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = Mixture(count)
+    whole = copy.deepcopy(model)
+    for layer in model.layers:
+        layer.spread(mesh["expert"], marked)
+    sharing = mesh.size(names.index("tensor")) if "tensor" in names else 1
+    matrices = hidden_matrices(whole, exclude=("embedding", "head", "bias"), stacks=("up", "down"))
+    return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sharing, mesh=mesh, **settings)
+
+
+@cases(
+    (
+        (0, "backward", "owner", 1),
+        (1, "backward", "replicate", 2),
+        (2, "step", "owner", 1),
+        (3, "backward", "owner", 2),
+    )
+)
+def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
+    for rank, report in enumerate(ranks(4).run(train_mixture, sizes=(2, 2), names=("shard", "expert"), **settings)):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "settings"),
+    [
+        ((4,), ("expert",), {"stage": 3, "update": "backward"}),
+        ((4,), ("expert",), {"stage": 1, "update": "step", "count": 8, "marked": True}),
+        ((2, 2), ("replicate", "expert"), {"stage": 2, "update": "backward", "exchange": "owner"}),
+        ((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward", "exchange": "owner"}),
+        ((2, 2), ("shard", "expert"), {"stage": 3, "update": "backward", "codegen": "inductor", "marked": True}),
+        ((2, 2, 2), ("replicate", "shard", "expert"), {"stage": 3, "update": "backward", "count": 6}),
+        ((2, 2, 2), ("replicate", "shard", "expert"), {"stage": 2, "shard_state_over": "all", "count": 6}),
+        ((2, 2, 2), ("replicate", "expert", "tensor"), {"stage": 1, "gradient_accumulation_steps": 2}),
+    ],
+    ids=str,
+)
+def test_experts_on_other_meshes(
+    ranks: Callable[[int], Ranks], sizes: tuple[int, ...], names: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    reports = ranks(torch.Size(sizes).numel()).run(train_mixture, sizes=sizes, names=names, **settings)
+    for rank, report in enumerate(reports):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+# ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
+
+Placed = tuple[tuple[int, ...], tuple[str, ...]] | None
+
+
+def model_on(kind: str, placed: Placed, stage: int, weights: str | None = None) -> tuple[nn.Module, MuonZero]:
+    torch.manual_seed(0)
+    with torch.device("cpu" if weights is None else "meta"):
+        model = Sliced() if kind == "sliced" else Mixture(4)
+    mesh = None
+    if placed is not None:
+        sizes, names = placed
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        if "tensor" in names and kind == "sliced":
+            parallelize_module(model, mesh["tensor"], PLAN)
+        for layer in model.layers if "expert" in names else ():
+            layer.spread(mesh["expert"], marked=False)
+    optimizer = MuonZero(model, lr=0.02, adamw_lr=0.01, ns_dtype="fp32", stage=stage, mesh=mesh, weights=weights)
+    return model, optimizer
+
+
+def advance(model: nn.Module, optimizer: MuonZero, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        found = loss(model, data(step, 0, 0))  # the same on every rank, so that worlds compare
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(found.item())
+    return losses
+
+
+def everything(model: nn.Module, optimizer: MuonZero) -> dict[str, Tensor]:
+    found = {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{name} {slot}": full(value).clone() for slot, value in optimizer.state[param].items()}
+    return found
+
+
+def save(folder: str, kind: str, placed: Placed, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(kind, placed, stage)
+    advance(model, optimizer, range(2))
+    compile_muon.Checkpointer(f"{folder}/checkpoints").save(2, model, optimizer)
+    compile_muon.save_pretrained(model, f"{folder}/weights")
+    return everything(model, optimizer), advance(model, optimizer, range(2, 4))
+
+
+def load(folder: str, kind: str, placed: Placed, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    model, optimizer = model_on(kind, placed, stage)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert compile_muon.Checkpointer(f"{folder}/checkpoints").load(model, optimizer) is not None
+    found = everything(model, optimizer)
+    named = dict(model.named_parameters())
+    state = compile_muon.full_state_dict(model)
+    assert all(torch.equal(value, found[name]) for name, value in state.items())
+    compile_muon.load_full_state_dict(model, {name: value + 1 for name, value in state.items()})
+    assert all(torch.equal(full(param), found[name] + 1) for name, param in named.items())
+    name = "up.weight" if kind == "sliced" else "layers.1.up"
+    with compile_muon.full_parameters(model, write=True):
+        model.get_parameter(name).data += 1
+    assert torch.equal(full(named[name]), found[name] + 1 + 1)
+    model.load_state_dict({name: found[name] + 3 for name in named})
+    assert all(torch.equal(full(param), found[name] + 3) for name, param in named.items())
+    compile_muon.load_pretrained(model, f"{folder}/weights")
+    again, _ = model_on(kind, placed, stage, weights=f"{folder}/weights")
+    assert all(torch.equal(full(param), found[name]) for name, param in again.named_parameters())
+    return found, advance(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        (
+            "sliced",
+            (
+                (((2, 2), ("shard", "tensor")), 4, 3),
+                (((2,), ("tensor",)), 2, 0),
+                (None, 2, 1),
+                (((2, 2), ("replicate", "tensor")), 4, 1),
+                (None, 1, 2),
+            ),
+        ),
+        (
+            "mixture",
+            (
+                (((2, 2), ("shard", "expert")), 4, 3),
+                (((2,), ("expert",)), 2, 0),
+                (None, 2, 3),
+                (((2, 2), ("expert", "tensor")), 4, 1),
+                (None, 1, 2),
+            ),
+        ),
+    ],
+    ids=["tensor", "expert"],
+)
+def test_checkpoints_and_weights_go_from_mesh_to_mesh(
+    ranks: Callable[[int], Ranks], tmp_path: Path, kind: str, places: tuple[tuple[Placed, int, int], ...]
+) -> None:
+    for number, (placed, world, stage) in enumerate(places):
+        folder = str(tmp_path / str(number))
+        saved, later = ranks(world).run(save, folder=folder, kind=kind, placed=placed, stage=stage)[0]
+        other, size, other_stage = places[number - 1]
+        for found, after in ranks(size).run(load, folder=folder, kind=kind, placed=other, stage=other_stage):
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+            assert after == pytest.approx(later, rel=1e-5)
