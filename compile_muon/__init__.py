@@ -32,6 +32,7 @@ from compile_muon.summary import Summary
 
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
+    from compile_muon.runtime.clipping import clip_grad_norm_
     from compile_muon.weights import full_state_dict, load_full_state_dict, load_pretrained, save_pretrained
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "PeerError",
     "Summary",
     "UnsupportedModelError",
+    "clip_grad_norm_",
     "full_parameters",
     "full_state_dict",
     "initialize",
@@ -61,6 +63,7 @@ __version__ = "0.1.0"
 #: what brings in torch.distributed.checkpoint and safetensors, for those who use it
 _LATE = {
     "Checkpointer": "compile_muon.checkpoint",
+    "clip_grad_norm_": "compile_muon.runtime.clipping",
     "full_state_dict": "compile_muon.weights",
     "load_full_state_dict": "compile_muon.weights",
     "load_pretrained": "compile_muon.weights",

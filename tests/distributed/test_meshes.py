@@ -234,8 +234,9 @@ def refused(dims: dict[str, int] | None, sizes: dict[str, int] | None) -> tuple[
         ),
         (None, {"replicate": 2, "shard": 4}, r"mesh = 'replicate 2 x shard 4': does not make up 4 ranks"),
         ({"replicate": 2, "shard": 2}, {"replicate": 2}, r"mesh = .*: is given, and the config has sizes of one"),
-        ({"shard": 2, "replicate": 2}, None, r"has the dimensions \('shard', 'replicate'\); pass .*in this order"),
-        ({"dp": 2, "tensor": 2}, None, r"has the dimensions \('dp', 'tensor'\); pass its data-parallel part"),
+        ({"shard": 2, "replicate": 2}, None, r"has the dimensions \('shard', 'replicate'\); name them .*in this order"),
+        ({"dp": 2, "tensor": 2}, None, r"has the dimensions \('dp', 'tensor'\); name them as here"),
+        (None, {"tensor": 3}, r"mesh = 'replicate 1 x shard -1 x tensor 3': does not make up 4 ranks"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused_on_every_rank(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from test_training import STEPS, cases
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -337,3 +339,146 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name], saved[name]) for name in saved)
             assert after == pytest.approx(later, rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------- what users do
+
+
+def clipped(kind: str, placed: Placed, by: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after three clipped steps, and the norms that were clipped."""
+    limit = 0.05
+    model, optimizer = model_on(kind, placed, 2)
+    if by == "optimizer":
+        optimizer.config = dataclasses.replace(
+            optimizer.config, zero=dataclasses.replace(optimizer.config.zero, gradient_clipping=limit)
+        )
+    norms = []
+    for step in range(3):
+        loss(model, data(step, 0, 0)).backward()
+        if by == "ours":
+            norms.append(float(compile_muon.clip_grad_norm_(model.parameters(), limit)))
+        elif by == "torch":
+            found = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            norms.append(float(full(found)))
+        optimizer.step()
+        if by == "optimizer":
+            norms.append(optimizer.metrics()["grad_norm"])
+        optimizer.zero_grad()
+    return {name: full(param).detach().clone() for name, param in model.named_parameters()}, norms
+
+
+def test_clipping_counts_every_element_once(ranks: Callable[[int], Ranks]) -> None:
+    for kind, placed, ways in (
+        ("sliced", ((2, 2), ("shard", "tensor")), ("optimizer", "ours", "torch")),  # one mesh: torch's own does
+        ("mixture", ((2, 2), ("shard", "expert")), ("optimizer", "ours")),
+        ("mixture", ((2, 2), ("expert", "tensor")), ("optimizer", "ours")),
+    ):
+        expected, norms = ranks(1).run(clipped, kind=kind, placed=None, by="torch")[0]
+        assert min(norms) > 0.05
+        for by in ways:
+            for found, theirs in ranks(4).run(clipped, kind=kind, placed=placed, by=by):
+                assert theirs == pytest.approx(norms, rel=1e-5), (kind, by)
+                for name, weight in expected.items():
+                    torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def told() -> tuple[str, dict[str, float]]:
+    model, optimizer = model_on("sliced", ((2, 2), ("shard", "tensor")), 3)
+    advance(model, optimizer, range(1))
+    return str(optimizer.summary()), optimizer.metrics()
+
+
+def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks]) -> None:
+    for summary, metrics in ranks(4).run(told):
+        assert "world 4 (shard 2 x tensor 2)" in summary
+        assert "shard_tensor" in summary  # where the pieces of a matrix meet
+        sent = {name for name in metrics if name.startswith("bytes_sent_")}
+        assert {"bytes_sent_shard", "bytes_sent_shard_tensor"} <= sent  # gathers, and directions
+        assert sum(metrics[name] for name in sent) == metrics["bytes_sent"]
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def refused(case: str) -> tuple[str, bool]:
+    """What is said, and whether the model is as it was."""
+    sizes, names = ((4,), ("expert",)) if case == "indivisible" else ((2, 2), ("shard", "tensor"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model: Any = Mixture(6)
+    own, weight = nn.Parameter(torch.randn(2, 8, 6)), torch.randn(8, 8)
+    given: DeviceMesh | None = mesh
+    match case:
+        case "indivisible":
+            param = nn.Parameter(distribute_tensor(torch.randn(6, 8, 6), mesh, [Shard(0)]))
+        case "foreign":
+            other = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("shard", "tensor"))
+            param = nn.Parameter(distribute_tensor(weight, other["tensor"], [Shard(0)]))
+        case "two axes":
+            param = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(1)]))
+        case "sharded":
+            param = nn.Parameter(distribute_tensor(weight, mesh["shard"], [Shard(0)]))
+        case "two roles":
+            param = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)]))
+            param.mesh = mesh["shard"]  # type: ignore[attr-defined]
+        case "mark":
+            param = own
+            param.mesh = mesh["tensor"]  # type: ignore[attr-defined]
+        case "partial":
+            local = DTensor.from_local(weight, mesh["tensor"], [Partial()], run_check=False)
+            param = nn.Parameter(local)
+        case "no mesh":
+            param, given = nn.Parameter(distribute_tensor(weight, mesh["tensor"], [Shard(0)])), None
+        case "one matrix":
+            mesh = given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+            param = nn.Parameter(distribute_tensor(weight, mesh["expert"], [Shard(0)]))
+        case "names":
+            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
+            param = own
+        case _:
+            param = own
+            given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model.layers[1].up = param
+    before = {name: (param, type(param)) for name, param in model.named_parameters()}
+    try:
+        MuonZero(model, mesh=given)
+    except compile_muon.MuonZeroError as error:
+        after = {name: (param, type(param)) for name, param in model.named_parameters()}
+        same = before.keys() == after.keys() and all(before[name][0] is after[name][0] for name in before)
+        return str(error), same
+    return "", False
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (
+            "indivisible",
+            r"layers.1.up: .* on expert 4: 6 along dim 0 are not 4 equal parts of a stack .*; cut dim 0",
+        ),
+        (
+            "foreign",
+            r"layers.1.up: .* on tensor 2, which is no axis of the mesh \(shard 2 x tensor 2\); ",
+        ),
+        (
+            "two axes",
+            r"layers.1.up: .* on shard 2 x tensor 2, on two axes at once \(shard and tensor\); give",
+        ),
+        ("sharded", r"layers.1.up: .* on shard 2, the axis shard of which MuonZero cuts itself; cut it over mesh"),
+        ("two roles", r"layers.1.up: is a DTensor on tensor 2 and marked with mesh = shard 2; "),
+        ("mark", r"layers.1.up: is marked with mesh = tensor 2, which is not the axis of experts; "),
+        ("partial", r"layers.1.up: .*P\(sum\) is neither Shard nor Replicate; cut it into contiguous parts"),
+        ("no mesh", r"layers.1.up: .* on tensor 2, which is no axis of the mesh \(shard 4\); "),
+        (
+            "one matrix",
+            r"layers.1.up: is cut over the axis expert, and shape \[8, 8\] is one matrix, not a stack",
+        ),
+        (
+            "names",
+            r"mesh = .*: has the dimensions \('tensor', 'shard'\); name them as here and give them in",
+        ),
+        ("unknown", r"mesh = .*: has the dimensions \('shard', 'tp'\); name them as here"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(ranks: Callable[[int], Ranks], case: str, said: str) -> None:
+    found = ranks(4).run(refused, case=case)
+    assert all(re.search(said, message) and same for message, same in found), found

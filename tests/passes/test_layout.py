@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
-from compile_muon.model.mesh import Mesh
+from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes import Half, Purpose, costs, reduced_grads
 from compile_muon.passes.collectives import collectives, measure_traffic
 from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
@@ -61,6 +61,39 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
         strategy = "owner_over_all" if over_all else "owner"
         formula = costs.bytes_by_axis(strategy, 512, 256, shards=shards, replicas=replicas, itemsize=4)
         assert dict(traffic.by_axis) == {axis: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
+
+
+@pytest.mark.parametrize("ranks", [0, 7, 300, 511])
+@pytest.mark.parametrize(
+    ("sizes", "names", "role"),
+    [
+        ((64, 8), ("shard", "tensor"), Role(tensor_dim=0)),
+        ((64, 8), ("shard", "tensor"), Role(tensor_dim=1)),
+        ((64, 8), ("shard", "tensor"), DENSE),
+        ((8, 8, 8), ("replicate", "shard", "tensor"), Role(tensor_dim=1)),
+        ((8, 8, 8), ("replicate", "expert", "tensor"), DENSE),
+        ((4, 4, 8, 4), ("replicate", "shard", "expert", "tensor"), Role(tensor_dim=0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("exchange", ["owner", "replicate"])
+def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role, exchange, ranks, world):
+    """Pieces meet over shard and tensor ranks, and directions go to whoever holds a copy; bytes as the formulas say."""
+    with world(ranks, 512):
+        mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        specs = [matrix(mesh.layout((512, 256), 3, role), exchange)] * 512
+        owners = assign_owners(specs)
+        gm, _ = traced(specs)
+    layout = specs[0].layout
+    assert sorted(owners) == list(range(512))
+    assert layout.meeting.size * layout.copying.size == 512
+    traffic = measure_traffic(gm, layout.axes)
+    assert traffic.matrices == (1 if exchange == "owner" else 512)
+    size = {"shards": layout.meeting.size, "replicas": layout.copying.size, "itemsize": 4}
+    formula = costs.bytes_by_axis(exchange, 512, 256, **size)
+    name_of = {"shard": layout.meeting.name, "replicate": layout.copying.name}
+    expected = {name_of[axis]: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
+    assert dict(traffic.by_axis) == expected
 
 
 @pytest.mark.parametrize(("stage", "over"), [(1, "shard"), (2, "shard"), (3, "shard"), (2, "all"), (3, "all")])
@@ -133,6 +166,65 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
             formula.update(costs.weight_bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
     assert dict(sent.by_axis) == formula
     assert sent.bytes_sent == sum(formula.values())
+
+
+MESHES = [
+    ((2, 2), ("shard", "tensor")),
+    ((2, 3), ("replicate", "tensor")),
+    ((2, 2, 2), ("replicate", "shard", "tensor")),
+    ((2, 2), ("shard", "expert")),
+    ((2, 2, 2), ("replicate", "shard", "expert")),
+    ((2, 2, 2, 2), ("replicate", "shard", "expert", "tensor")),
+]
+
+
+@pytest.mark.parametrize(("sizes", "names"), MESHES, ids=str)
+@pytest.mark.parametrize("over_all", [False, True])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_pieces_are_those_of_dtensor(sizes, names, over_all, stage, world):
+    """Regions of the whole, what a rank's model has, and how the pieces of a matrix join and are cut again."""
+    count = math.prod(sizes)
+    roles = {(5, 3): DENSE, (): DENSE}
+    if "tensor" in names:
+        roles |= {(13, 4): Role(tensor_dim=0), (6, 7): Role(tensor_dim=1), (3, 2, 5): Role(tensor_dim=2)}
+        roles |= {(1, 9): Role(tensor_dim=1), (9, 1): Role(tensor_dim=0), (7,): Role(tensor_dim=0)}
+    if "expert" in names:
+        roles |= {(6, 2, 3): Role(expert=True), (2, 4, 1): Role(expert=True), (8, 3): Role(expert=True)}
+    found: dict[tuple[int, ...], list[tuple[Layout, torch.Tensor]]] = {shape: [] for shape in roles}
+    for rank in range(count):
+        with world(rank, count):
+            mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names), state_over_all=over_all)
+            for shape, role in roles.items():
+                layout = mesh.layout(shape, stage, role)
+                numbers = torch.arange(math.prod(shape)).view(shape)
+                placements = mesh.placements(layout, role)
+                local = distribute_tensor(numbers, mesh.device_mesh(role), placements, src_data_rank=None).to_local()
+                assert torch.equal(local, numbers[layout.region(rank)]), (shape, rank)
+                part = numbers[layout.part]
+                assert torch.equal(local, part[layout.local_rows] if layout.sharded else part)
+                assert (tuple(local.shape), tuple(part.shape)) == (layout.local_shape, layout.shape)
+                assert tuple(local.shape) == layout.meeting_shape(layout.meeting.index)
+                found[shape].append((layout, local))
+    for shape, ranks in found.items():
+        whole = torch.arange(math.prod(shape)).view(shape)
+        layout = ranks[0][0]
+        assert layout.ranks == count
+        once = [n for holder in layout.holders for n in ranks[holder][1].flatten().tolist()]
+        assert sorted(once) == list(range(whole.numel()))
+        assert not layout.cut_in_rows or once == sorted(once)
+        assert sum(local.numel() for _, local in ranks) == whole.numel() * layout.copies
+        for number, (layout, _) in enumerate(ranks):
+            # who meets: the ranks of the owners of this rank's company, at this rank's place along expert
+            width = layout.meeting.size
+            company = [layout.owner_ranks(layout.copying.index * width + place) for place in range(width)]
+            place = number // layout.tensor.size % layout.expert.size
+            pieces = [ranks[members[place]][1].flatten() for members in company]
+            assert company[layout.meeting.index][place] == number
+            matrices = layout.join(pieces)
+            experts = whole.chunk(layout.expert.size)[place] if not layout.expert.alone else whole
+            assert torch.equal(matrices, experts)
+            for at, piece in enumerate(pieces):
+                assert torch.equal(layout.cut(matrices.flatten(), at).flatten(), piece)
 
 
 SHAPES = [(8,), (5, 3), (1, 4), (2, 3, 5), (13, 2), (6, 1), (7, 2), (25, 1), ()]

@@ -1027,6 +1027,7 @@ def test_public_things_have_docstrings():
         ({"shard": "all"}, "mesh.shard = 'all': "),
         ({"replicat": 2}, "mesh.replicat = 2: is not a known key; did you mean mesh.replicate?"),
         ([2, 4], r"mesh = \[2, 4\]: must be an object"),
+        ({"shard": -1, "tensor": -1}, "mesh.shard = -1: and tensor are both the rest"),
     ],
 )
 def test_sizes_of_a_mesh(mesh, said):
