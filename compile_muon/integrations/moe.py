@@ -46,7 +46,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -404,12 +403,12 @@ ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
 def _dropless(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     slots = index.shape[1]
     chosen = index.reshape(-1)
-    order = torch.argsort(chosen, stable=True)
+    chosen_sorted, order = torch.sort(chosen)  # as Transformers does: one rank alone has its numbers bit for bit
     rows = hidden[order // slots]
     counts = torch.zeros(dispatch.experts, dtype=torch.long, device=chosen.device)
     counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
     if dispatch.size == 1:
-        out = _grouped(module, dispatch, rows, chosen[order], counts)
+        out = _grouped(module, dispatch, rows, chosen_sorted, counts)
     else:
         out = _exchanged(module, dispatch, rows, counts)
     out = out[_inverse(order)]
@@ -424,18 +423,20 @@ def _exchanged(module: Any, dispatch: ExpertDispatch, rows: Tensor, counts: Tens
     """
     size, group = dispatch.size, dispatch.group
     sent = counts.view(size, -1)
-    received = _all_to_all(counts, None, None, group).view(size, -1)
+    even = [sent.shape[1]] * size
+    received = _all_to_all(counts, even, even, group).view(size, -1)
     # The one synchronization with the host.
     sizes = torch.cat((sent.sum(1), received.sum(1))).tolist()
     for number in sizes:
         torch._check(number >= 0)
     here, there = sizes[:size], sizes[size:]
     torch._check(sum(here) == rows.shape[0])
+    total = sum(there)
     rows = _Exchange.apply(rows, there, here, group)
     # They come by rank, and by expert within; they are wanted by expert.
     local = received.shape[1]
     experts = torch.arange(local, device=rows.device).repeat(size)
-    experts = experts.repeat_interleave(received.reshape(-1), output_size=rows.shape[0])
+    experts = experts.repeat_interleave(received.reshape(-1), output_size=total)
     order = torch.argsort(experts, stable=True)
     out = _grouped(module, dispatch, rows[order], experts[order], received.sum(0))
     return _Exchange.apply(out[_inverse(order)], here, there, group)
@@ -547,7 +548,8 @@ def _swap(rows: Tensor, dispatch: ExpertDispatch, *, to_experts: bool) -> Tensor
     local, width = dispatch.experts // size, rows.shape[1]
     if not to_experts:
         rows = rows.view(local, size, -1, width).transpose(0, 1).reshape(-1, width)
-    rows = _Exchange.apply(rows, None, None, dispatch.group)
+    even = [rows.shape[0] // size] * size
+    rows = _Exchange.apply(rows, even, even, dispatch.group)
     return rows.view(size, local, -1, width).transpose(0, 1).reshape(-1, width) if to_experts else rows
 
 
@@ -567,7 +569,8 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
     if dispatch.size == 1:
         return
     mine = torch.full((dispatch.size,), tokens, device=device)
-    found = _all_to_all(mine, None, None, dispatch.group).tolist()
+    one = [1] * dispatch.size
+    found = _all_to_all(mine, one, one, dispatch.group).tolist()
     if len(set(found)) > 1:
         raise config_error(
             f"{_FIELD}.capacity_factor", dispatch.capacity_factor, f"ranks have {found} tokens, and static shapes need "
@@ -578,11 +581,8 @@ def _check_tokens(dispatch: ExpertDispatch, tokens: int, device: torch.device) -
 # ------------------------------------------------------------------------------------------------------- the exchange
 
 
-def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: str) -> Tensor:
-    """Rows by rank, for each rank; None for as many from each as for each."""
-    if received is None or sent is None:
-        ranks = dist.distributed_c10d._get_group_size_by_name(group)
-        received = sent = [rows.shape[0] // ranks] * ranks
+def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """Rows by rank, for each rank; so many from each, so many for each."""
     out = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), received, sent, group)
     return torch.ops._c10d_functional.wait_tensor(out)
 
@@ -591,7 +591,7 @@ class _Exchange(torch.autograd.Function):
     """The same, for autograd: gradients travel the other way, and are there when backward goes on."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int] | None, sent: list[int] | None, group: str) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
         ctx.way = received, sent, group
         return _all_to_all(rows, received, sent, group)
 

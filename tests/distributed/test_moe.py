@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,6 @@ SMALL = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0,
     max_position_embeddings=32, experts_implementation="eager", use_cache=False,
 )  # fmt: skip
-MODELS = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "NemotronH", "MuseSparkExperts")
 
 
 def tiny(kind: str, **settings: Any) -> Any:
@@ -87,6 +88,8 @@ def summed_gradients(model: nn.Module, size: int) -> dict[str, Tensor]:
     world, rank = world_and_rank()
     found = {}
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         expert = isinstance(param, DTensor)
         grad = param.grad
         assert grad is not None, name
@@ -104,6 +107,8 @@ def summed_gradients(model: nn.Module, size: int) -> dict[str, Tensor]:
 def compare_gradients(found: dict[str, Tensor], whole: nn.Module, size: int) -> None:
     _, rank = world_and_rank()
     for name, param in whole.named_parameters():
+        if not param.requires_grad:
+            continue
         expected = torch.zeros_like(param) if param.grad is None else param.grad
         if found[name].shape != expected.shape:
             count = expected.shape[0] // size
@@ -138,3 +143,476 @@ def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
 def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
     kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")
     ranks(world).run(train_whole_models, kinds=kinds, size=size)
+
+
+# ---------------------------------------------------------------------------------------------- experts by themselves
+
+
+def experts_of(kind: str) -> nn.Module:
+    """An experts module of its own kind, in a model of nothing else."""
+    import importlib
+    from types import SimpleNamespace
+
+    own = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    cls = next(value for name, value in vars(own).items() if name.endswith("Experts"))
+    config = SimpleNamespace(
+        num_local_experts=8, n_routed_experts=8, moe_num_experts=8, hidden_size=16, intermediate_size=12,
+        moe_intermediate_size=12, moe_hidden_size=16, hidden_act="silu", mlp_hidden_act="relu2", moe_latent_size=None,
+        swiglu_alpha=1.7, swiglu_limit=2.0, post_norm_eps=1e-6, num_experts=8,
+        _experts_implementation_internal="eager",
+    )  # fmt: skip
+    torch.manual_seed(3)
+    made = cls(config)
+    made.config = Implementation(config)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.normal_(std=0.3)
+    return nn.ModuleDict({"experts": made})
+
+
+class Implementation:
+    """The part of a config that an experts module reads when it runs."""
+
+    def __init__(self, config: Any) -> None:
+        self._experts_implementation_internal = config._experts_implementation_internal
+
+    @property
+    def _experts_implementation(self) -> str:
+        return self._experts_implementation_internal
+
+
+def routed(rank: int, tokens: int, among: range, slots: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, their experts and weights, and what the output is multiplied with to make a loss."""
+    dice = torch.Generator().manual_seed(11 + rank)
+    chosen = [torch.randperm(len(among), generator=dice)[:slots] + among[0] for _ in range(tokens)]
+    index = torch.stack(chosen) if tokens else torch.zeros(0, slots, dtype=torch.long)
+    made = (torch.randn(tokens, 16, generator=dice), torch.rand(tokens, slots, generator=dice))
+    return made[0], index, made[1], torch.randn(tokens, 16, generator=dice)
+
+
+def gradients_of(experts: nn.Module, case: tuple[Tensor, ...], *, hidden_grad: bool = True) -> list[Tensor]:
+    """The output, and the gradients of tokens and weights; those of the experts are in .grad."""
+    hidden, index, weights, factor = case
+    hidden, weights = hidden.clone().requires_grad_(hidden_grad), weights.clone().requires_grad_()
+    out = experts["experts"](hidden, index, weights)  # type: ignore[index]
+    if out.requires_grad:  # of no tokens, Transformers' eager forward makes a constant
+        (out * factor).sum().backward()
+    else:
+        assert not out.numel()
+        weights.grad, hidden.grad = torch.zeros_like(weights), torch.zeros_like(hidden)
+    return [out.detach(), weights.grad, *([hidden.grad] if hidden_grad else [])]  # type: ignore[list-item]
+
+
+def run_experts(kind: str, case: str, capacity_factor: float | None = None, frozen: str = "") -> None:
+    world, rank = world_and_rank()
+    among, tokens = range(8), [5] * world
+    if case == "one expert gets none":
+        among = range(1, 8)
+    elif case == "one rank gets none":
+        among = range(8 // world, 8)
+    elif case == "one rank has none":
+        tokens = [5] * (world - 1) + [0]
+    elif case == "no rank has any":
+        tokens = [0] * world
+    whole, model = experts_of(kind), experts_of(kind)
+    shared(model, world, capacity_factor)
+    for both in (whole, model):
+        for name, param in both.named_parameters():
+            param.requires_grad_(not frozen or frozen not in name)
+    hidden_grad = frozen != "hidden"
+    expected: list[Tensor] = []
+    for other in range(world):
+        found = gradients_of(whole, routed(other, tokens[other], among), hidden_grad=hidden_grad)
+        expected = found if other == rank else expected
+    mine = gradients_of(model, routed(rank, tokens[rank], among), hidden_grad=hidden_grad)
+    for found_one, expected_one in zip(mine, expected, strict=True):
+        close(found_one, expected_one, f"{kind}, {case}")
+    for name, param in whole.named_parameters():
+        if not param.requires_grad:
+            assert model.get_parameter(name).grad is None
+    compare_gradients(summed_gradients(model, world), whole, world)
+
+
+CASES = ("all", "one expert gets none", "one rank gets none", "one rank has none", "no rank has any")
+
+
+def run_all_experts() -> None:
+    for kind in ("mixtral", "gpt_oss"):
+        for case in CASES:
+            run_experts(kind, case)
+    # no gate; a norm behind the experts; transposed stacks; a gate and a summation of its own
+    for kind in ("nemotron_h", "muse_spark", "aria", "openai_privacy_filter"):
+        run_experts(kind, "one rank gets none")
+    for frozen in ("hidden", "experts", "gate_up"):
+        run_experts("mixtral", "one rank has none", frozen=frozen)
+
+
+def test_every_kind_of_experts_with_and_without_tokens(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(run_all_experts)
+
+
+def test_one_rank_computes_bit_for_bit_what_transformers_does(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(alone)
+
+
+def alone() -> None:
+    """A group of one: no collective, and the numbers of Transformers' own grouped products."""
+    for kind in ("Mixtral", "GptOss"):
+        whole = tiny(kind, experts_implementation="grouped_mm")
+        model = shared(tiny(kind), 1)
+        _, rank = world_and_rank()
+        with no_collectives():
+            loss = loss_of(model, rank)
+            loss.backward()
+            expected = loss_of(whole, rank)
+            expected.backward()
+        assert torch.equal(loss, expected)
+        for name, param in whole.named_parameters():
+            grad: Any = model.get_parameter(name).grad
+            close(grad.to_local() if isinstance(grad, DTensor) else grad, param.grad, name, limit=0.0)  # type: ignore[arg-type]
+
+
+def no_collectives() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "c10d" not in str(op), op
+            return op(*args, **(kwargs or {}))
+
+    return Refuse()
+
+
+# ------------------------------------------------------------------------------------------------------- capacity
+
+
+def dropped_by_hand(index: Tensor, weights: Tensor, capacity: int) -> Tensor:
+    """Which pairs stay: for each expert those with the largest weights, among equals the earlier token's."""
+    kept = torch.zeros_like(weights, dtype=torch.bool)
+    for expert in index.unique().tolist():
+        pairs = sorted((-float(weights[t, s]), t, s) for t, s in (index == expert).nonzero().tolist())
+        for _, token, slot in pairs[:capacity]:
+            kept[token, slot] = True
+    return kept
+
+
+def drop(capacity_factor: float) -> int:
+    from compile_muon.integrations.moe import plan_experts
+
+    world, rank = world_and_rank()
+    tokens, slots, experts = 12, 2, 8
+    whole, model = experts_of("gpt_oss"), experts_of("gpt_oss")
+    plan_experts(model, world, capacity_factor=capacity_factor).apply(expert_mesh(world))
+    capacity = math.ceil(capacity_factor * tokens * slots / experts)
+    dropped = 0
+    expected: list[Tensor] = []
+    for other in range(world):
+        hidden, index, weights, factor = crowded(other, tokens)
+        kept = dropped_by_hand(index, weights, capacity)
+        dropped += int((~kept).sum())
+        found = gradients_of(whole, (hidden, index, torch.where(kept, weights, 0.0), factor))
+        found[1] = torch.where(kept, found[1], 0.0)
+        expected = found if other == rank else expected
+    mine = gradients_of(model, crowded(rank, tokens))
+    for found_one, expected_one in zip(mine, expected, strict=True):
+        close(found_one, expected_one, f"capacity {capacity}")
+    compare_gradients(summed_gradients(model, world), whole, world)
+    return dropped
+
+
+def crowded(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Many tokens for few experts, many of the same weight."""
+    hidden, index, weights, factor = routed(rank, tokens, range(3))
+    return hidden, index, (weights * 4).round() / 4 + 0.25, factor
+
+
+def test_capacity_drops_the_least_probable(ranks: Callable[[int], Ranks]) -> None:
+    found = [ranks(2).run(drop, capacity_factor=factor)[0] for factor in (0.3, 1.0, 8.0)]
+    assert found[0] > found[1] > found[2] == 0
+
+
+def capacity_of_whole_models() -> None:
+    world, rank = world_and_rank()
+    for kind in ("DeepseekV3", "GptOss"):
+        whole, losses = reference(kind, world)
+        model = shared(tiny(kind), world, capacity_factor=8.0)
+        loss = loss_of(model, rank)
+        loss.backward()
+        close(loss, losses[rank], kind)
+        compare_gradients(summed_gradients(model, world), whole, world)
+    # Fewer tokens on one rank would be buffers of another size.
+    with pytest.raises(ConfigError, match=r"capacity_factor = 8.0: ranks have \[12, 10\] tokens"):
+        loss_of(model, rank, 6 - rank)
+
+
+def test_capacity_that_drops_nothing_is_exact(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(capacity_of_whole_models)
+
+
+# ---------------------------------------------------------------------------------------- compiled, recomputed, cast
+
+
+def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> int:
+    """A block of router and experts, compiled and not; how many graphs that took."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    world, rank = world_and_rank()
+    model = shared(tiny("DeepseekV3", num_hidden_layers=1), world, capacity_factor)
+    block = model.model.layers[0].mlp
+    counter = CompileCounterWithBackend(backend)
+    fast = torch.compile(block, backend=counter, fullgraph=fullgraph, dynamic=False)
+    dice = torch.Generator().manual_seed(rank)
+    for scale in (1.0, -3.0):  # other experts, the same graph
+        hidden = (torch.randn(2, 6, 32, generator=dice) * scale).requires_grad_()
+        found = []
+        for module in (block, fast):
+            block.zero_grad()
+            out = module(hidden)
+            hidden.grad = None
+            out.square().sum().backward()
+            found.append([out, hidden.grad, *summed_gradients(block, world).values()])
+        for mine, expected in zip(found[1], found[0], strict=True):
+            close(mine, expected, f"{backend}, capacity {capacity_factor}", limit=2e-6)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize(
+    ("capacity_factor", "backend", "fullgraph", "graphs"),
+    [
+        (None, "aot_eager", True, 1),
+        (1.0, "aot_eager", True, 1),
+        (1.0, "inductor", True, 1),
+        (None, "aot_eager", False, 2),
+    ],
+)
+def test_a_block_is_one_graph_where_it_can_be(
+    ranks: Callable[[int], Ranks], capacity_factor: float | None, backend: str, fullgraph: bool, graphs: int
+) -> None:
+    found = ranks(2).run(compiled, capacity_factor=capacity_factor, backend=backend, fullgraph=fullgraph)
+    assert found == [graphs, graphs]
+
+
+def recomputed() -> None:
+    world, rank = world_and_rank()
+    for kind, capacity_factor in (("DeepseekV3", None), ("GptOss", None), ("Mixtral", 8.0)):
+        whole, losses = reference(kind, world)
+        for reentrant in (True, False):
+            model = shared(tiny(kind), world, capacity_factor).train()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            assert model.is_gradient_checkpointing
+            loss = loss_of(model, rank)
+            with counted("all_to_all_single") as count:
+                loss.backward()
+            assert count[0] > 2 * len(model.model.layers)  # more than gradients there and back
+            close(loss, losses[rank], kind)
+            compare_gradients(summed_gradients(model, world), whole, world)
+
+
+def counted(op_name: str) -> Any:
+    import contextlib
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = [0]
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found[0] += op_name in str(op)
+            return op(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def counting() -> Any:
+        with Count():
+            yield found
+
+    return counting()
+
+
+def test_checkpointed_layers_dispatch_again(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(recomputed)
+
+
+def cast() -> None:
+    """Under bf16 autocast as in Transformers' grouped products, whose rows these are."""
+    world, rank = world_and_rank()
+    for kind in ("Mixtral", "GptOss"):
+        whole = tiny(kind, experts_implementation="grouped_mm")
+        for capacity_factor in (None, 8.0):
+            model = shared(tiny(kind), world, capacity_factor)
+            with torch.autocast("cpu", torch.bfloat16):
+                found, expected = (each(input_ids=tokens_of(rank)).logits for each in (model, whole))
+                loss = loss_of(model, rank)
+            assert found.dtype is torch.bfloat16
+            close(found.float(), expected.float(), kind, limit=1e-2)
+            loss.backward()
+            assert all(param.grad is not None and param.grad.isfinite().all() for param in model.parameters())
+        low = shared(tiny(kind).bfloat16(), world)
+        loss_of(low, rank).backward()
+        found, expected = (each(input_ids=tokens_of(rank)).logits.float() for each in (low, whole.bfloat16()))
+        close(found, expected, kind, limit=1e-2)
+
+
+def test_half_precision(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(cast)
+
+
+# ------------------------------------------------------------------------------------------- what the switch leaves be
+
+
+def switch() -> None:
+    from compile_muon.integrations.moe import plan_experts
+
+    world, rank = world_and_rank()
+    model = tiny("GptOss")
+    stack = model.model.layers[0].mlp.experts.gate_up_proj
+    stack.use_muon = False
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
+    before, config = dict(model.named_parameters()), copy.deepcopy(model.config)
+    plan = plan_experts(model, world)
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(param is before[name] for name, param in model.named_parameters())
+    assert len(plan.parameters) == 8 and "model.layers.1.mlp.experts.down_proj_bias" in plan.parameters
+    plan.apply(expert_mesh(world))
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor) is (name in plan.parameters)
+        assert param.shape == before[name].shape and param.requires_grad is before[name].requires_grad
+        if name in plan.parameters:
+            local = param.to_local().detach()
+            assert torch.equal(local, before[name].chunk(world)[rank])
+            assert local.untyped_storage().nbytes() == before[name].nbytes // world
+    assert model.model.layers[0].mlp.experts.gate_up_proj.use_muon is False
+    # The model's config, what is saved of it, and another model of the same config know nothing of it.
+    assert model.config.to_dict() == config.to_dict()
+    assert model.get_experts_implementation() == {"": "eager"}
+    other = type(model)(model.config)
+    assert torch.isfinite(loss_of(other, rank))
+    model.set_experts_implementation("grouped_mm")
+    expected = loss_of(model, rank)
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        assert "compile_muon" not in Path(folder, "config.json").read_text()
+    twin = copy.deepcopy(model)
+    assert torch.equal(loss_of(twin, rank), expected)
+    twin.model.layers[0].mlp.experts.down_proj.detach().zero_()
+    assert torch.equal(loss_of(model, rank), expected)
+    assert torch.equal(loss_of(pickle.loads(pickle.dumps(model)), rank), expected)
+
+
+def test_a_model_is_switched_by_itself(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(switch)
+
+
+def without_memory() -> None:
+    world, rank = world_and_rank()
+    with torch.device("meta"):
+        model = tiny("DeepseekV3")
+    shared(model, world)
+    stack: Any = model.model.layers[0].mlp.experts.gate_up_proj
+    assert stack.is_meta and isinstance(stack, DTensor) and stack.to_local().shape == (8 // world, 32, 32)
+    assert stack.to_local().is_meta and stack.placements == (Shard(0),) and stack.shape == (8, 32, 32)
+
+
+def test_a_stack_without_memory_stays_without(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(without_memory)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def refused() -> list[str]:
+    from compile_muon.integrations.moe import plan_experts
+
+    world, _ = world_and_rank()
+    mesh = expert_mesh(world)
+    found = []
+
+    def refuse(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = dict(model.named_parameters())
+        with pytest.raises(ConfigError) as error:
+            plan_experts(model, *args, **kwargs)
+        found.append(str(error.value))
+        assert all(param is before[name] for name, param in model.named_parameters())
+
+    refuse(tiny("Mixtral"), 3)
+    refuse(tiny("Mixtral"), 0)
+    refuse(tiny("Mixtral"), 2, capacity_factor=-1.0)
+    refuse(nn.Sequential(nn.Linear(2, 2)), 2)
+    refuse(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])}), 2)
+
+    two = tiny("Mixtral")
+    first, second = (layer.mlp.experts for layer in two.model.layers)
+    tensor_parallel = init_device_mesh("cpu", (world,), mesh_dim_names=("tensor",))
+    first.gate_up_proj = nn.Parameter(distribute_tensor(first.gate_up_proj.detach(), tensor_parallel, [Shard(1)]))
+    second.down_proj = nn.Parameter(distribute_tensor(second.down_proj.detach(), tensor_parallel, [Replicate()]))
+    refuse(two, 2)
+
+    quantized = tiny("Mixtral")
+    stack = quantized.model.layers[1].mlp.experts.down_proj
+    quantized.model.layers[1].mlp.experts.down_proj = nn.Parameter(stack.detach().to(torch.int8), requires_grad=False)
+    refuse(quantized, 2)
+
+    odd = tiny("Mixtral")
+    odd.model.layers[0].mlp.experts.scales = nn.Parameter(torch.ones(8))
+    refuse(odd, 2)
+
+    tied = tiny("Mixtral")
+    tied.model.layers[0].register_parameter("copy", tied.model.layers[0].mlp.experts.down_proj)
+    refuse(tied, 2)
+
+    hooked = tiny("Mixtral")
+    experts = hooked.model.layers[0].mlp.experts
+    experts.forward = experts.forward
+    refuse(hooked, 2)
+
+    nn.utils.parametrizations.weight_norm(odd.model.layers[1].mlp.experts, "down_proj")
+    refuse(odd, 2)
+
+    done = shared(tiny("Mixtral"), world)
+    refuse(done, 2)
+
+    plan = plan_experts(tiny("Mixtral"), 2)
+    for wrong in (tensor_parallel, init_device_mesh("cpu", (1, world), mesh_dim_names=("replicate", "expert"))):
+        with pytest.raises(ConfigError) as error:
+            plan.apply(wrong)
+        found.append(str(error.value))
+    plan._model.model.layers[0].mlp.experts.scales = nn.Parameter(torch.ones(8))
+    with pytest.raises(ConfigError, match="looks like a stack"):
+        plan.apply(mesh)
+    assert not any(isinstance(param, DTensor) for param in plan._model.parameters())
+    alone = tiny("Mixtral", experts_implementation="compile_muon_expert_parallel")
+    with pytest.raises(ConfigError) as error:
+        loss_of(alone, 0)
+    found.append(str(error.value))
+    return found
+
+
+REFUSED = (
+    "expert_parallel.size = 3: model.layers.0.mlp.experts: 8 experts cannot be divided among 3 ranks on the axis "
+    '"expert"; use one of 1, 2, 4, 8',
+    "expert_parallel.size = 0: is not a number of ranks",
+    "expert_parallel.capacity_factor = -1.0: is not a factor; use a number above 0",
+    "expert_parallel = 2: the model has no experts; ",
+    "expert_parallel = 2: the model has no experts behind Transformers' experts interface, but experts (ModuleList of "
+    "4 Linear)",
+    "model.layers.0.mlp.experts.gate_up_proj = '[Shard(dim=1)] on tensor': is placed on other ranks already and cannot "
+    'be Shard(0) on the axis "expert" too; leave the experts out',
+    "model.layers.1.mlp.experts.down_proj = torch.int8: is quantized; load",
+    "model.layers.0.mlp.experts.scales = [8]: looks like a stack of experts",
+    "model.layers.0.mlp.experts.down_proj = [8, 32, 16]: is tied to model.layers.0.copy",
+    "model.layers.0.mlp.experts = 'MixtralExperts': has a forward that something else put there",
+    "model.layers.1.mlp.experts = 'ParametrizedMixtralExperts': has no parameter down_proj of its own",
+    "model.layers.0.mlp.experts = 'MixtralExperts': has its experts shared already",
+    "mesh = \"(2,) ('tensor',)\": is not the 2 ranks to share experts",
+    "mesh = \"(1, 2) ('replicate', 'expert')\": is not the 2 ranks to share experts",
+    "experts_implementation = 'compile_muon_expert_parallel': MixtralExperts has its experts to itself; leave it out",
+)
+
+
+def test_what_cannot_be_shared_is_refused_on_every_rank(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(2).run(refused):
+        assert len(found) == len(REFUSED)
+        for message, part in zip(found, REFUSED, strict=True):
+            assert part in message
+        # All of it in one error: both parameters that are placed already.
+        assert "2 settings are wrong" in found[5] and "model.layers.1.mlp.experts.down_proj" in found[5]
