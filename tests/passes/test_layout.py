@@ -30,7 +30,7 @@ NAMES = ("replicate", "shard")
 
 
 def matrix(layout: Layout, exchange: str = "owner") -> ParamSpec:
-    muon = MuonSpec(1, *layout.shape, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, exchange)
+    muon = MuonSpec(1, *layout.joined_shape, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, exchange)
     return ParamSpec(layout, "float32", "float32", "float32", muon)
 
 
@@ -63,7 +63,6 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
         assert dict(traffic.by_axis) == {axis: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
 
 
-@pytest.mark.parametrize("ranks", [0, 7, 300, 511])
 @pytest.mark.parametrize(
     ("sizes", "names", "role"),
     [
@@ -76,23 +75,23 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("exchange", ["owner", "replicate"])
-def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role, exchange, ranks, world):
+@pytest.mark.parametrize(("exchange", "count"), [("owner", 512), ("replicate", 2)])
+def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role, exchange, count, world):
     """Pieces meet over shard and tensor ranks, and directions go to whoever holds a copy; bytes as the formulas say."""
-    with world(ranks, 512):
+    with world(300, 512):
         mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-        specs = [matrix(mesh.layout((512, 256), 3, role), exchange)] * 512
+        specs = [matrix(mesh.layout((512, 256), 3, role), exchange)] * count
         owners = assign_owners(specs)
         gm, _ = traced(specs)
     layout = specs[0].layout
-    assert sorted(owners) == list(range(512))
+    assert len(set(owners)) == count
     assert layout.meeting.size * layout.copying.size == 512
     traffic = measure_traffic(gm, layout.axes)
-    assert traffic.matrices == (1 if exchange == "owner" else 512)
+    assert traffic.matrices == (1 if exchange == "owner" else count)
     size = {"shards": layout.meeting.size, "replicas": layout.copying.size, "itemsize": 4}
     formula = costs.bytes_by_axis(exchange, 512, 256, **size)
     name_of = {"shard": layout.meeting.name, "replicate": layout.copying.name}
-    expected = {name_of[axis]: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
+    expected = {name_of[axis]: pytest.approx(count * sent, rel=1e-6) for axis, sent in formula.items()}
     assert dict(traffic.by_axis) == expected
 
 
