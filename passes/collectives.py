@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from .layout import Axis
 from .pipeline import tensor_value
-from .torch_private import group_named
+from .torch_private import expected_size, group_named
 
 __all__ = ["Traffic", "collectives", "measure_traffic"]
 
@@ -70,17 +72,23 @@ def _sums(*parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(counts.items()))
 
 
+def _size(size: Any) -> int:
+    """Of a split or a dimension; 0 where only the data say, as of tokens that a model sends to its experts."""
+    return expected_size(size.meta["val"] if isinstance(size, Node) else size)
+
+
 def _sent(node: Node, kind: str, axis: Axis) -> float:
     value = tensor_value(node.args[0])
-    nbytes = value.numel() * value.element_size()
+    if kind == "all_to_all":
+        sizes = [_size(size) for peer, size in enumerate(node.args[2]) if peer != axis.index]
+        return sum(sizes) * math.prod(_size(size) for size in value.shape[1:]) * value.element_size()
+    nbytes = math.prod(_size(size) for size in value.shape) * value.element_size()
     if kind == "all_gather":
         return nbytes * (axis.size - 1)
     if kind == "reduce_scatter":
         return nbytes * (axis.size - 1) / axis.size
     if kind == "all_reduce":
         return 2 * nbytes * (axis.size - 1) / axis.size
-    if kind == "all_to_all":
-        return sum(size for peer, size in enumerate(node.args[2]) if peer != axis.index) * value.element_size()
     raise ValueError(f"no formula for {kind}")
 
 

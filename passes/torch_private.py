@@ -27,6 +27,7 @@ __all__ = [
     "compiled_autograd_active",
     "current_backward",
     "decomposition_table",
+    "expected_size",
     "fake_mode_of",
     "flattened",
     "fresh_context",
@@ -139,6 +140,17 @@ def unflattened(mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple
     if mesh.mesh_dim_names is None:  # torch names the new dimensions only beside others with names
         mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("shard",))
     return mesh._unflatten(dim, sizes, names)
+
+
+def expected_size(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was traced; 0 where only the data say."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental import symbolic_shapes
+
+    # torch 2.11 has the other name
+    hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]
+    return int(hint(size, 0))
 
 
 def collective_failed(error: BaseException) -> bool:

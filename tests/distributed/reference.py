@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import compile_muon
+from compile_muon.config import ExpertParallelConfig, config_from_kwargs
 
 __all__ = [
     "ADAMW_EPS",
@@ -218,6 +220,7 @@ def train(
     measure_noise: bool = False,
     unsharded: nn.Module | None = None,
     sharing: int = 1,
+    experts: ExpertParallelConfig | None = None,
     **settings: Any,
 ) -> Report:
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
@@ -231,6 +234,7 @@ def train(
         measure_noise: also train a reference in fp64.
         unsharded: the whole model, where ``model`` is a part of it.
         sharing: how many neighbouring ranks have the same data.
+        experts: how those of a Transformers model are spread.
         settings: of MuonZero.
     """
     world, rank = (place // sharing for place in world_and_rank())
@@ -240,10 +244,13 @@ def train(
     exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
-    optimizer = compile_muon.MuonZero(
-        model, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, adamw_lr=ADAMW_LR, adamw_betas=BETAS,
+    mesh = settings.pop("mesh", None)
+    config = config_from_kwargs(
+        lr=LR, momentum=MOMENTUM, weight_decay=DECAY, adamw_lr=ADAMW_LR, adamw_betas=BETAS,
         adamw_eps=ADAMW_EPS, adamw_weight_decay=DECAY, ns_dtype="float32", **settings,
     )  # fmt: skip
+    config = dataclasses.replace(config, expert_parallel=experts or ExpertParallelConfig())
+    optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
     chosen = {row.name for row in optimizer.summary().rows if row.algorithm == "muon"}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
     run: Any
