@@ -231,6 +231,52 @@ def test_experts_on_other_meshes(
         assert not report.problems(), f"rank {rank}: {report.problems()}"
 
 
+# ----------------------------------------------------------------------------------------------------------- all at once
+
+
+class Both(Sliced):
+    """Tensor slices, then experts on the same tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(16, 8, bias=False)
+        self.experts = Experts(4)
+        self.out = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = super().forward(tokens)
+        return logits + self.out(self.experts(self.into(logits)))
+
+
+def train_both(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) -> Report:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = Both()
+    whole = copy.deepcopy(model)
+    parallelize_module(model, mesh["tensor"], PLAN)
+    model.experts.spread(mesh["expert"], marked=False)
+    matrices = hidden_matrices(whole, exclude=("embedding", "head", "bias"), stacks=("experts.up", "experts.down"))
+    matrices = {name: view for name, view in matrices.items() if name != "out.weight"}  # the last one is the head
+    sharing = sizes[-1]
+    return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sharing, mesh=mesh, **settings)
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        (("shard", "expert", "tensor"), {"stage": 3, "update": "backward", "gradient_accumulation_steps": 2}),
+        (("replicate", "expert", "tensor"), {"stage": 2, "update": "step", "exchange": "owner"}),
+        (("replicate", "expert", "tensor"), {"stage": 1, "shard_state_over": "all", "update": "backward"}),
+    ],
+    ids=str,
+)
+def test_shards_experts_and_tensor_slices(
+    ranks: Callable[[int], Ranks], names: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    for rank, report in enumerate(ranks(8).run(train_both, sizes=(2, 2, 2), names=names, **settings)):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
 # ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
 
 Placed = tuple[tuple[int, ...], tuple[str, ...]] | None
