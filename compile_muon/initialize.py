@@ -24,6 +24,7 @@ def initialize(
     *,
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
+    norm_group: dist.ProcessGroup | DeviceMesh | None = None,
     weights: str | os.PathLike | None = None,
     init: Callable[..., Any] | None = None,
 ) -> tuple[M, MuonZero]:
@@ -36,6 +37,7 @@ def initialize(
         mesh: data-parallel mesh, of one dimension, or of the two ``("replicate", "shard")`` for hybrid sharding;
             default: what ``"mesh"`` of the config says of all ranks, or one dimension.
         process_group: the data-parallel group, instead of ``mesh``.
+        norm_group: one rank of each pipeline stage, this rank included, see :class:`MuonZero`.
         weights: a folder that :func:`compile_muon.load_pretrained` reads, once the model is sharded.
         init: ``init(module)`` initializes the parameters and buffers that ``module`` holds itself; called as
             ``model.apply(init)`` would, with whole tensors of one module at a time, of which rank 0's values are kept.
@@ -49,7 +51,7 @@ def initialize(
     """
     resolved = load_config(config)
     optimizer = MuonZero.from_config(
-        model, resolved, mesh=mesh, process_group=process_group, weights=weights, init=init
+        model, resolved, mesh=mesh, process_group=process_group, norm_group=norm_group, weights=weights, init=init
     )
     if resolved.compile.enabled:
         compile_in_place(model, resolved.compile)

@@ -6,9 +6,10 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -47,6 +48,7 @@ from compile_muon.runtime.place import Place
 from compile_muon.runtime.replicas import refresh_replicas
 from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.stages import Outlook, Stages
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
@@ -82,6 +84,9 @@ class MuonZero(Optimizer):
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
             sharding; default: all ranks of the default process group.
+        norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
+            one rank of each stage, this rank included. The gradient norm, and whether a step is clipped, refused or
+            left out, are then decided over all stages; docs/parallelism.md has an example.
         weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
     Raises:
         ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
@@ -120,11 +125,12 @@ class MuonZero(Optimizer):
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
         muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
         mesh: DeviceMesh | None = None,
+        norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
     ) -> None:
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(model, config_from_kwargs(**settings), mesh, None, weights, init)
+        self._setup(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init)
 
     @classmethod
     def from_config(
@@ -134,12 +140,13 @@ class MuonZero(Optimizer):
         *,
         mesh: DeviceMesh | None = None,
         process_group: dist.ProcessGroup | None = None,
+        norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
     ) -> MuonZero:
         """The same from a resolved :class:`Config`."""
         self = cls.__new__(cls)
-        self._setup(model, config, mesh, process_group, weights, init)
+        self._setup(model, config, mesh, process_group, norm_group, weights, init)
         return self
 
     def _setup(
@@ -148,6 +155,7 @@ class MuonZero(Optimizer):
         config: Config,
         mesh: DeviceMesh | None,
         process_group: dist.ProcessGroup | None,
+        norm_group: dist.ProcessGroup | DeviceMesh | None,
         weights: str | os.PathLike | None,
         init: Callable[..., Any] | None,
     ) -> None:
@@ -166,12 +174,22 @@ class MuonZero(Optimizer):
 
             spread = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
             roles |= expert_roles(model, spread.parameters, self._mesh)
-        parted, use_muon = self._mesh is not None, config.algorithm == "muon"
-        assignments = assign(model, config.muon_params, use_muon=use_muon, meta=meta, parted=parted)
+        assignments = assign(
+            model,
+            config.muon_params,
+            use_muon=config.algorithm == "muon",
+            meta=meta,
+            dtensors=self._mesh is not None,
+            partial=norm_group is not None,
+        )
         self.config = config
         self.grad_norm: Tensor | None = None
         self._norm = math.nan
         self._group = None if self._mesh is None else self._mesh.everyone
+        self._stages = None
+        if norm_group is not None:
+            has_muon = not use_muon or any(row.algorithm == "muon" for row in assignments.values())
+            self._stages = Stages.of(norm_group, self._group, device, config.zero, muon=has_muon)
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
@@ -310,15 +328,17 @@ class MuonZero(Optimizer):
             UnsupportedModelError: the model does not hold the parameters any more that were sharded, or a gathered copy
                 of one was edited.
             LedgerError: some ranks have a gradient that others lack, other hyperparameters, ran other frames or hold
-                other copies, or another rank refused the step; or at stage 1 a gradient was edited between
-                micro-batches. Parameters and state are unchanged.
-            PeerError: a rank did not come to the step; the message says where each rank is.
+                other copies, or another rank or pipeline stage refused the step; or at stage 1 a gradient was edited
+                between micro-batches. Parameters and state are unchanged.
+            PeerError: a rank or pipeline stage did not come to the step; the message says where each is.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._ledger.place.at("the optimizer's step"):
+        place = self._ledger.place
+        others = contextlib.nullcontext() if self._stages is None else self._stages.step(place.step)
+        with place.at("the optimizer's step"), others:
             self._step()
         return loss
 
@@ -407,8 +427,9 @@ class MuonZero(Optimizer):
     def _directions(self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None) -> list[Tensor] | None:
         """Directions of these matrices: those of backward where they hold, the others made here.
 
-        Waits for the device once, and again only where some were made in backward and others must be made here.
-        Gradients are scaled in place where their norm is over the limit, as ``clip_grad_norm_`` does.
+        Waits for the device once, and again only where some were made in backward and others must be made here, or
+        where pipeline stages must know of each other before any is made. Gradients are scaled in place where their
+        norm is over the limit, as ``clip_grad_norm_`` does.
 
         Returns:
             None for a step to leave out (``nonfinite="skip"``).
@@ -419,26 +440,36 @@ class MuonZero(Optimizer):
         self.grad_norm = survey.total("gradient").sqrt()
         directions: dict[str, Tensor] = {}
         held: set[str] = set()
-        if not self._ledger.speculating:
+        # The norm over all pipeline stages is known once they have met.
+        at_once = not self._ledger.speculating and self._stages is None
+        if at_once:
             self._clip(self.grad_norm)
             directions = self._orthogonalize(muon, survey)
         survey.wait()
         self._check_agreement(survey, agreement)
         self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
-        clipped = self._over_limit(self._norm)
         if self._ledger.speculating:
-            held = set() if clipped else survey.held(1 if self._group is None else self._group.size())
+            held = survey.held(1 if self._group is None else self._group.size())
+        if self._stages is not None:
+            under, over = (self._outlook(survey, muon, names) for names in (held, set[str]()))
+            self._norm = self._stages.decide(self._norm, under, over, self._over_limit)
+            self.grad_norm = torch.tensor(self._norm, dtype=torch.float32, device=self._hyper.device)
+        clipped = self._over_limit(self._norm)
+        if not at_once:
+            held = set() if clipped else held
             directions = {name: ready[name].direction for name in held}
         if self._refused(survey, directions):
             return None
         late = [account for account in muon if account.name not in directions]
-        if self._ledger.speculating and clipped:
+        if clipped and not at_once:
             self._clip(self.grad_norm)
         if late:
             directions |= self._orthogonalize(late, survey)
             survey.wait()
-            if self._refused(survey, directions):
-                return None
+        if self._stages is not None:
+            self._stages.confirm(wrong=bool(self._wrong(survey, directions)))
+        if (late or self._stages is not None) and self._refused(survey, directions):
+            return None
         self._settle([account for account in muon if account.name in ready], held, clipped=clipped)
         return [directions[account.name] for account in muon]
 
@@ -507,23 +538,44 @@ class MuonZero(Optimizer):
         # A step that will be refused leaves gradients as they are.
         torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))
 
-    def _refused(self, survey: Survey, directions: Mapping[str, Tensor]) -> bool:
-        """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+    def _wrong(self, survey: Survey, directions: Collection[str]) -> dict[str, list[str]]:
+        """What is not finite in this model, names by kind.
 
         Args:
-            directions: those that will be used; what has become of the others does not matter.
+            directions: names of those that will be used; what has become of the others does not matter.
         """
         gradients = survey.numbers("gradient").items()
         wrong = {"gradient": [name for name, square in gradients if not math.isfinite(square)]}
         wrong |= {what: sorted(survey.names(what)) for what in ("momentum", "first moment", "second moment", "rate")}
         if not any(wrong.values()):  # else directions follow from those
-            wrong["direction"] = sorted(survey.names("direction") & directions.keys())
-        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items() if names)
-        if not found:
+            wrong["direction"] = sorted(survey.names("direction").intersection(directions))
+        return {what: names for what, names in wrong.items() if names}
+
+    def _outlook(self, survey: Survey, muon: Sequence[Account], held: Collection[str]) -> Outlook:
+        """What follows for this pipeline stage if of the directions of backward it uses those that are held."""
+        if self._wrong(survey, held):
+            return Outlook.WRONG
+        return Outlook.LATER if len(held) < len(muon) else Outlook.READY
+
+    def _refused(self, survey: Survey, directions: Collection[str]) -> bool:
+        """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+
+        Args:
+            directions: as in :meth:`_wrong`.
+        """
+        wrong = self._wrong(survey, directions)
+        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items())
+        others = "" if self._stages is None else self._stages.elsewhere()
+        if not found and not others:
             return False
         zero, counters = self.config.zero, self._ledger.counters
-        where = survey.ranks(wrong) if self._compares and zero.nonfinite == "error" else ""
-        problem = f"{found} = inf or nan{where}: nothing was updated in step {self._ledger.place.step}"
+        if found:
+            where = survey.ranks(wrong) if self._compares and zero.nonfinite == "error" else ""
+            where += "" if self._stages is None else self._stages.here()
+            found = f"{found} = inf or nan{where}"
+        else:
+            found = f"{others} found inf or nan, and itself says where"
+        problem = f"{found}: nothing was updated in step {self._ledger.place.step}"
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "

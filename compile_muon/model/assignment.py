@@ -91,13 +91,15 @@ def assign(
     *,
     use_muon: bool = True,
     meta: bool = False,
-    parted: bool = False,
+    dtensors: bool = False,
+    partial: bool = False,
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
-    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device, ``parted``
-    DTensors.
+    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device; ``dtensors``
+    what tensor and expert parallelism make of them; ``partial`` a model that is a part of another, in which nothing may
+    be for Muon.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -108,7 +110,7 @@ def assign(
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    check_supported(model, meta=meta, parted=parted)
+    check_supported(model, meta=meta, dtensors=dtensors)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if not use_muon:
@@ -116,7 +118,8 @@ def assign(
     chosen = _choose(parameters, uses, muon_params)
     heads = output_heads(model)
     result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
-    if not any(a.algorithm == "muon" for a in result.values()):
+    trained = {a.algorithm for a in result.values()} - {"frozen"}
+    if not trained or (trained == {"adamw"} and not partial):
         _raise_no_muon(result, muon_params)
     return result
 

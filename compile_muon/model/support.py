@@ -17,19 +17,19 @@ __all__ = ["check_supported", "wrapper_types"]
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_supported(model: nn.Module, *, meta: bool = False, parted: bool = False) -> None:
+def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = False) -> None:
     """Refuse a model that cannot be trained; nothing is changed.
 
     Args:
         meta: whether parameters without memory are all right, because they will be given some.
-        parted: whether DTensors are, because :func:`compile_muon.model.roles.roles_of` has looked at them.
+        dtensors: whether DTensors are, because :func:`compile_muon.model.roles.roles_of` has looked at them.
     Raises:
         UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
     """
     _check_modules(model)
     parameters = dict(model.named_parameters())
     for name, param in parameters.items():
-        _check_parameter(name, param, meta=meta, parted=parted)
+        _check_parameter(name, param, meta=meta, dtensors=dtensors)
     if meta and not all(param.is_meta for param in parameters.values()):
         real = next(name for name, param in parameters.items() if not param.is_meta)
         lost = next(name for name, param in parameters.items() if param.is_meta)
@@ -75,7 +75,7 @@ def wrapper_types() -> tuple[type, ...]:
     return tuple(kinds)
 
 
-def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, parted: bool) -> None:
+def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bool) -> None:
     def no(problem: str, remedy: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{name}: {problem}; {remedy}")
 
@@ -87,7 +87,7 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, parted: bool
             "say where its values come from, weights=folder (as save_pretrained writes it) or init=f with f(module) "
             "initializing a module's own parameters: memory is then given shard by shard",
         )
-    if _is_dtensor(param) and not parted:
+    if _is_dtensor(param) and not dtensors:
         raise no(
             "is a DTensor already (FSDP2, tensor parallel, or an earlier call of compile_muon)",
             "pass the model before it is sharded",
