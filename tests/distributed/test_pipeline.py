@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -226,7 +229,7 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("stage", "schedule", "compiled", "clip", "update", "scale"),
     [
-        (0, "gpipe", True, BITES, "backward", False),
+        (0, "gpipe", False, BITES, "backward", False),
         (1, "gpipe", True, NEVER, "auto", True),
         (1, "1f1b", False, BITES, "auto", False),
         (2, "gpipe", False, NEVER, "step", True),
@@ -249,7 +252,8 @@ def test_stages_train_as_the_whole_model(
 
 @pytest.mark.parametrize("clip", [NEVER, BITES])
 def test_a_stage_without_matrices(ranks: Callable[[int], Ranks], clip: float) -> None:
-    found = ranks(4).run(train, stage=3, clip=clip, parts=NO_MATRIX, update="backward")
+    settings = {"stage": 3, "update": "backward", "compiled": clip == NEVER}
+    found = ranks(4).run(train, clip=clip, parts=NO_MATRIX, **settings)
     for rank, each in enumerate(check(found)):
         assert each["matrices"] == (0, 6)[rank // 2]
         assert each["gathers"] == [1 if clip == NEVER else 2] * STEPS
@@ -265,7 +269,7 @@ def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) 
 
 
 def test_four_stages_of_one_rank(ranks: Callable[[int], Ranks]) -> None:
-    check(ranks(4).run(train, parts=FOUR, stage=2, clip=None, edited="blocks.1.up.weight"))
+    check(ranks(4).run(train, parts=FOUR, compiled=False, stage=2, clip=None, edited="blocks.1.up.weight"))
 
 
 # -------------------------------------------------------------------------------------- what is left out or refused
@@ -303,12 +307,12 @@ NAMED = {
 }
 
 
-def not_finite(kinds: list[str], nonfinite: str) -> tuple[dict[str, str], dict[str, float]]:
+def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[str, str], dict[str, float]]:
     """Train; every second step is spoiled, and writes nothing. What these steps say if they raise.
 
     That the next goes well says that no stage has left a collective behind.
     """
-    mine = Trained(stage=2, update="backward", nonfinite=nonfinite, gradient_clipping=NEVER)
+    mine = Trained(stage=2, compiled=compiled, update="backward", nonfinite=nonfinite, gradient_clipping=NEVER)
     expected = Expected(NEVER)
     said = {}
     for step, what in enumerate(kinds):
@@ -330,7 +334,8 @@ def not_finite(kinds: list[str], nonfinite: str) -> tuple[dict[str, str], dict[s
 
 
 def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int], Ranks]) -> None:
-    for rank, (found, metrics) in enumerate(ranks(4).run(not_finite, kinds=list(NAMED), nonfinite="error")):
+    outcomes = ranks(4).run(not_finite, kinds=list(NAMED), nonfinite="error", compiled=True)
+    for rank, (found, metrics) in enumerate(outcomes):
         for number, (what, said) in enumerate(found.items()):
             stage = int(NAMED[what][-1])
             other = f"pipeline stage {stage} (rank {2 * stage + rank % 2}) found inf or nan, and itself says where"
@@ -340,7 +345,7 @@ def test_what_is_not_finite_on_one_stage_is_an_error_on_all(ranks: Callable[[int
 
 
 def test_what_is_not_finite_on_one_stage_is_left_out_on_all(ranks: Callable[[int], Ranks]) -> None:
-    for said, metrics in ranks(4).run(not_finite, kinds=["gradient", "late"], nonfinite="skip"):
+    for said, metrics in ranks(4).run(not_finite, kinds=["gradient", "late"], nonfinite="skip", compiled=False):
         assert said == {"gradient": "", "late": ""} and metrics["skipped_steps"] == 2
 
 
@@ -350,7 +355,8 @@ def fails(*_: Any) -> Any:
 
 def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dict[str, str]:
     """What a step says on this rank where another cannot go on; the next step goes well on all."""
-    mine = Trained(parts=parts, stage=1, update="step", gradient_accumulation_steps=micro)
+    settings: dict[str, Any] = {"compiled": micro > MICRO, "gradient_accumulation_steps": micro}
+    mine = Trained(parts=parts, stage=1, update="step", **settings)
     optimizer, module, found = mine.optimizer, mine.module, {}
     odd = mine.rank == mine.shards - 1
     orthogonalize = optimizer._orthogonalize
@@ -509,3 +515,28 @@ def alone() -> str:
 def test_a_single_process_has_no_stages(ranks: Callable[[int], Ranks]) -> None:
     said = r"norm_group = 'pipeline': is given, and there is no process group; call .*init_process_group"
     assert re.match(said, ranks(1).run(alone)[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+#: The ranks have met, and Inductor has tests of its own.
+HERE = {"dist.init_process_group()\n": "", '"muon_zero")': '"muon_zero", options={"codegen": "eager"})'}
+
+
+def run_page(code: str) -> str:
+    """What it prints on this rank."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {"__name__": "page"})
+    return printed.getvalue()
+
+
+def test_the_page_runs_as_it_stands(ranks: Callable[[int], Ranks]) -> None:
+    (code,) = re.findall(r"## Pipeline stages\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    for there, here in HERE.items():
+        assert there in code
+        code = code.replace(there, here)
+    printed = ranks(4).run(run_page, code=code)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", "".join(printed))]
+    assert len(losses) == 10 and losses[-1] < 0.8 * losses[0], printed
