@@ -427,7 +427,8 @@ def waits() -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     groups = [dist.new_group([first, first + 2], timeout=timedelta(seconds=1.5)) for first in range(2)]
     module = part(EVEN[rank // 2])
-    optimizer = compile_muon.MuonZero(module, stage=1, mesh=mesh["shard"], norm_group=groups[rank % 2])
+    config = {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}, "compile": False}
+    _, optimizer = compile_muon.initialize(module, config, mesh=mesh["shard"], norm_group=groups[rank % 2])
     for param in module.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
