@@ -188,7 +188,7 @@ class MuonZero(Optimizer):
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
         if norm_group is not None:
-            has_muon = not use_muon or any(row.algorithm == "muon" for row in assignments.values())
+            has_muon = config.algorithm == "adamw" or any(row.algorithm == "muon" for row in assignments.values())
             self._stages = Stages.of(norm_group, self._group, device, config.zero, muon=has_muon)
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()

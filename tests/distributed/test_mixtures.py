@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import Ranks
-from reference import Report, hidden_matrices, train
+from reference import Report, hidden_matrices, train, world_and_rank
 from test_moe import tiny, tokens_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from compile_muon.config import ExpertParallelConfig
 
@@ -65,4 +69,51 @@ def test_training_is_that_of_the_whole_model(
     ranks: Callable[[int], Ranks], kind: str, size: int, settings: dict[str, Any]
 ) -> None:
     for rank, report in enumerate(ranks(4).run(train_mixture, kind=kind, size=size, **settings)):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+# ---------------------------------------------------------------------------------------- dense models, tensor parallel
+
+
+def save_dense(folder: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    small = dict(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(folder)
+
+
+def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
+    """Cut by Transformers as it loads, or by a plan of the user's."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    whole = LlamaForCausalLM.from_pretrained(folder)
+    world, _ = world_and_rank()
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
+    if own_plan:
+        layer = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        layer |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+        layer |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        plan = {f"model.layers.*.{name}": style for name, style in layer.items()}
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+        model = parallelize_module(LlamaForCausalLM.from_pretrained(folder), mesh["tensor"], plan)
+    else:
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
+    return train(
+        model, hidden_matrices(whole, exclude=("embed", "lm_head", "norm")), loss, data, steps=STEPS,
+        unsharded=whole, sharing=2, mesh=mesh, compiled=lambda inner: inner, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "own_plan", "stage"), [(2, False, 3), (4, True, 2)])
+def test_tensor_parallel_llama(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, own_plan: bool, stage: int
+) -> None:
+    save_dense(str(tmp_path))
+    found = ranks(world).run(train_dense, folder=str(tmp_path), own_plan=own_plan, stage=stage)
+    for rank, report in enumerate(found):
         assert not report.problems(), f"rank {rank}: {report.problems()}"
