@@ -98,6 +98,7 @@ _HINTS: dict[str, str] = {
     # Of loss scaling; `fp16.enabled` is what asks for it.
     "fp16": "auto_cast loss_scale loss_scale_window initial_scale_power hysteresis consecutive_hysteresis "
     "min_loss_scale fp16_master_weights_and_grads",
+    "expert_parallel": "",
 }
 
 _OFFLOAD = "asks for DeepSpeed's offload"
@@ -199,6 +200,7 @@ _REQUESTS: tuple[_Request, ...] = (
         _one_rank,
     ),
     _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
+    _Request({"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts', _off),
     _Request(
         {"": "elasticity"},
         "lets DeepSpeed choose the batch sizes and the accumulation",

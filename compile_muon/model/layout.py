@@ -43,7 +43,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
     if world == 1 or (batch > 1 and layout.sharded and not layout.joined):
         exchange = "local"  # whole matrices already: one process, or experts sharded by expert
     elif config.zero.exchange == "auto":
-        replicas = 1 if layout.meeting.alone else layout.copying.size
+        replicas = layout.replicate.size if layout.cut_twice else 1 if layout.meeting.alone else layout.copying.size
         exchange = choose_exchange(
             rows,
             cols,

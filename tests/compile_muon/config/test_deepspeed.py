@@ -247,7 +247,7 @@ def test_no_key_is_both_read_and_foreign():
         ("sequence_parallel_size", 2),
         ("tensor_parallel", {"autotp_size": 4}),
         ("tensor_parallel", {"tp": {"tp_size": 2}}),
-        ("expert_parallel", {"enabled": True}),
+        ("expert_parallel.enabled", True),
         ("elasticity", {"enabled": True}),
         ("data_efficiency", {"enabled": True}),
         ("curriculum_learning", {"enabled": True}),
