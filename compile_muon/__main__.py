@@ -1,6 +1,7 @@
 """Command line: `python -m compile_muon doctor`, `... convert` and `... checkpoint`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code; without one, print the usage."""
     parser = argparse.ArgumentParser(prog="python -m compile_muon", description="Muon and ZeRO inside torch.compile.")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    commands.add_parser(
-        "doctor", help="say whether this environment can train: versions, devices, compiler, entry point"
+    doctor = commands.add_parser(
+        "doctor", help="say whether this environment can train: versions, devices, compiler, entry point, a config"
     )
+    doctor.add_argument("--config", type=Path, help="a config to look at: what it says, and which axes it makes")
+    doctor.add_argument("--world", type=int, default=int(os.environ.get("WORLD_SIZE") or 1), help="ranks it is for")
     converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
     converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
     add_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
@@ -24,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "doctor":
         from compile_muon.doctor import run
 
-        return run()
+        return run(config=chosen.config, world=chosen.world)
     if chosen.command == "convert":
         return run_convert(chosen.file)
     if chosen.command == "checkpoint":

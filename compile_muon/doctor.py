@@ -1,4 +1,4 @@
-"""What this environment has, and what it lacks to train: `python -m compile_muon doctor`."""
+"""What this environment has, and what it lacks to train: `python -m compile_muon doctor [--config FILE --world N]`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 import sysconfig
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -139,6 +140,25 @@ def check_entry_point(name: str = BACKEND) -> Check:
     return Check("entry point", f"{name} → {module}")
 
 
+def check_config(path: Path, world: int) -> Check:
+    """A config can be read, and its axes make up so many ranks."""
+    from compile_muon.config import load_config
+    from compile_muon.errors import MuonZeroError
+    from compile_muon.model.mesh import axis_sizes
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            config = load_config(path)
+        axes = axis_sizes(config, world)
+    except MuonZeroError as error:
+        return Check("config", str(path), Verdict.FAIL, str(error))
+    found = f"stage {config.zero.stage} on {world} ranks: " if world > 1 else f"stage {config.zero.stage}, one rank"
+    found += " x ".join(f"{name} {size}" for name, size in axes.items())
+    notes = "; ".join(str(warning.message) for warning in caught)
+    return Check("config", found, Verdict.NOTE if notes else Verdict.OK, notes)
+
+
 CHECKS: tuple[Callable[[], Check], ...] = (
     check_python,
     check_torch,
@@ -169,9 +189,13 @@ def report(findings: list[Check]) -> Table:
     return table
 
 
-def run(console: Console | None = None) -> int:
-    """Print the report; 0 when this environment can train, 1 when something is missing."""
-    findings = diagnose()
+def run(console: Console | None = None, config: Path | None = None, world: int = 1) -> int:
+    """Print the report; 0 when this environment can train, 1 when something is missing.
+
+    Args:
+        config: of a training on ``world`` ranks, to look at as well.
+    """
+    findings = diagnose() + ([check_config(config, world)] if config is not None else [])
     console = console or Console()
     console.print(report(findings))
     failures = [finding.name for finding in findings if finding.verdict is Verdict.FAIL]

@@ -200,7 +200,9 @@ _REQUESTS: tuple[_Request, ...] = (
         _one_rank,
     ),
     _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
-    _Request({"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts', _off),
+    _Request(
+        {"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts', _off
+    ),
     _Request(
         {"": "elasticity"},
         "lets DeepSpeed choose the batch sizes and the accumulation",

@@ -14,15 +14,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from compile_muon.config import MeshConfig
-from compile_muon.errors import config_error
+from compile_muon.config import Config, MeshConfig
+from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.torch_private import flattened, group_named, unflattened
 from compile_muon.runtime.board import backend_of
 
-__all__ = ["DENSE", "Mesh", "Role", "resolve_mesh", "target_device"]
+__all__ = ["DENSE", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
 
 _NAMES = ("replicate", "shard", "expert", "tensor")
+_DIVIDE = "give a size that divides the ranks along shard"
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,24 @@ def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:
     return {name: size if size > 0 else rest for name, size in given.items()}
 
 
+def axis_sizes(config: Config, world: int) -> dict[str, int]:
+    """How many ranks each axis has on ``world`` ranks, by its name; those of one rank are left out.
+
+    Raises:
+        ConfigError: the sizes do not fit.
+    """
+    sizes, experts = _fit(config.mesh, world), config.expert_parallel.size
+    if sizes["shard"] % experts:
+        raise _indivisible(experts, sizes["shard"])
+    found = {**sizes, "expert": experts, "shard": sizes["shard"] // experts}
+    return {name: found[name] for name in _NAMES if found.get(name, 1) > 1}
+
+
+def _indivisible(experts: int, size: int) -> ConfigError:
+    problem = f"does not divide the {size} rank{'s' if size > 1 else ''} along shard"
+    return config_error("expert_parallel.size", experts, problem, _DIVIDE)
+
+
 def _carve(mesh: DeviceMesh | None, experts: int) -> Any:
     """``mesh`` with a dimension ``expert`` of that size, the inner part of what was ``shard``.
 
@@ -299,9 +318,8 @@ def _carve(mesh: DeviceMesh | None, experts: int) -> Any:
     """
     if experts == 1:
         return mesh
-    remedy = "give a size that divides the ranks along shard"
     if mesh is None:
-        raise config_error("expert_parallel.size", experts, "is more than the one rank there is", remedy)
+        raise config_error("expert_parallel.size", experts, "is more than the one rank there is", _DIVIDE)
     names = mesh.mesh_dim_names or ()
     if "expert" in names:
         size = mesh.size(names.index("expert"))
@@ -312,6 +330,5 @@ def _carve(mesh: DeviceMesh | None, experts: int) -> Any:
     dim = 0 if mesh.ndim == 1 and not set(names) & set(_NAMES) else names.index("shard") if "shard" in names else None
     size = 1 if dim is None else mesh.size(dim)
     if dim is None or size % experts:
-        problem = f"does not divide the {size} rank{'s' if size > 1 else ''} along shard"
-        raise config_error("expert_parallel.size", experts, problem, remedy)
+        raise _indivisible(experts, size)
     return unflattened(mesh, dim, (size // experts, experts), ("shard", "expert"))

@@ -1,6 +1,7 @@
 """The doctor tells what is there, and its exit code whether that is enough."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from compile_muon import __main__ as cli
 from compile_muon import doctor
-from compile_muon.doctor import Check, Verdict
+from compile_muon.doctor import Check, Verdict, check_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,3 +145,23 @@ def test_only_a_failure_makes_the_exit_code_one(monkeypatch: pytest.MonkeyPatch,
     assert "[found]" in text.getvalue()  # brackets in a finding are text, not markup
     assert "do this" in text.getvalue()
     assert ("Not ready: thing" in text.getvalue()) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "verdict", "said"),
+    [
+        ({"mesh": {"replicate": 2, "tensor": 2}, "expert_parallel": {"size": 4}}, 32, Verdict.OK,
+         "stage 2 on 32 ranks: replicate 2 x shard 2 x expert 4 x tensor 2"),
+        ({"zero_optimization": {"stage": 3}}, 1, Verdict.OK, "stage 3, one rank"),
+        ({"mesh": {"replicate": 3}}, 4, Verdict.FAIL, "mesh = 'replicate 3 x shard -1': does not make up 4 ranks"),
+        ({"expert_parallel": {"size": 3}}, 4, Verdict.FAIL, "expert_parallel.size = 3: does not divide the 4 ranks"),
+        ({"mash": {}}, 1, Verdict.FAIL, "mash = {}: is not a known key; did you mean mesh?"),
+        ({"steps_per_print": 5}, 2, Verdict.NOTE, "no effect here: steps_per_print"),
+    ],
+)  # fmt: skip
+def test_a_config_and_the_axes_it_makes(tmp_path, config, world, verdict, said):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = check_config(path, world)
+    assert found.verdict is verdict
+    assert said in f"{found.found} {found.remedy}"

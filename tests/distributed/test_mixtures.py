@@ -54,12 +54,12 @@ def train_mixture(
     return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, compiled=run, experts=experts, **settings)
 
 
-CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
+CASES = (
     ("Mixtral", 2, {"stage": 3}),
     ("Qwen3Moe", 4, {"stage": 1, "gradient_accumulation_steps": 2}),
-    ("DeepseekV3", 2, {"stage": 2, "compiled": True}),
+    pytest.param("DeepseekV3", 2, {"stage": 2, "compiled": True}, marks=pytest.mark.campaign),
     ("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}),
-    ("GptOss", 2, {"stage": 0, "exchange": "owner"}),
+    pytest.param("GptOss", 2, {"stage": 0, "exchange": "owner"}, marks=pytest.mark.campaign),
     ("Mixtral", 4, {"stage": 3, "compiled": True, "fullgraph": True, "capacity_factor": 8.0, "codegen": "inductor"}),
 )
 
@@ -109,7 +109,9 @@ def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("world", "own_plan", "stage"), [(2, False, 3), (4, True, 2)])
+@pytest.mark.parametrize(
+    ("world", "own_plan", "stage"), [(2, False, 3), pytest.param(4, True, 2, marks=pytest.mark.campaign)]
+)
 def test_tensor_parallel_llama(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, own_plan: bool, stage: int
 ) -> None:

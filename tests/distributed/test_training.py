@@ -91,11 +91,14 @@ def check(group: Ranks, **settings: Any) -> list[Report]:
     return reports
 
 
-def cases(combinations: Iterator[tuple[Any, ...]] | tuple[tuple[Any, ...], ...]) -> pytest.MarkDecorator:
-    """Parametrize ``settings`` by combinations of the axes."""
+def cases(
+    combinations: Iterator[tuple[Any, ...]] | tuple[tuple[Any, ...], ...], campaign: tuple[tuple[Any, ...], ...] = ()
+) -> pytest.MarkDecorator:
+    """Parametrize ``settings`` by combinations of the axes; those of ``campaign`` run in campaigns alone."""
+    marked = [(values, ()) for values in combinations] + [(values, (pytest.mark.campaign,)) for values in campaign]
     listed = [
-        pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-{}-micro{}".format(*values))
-        for values in combinations
+        pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-{}-micro{}".format(*values), marks=marks)
+        for values, marks in marked
     ]
     return pytest.mark.parametrize("settings", listed)
 
