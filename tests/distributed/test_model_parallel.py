@@ -75,16 +75,21 @@ PLAN: dict[str, Any] = {
 }
 
 
-def sliced(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module]:
+def sliced(mesh: DeviceMesh, *, tied: bool) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Sliced()
+    if tied:
+        model.head.weight = model.embedding.weight
     whole = copy.deepcopy(model)
-    return parallelize_module(model, mesh["tensor"], PLAN), whole
+    parallelize_module(model, mesh["tensor"], PLAN)
+    if tied:  # which parallelize_module undoes
+        model.head.weight = model.embedding.weight
+    return model, whole
 
 
-def train_sliced(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) -> Report:
+def train_sliced(sizes: tuple[int, ...], names: tuple[str, ...], tied: bool = False, **settings: Any) -> Report:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    model, whole = sliced(mesh)
+    model, whole = sliced(mesh, tied=tied)
     matrices = hidden_matrices(whole, exclude=("embedding", "head"))
     return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sizes[-1], mesh=mesh, **settings)
 
@@ -114,7 +119,7 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
         pytest.param(
             (4,), ("tensor",), {"stage": 0, "update": "step", "exchange": "replicate"}, marks=pytest.mark.campaign
         ),
-        ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "exchange": "owner"}),
+        ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "exchange": "owner", "tied": True}),
         ((2, 2), ("shard", "tensor"), {"stage": 3, "update": "backward", "codegen": "inductor"}),
         pytest.param(
             (2, 2, 2),

@@ -95,6 +95,33 @@ def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role,
     assert dict(traffic.by_axis) == expected
 
 
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [
+        ((8, 8, 8), ("replicate", "shard", "expert")),
+        ((8, 8, 8), ("shard", "expert", "tensor")),
+        ((64, 8), ("shard", "expert")),
+    ],
+    ids=str,
+)
+def test_experts_once_in_a_world_of_512(sizes, names, world):
+    """They are whole where they live; ranks that hold the same ones share them."""
+    with world(300, 512):
+        mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        layout = mesh.layout((sizes[names.index("shard")] * 8, 16, 24), 3, Role(expert=True))
+        muon = MuonSpec(layout.shape[0], 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
+        copies = layout.copying.size
+        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * copies)
+    assert layout.shape == (sizes[names.index("shard")], 16, 24)
+    assert (layout.divisor, layout.local_shape) == (512 // mesh.axis("tensor").size, (1, 16, 24))
+    traffic = measure_traffic(gm, layout.axes)
+    assert traffic.matrices == 1  # as many stacks as ranks hold each
+    stack = layout.shape[0]
+    size = {"shards": layout.meeting.size, "replicas": copies, "itemsize": 4}
+    sent = costs.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
+    assert dict(traffic.by_axis) == ({layout.copying.name: copies * stack * sent} if sent else {})
+
+
 @pytest.mark.parametrize(("stage", "over"), [(1, "shard"), (2, "shard"), (3, "shard"), (2, "all"), (3, "all")])
 def test_only_gradients_cross_replicas_in_forward_and_backward(stage, over, uneven):
     """Weights are gathered inside a replica; of a gradient the shards are summed over the others."""
