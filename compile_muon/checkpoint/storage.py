@@ -8,20 +8,25 @@ this storage. One file per rank, written and flushed.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from compile_muon.errors import CheckpointError
 
-__all__ = ["read_tensors", "write_tensors"]
+__all__ = ["Box", "read_boxes", "read_tensors", "write_tensors"]
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -54,11 +59,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
     return [folder / name for name in sorted(writer.written)]
 
 
-def read_tensors(folder: Path, tensors: dict[str, Tensor], reader: HuggingFaceStorageReader | None = None) -> None:
+def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Read into ``tensors``, in place, what each of them holds of the tensor of its name; not collective.
 
-    Args:
-        reader: that knows the files; default: all in ``folder``.
     Raises:
         CheckpointError: a name is missing or has another shape.
     """
@@ -66,7 +69,60 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor], reader: HuggingFaceSt
         return
     _say_nothing_of_one_process()
     try:
-        dcp.load(tensors, storage_reader=reader or HuggingFaceStorageReader(str(folder)), no_dist=True)
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    except CheckpointException as error:
+        raise _ours(error) from error
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a stored tensor to read.
+
+    Args:
+        stored: the tensor's name.
+        offsets: of the part.
+        target: of the part's shape and any dtype; is written in place.
+    """
+
+    stored: str
+    offsets: tuple[int, ...]
+    target: Tensor
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """Reads boxes, where torch's own reads what a DTensor holds of the tensor of its name."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        super().__init__()
+        self._boxes = {(box.stored, torch.Size(box.offsets)): box.target for box in boxes}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for (stored, offsets), target in self._boxes.items():
+            facts = self.metadata.state_dict_metadata[stored]
+            assert isinstance(facts, TensorStorageMetadata)
+            if target.numel():
+                box = ChunkStorageMetadata(offsets, target.shape)
+                items += create_read_items_for_chunk_list(stored, facts, [box])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._boxes[index.fqn, index.offset]
+
+
+def read_boxes(boxes: Sequence[Box], reader: HuggingFaceStorageReader) -> None:
+    """Read ``boxes``, each another part; not collective.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    if not boxes:
+        return
+    _say_nothing_of_one_process()
+    try:
+        dcp.load({}, storage_reader=reader, planner=_BoxPlanner(boxes), no_dist=True)
     except CheckpointException as error:
         raise _ours(error) from error
 

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from compile_muon.checkpoint.folder import sync_folder
 from compile_muon.checkpoint.manifest import TensorFacts
-from compile_muon.checkpoint.storage import read_tensors
+from compile_muon.checkpoint.storage import Box, read_boxes
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 
@@ -243,10 +243,10 @@ class TensorFolder:
                 raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
         return files, set(places)
 
-    def read(self, tensors: dict[str, Tensor]) -> None:
-        """Read into ``tensors``, in place, what each holds of the tensor of its name, cast to its dtype.
+    def read(self, boxes: Sequence[Box]) -> None:
+        """Read each box into its target, in place, cast to its dtype.
 
         Raises:
             CheckpointError: a file is damaged.
         """
-        read_tensors(self.folder, tensors, self._reader)
+        read_boxes(boxes, self._reader)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compile_muon.checkpoint.manifest import TensorFacts
 from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.checkpoint.storage import Box
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.runtime.shards import local_tensor
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.contents import Entry, Weights, weights_of
+from compile_muon.weights.experts import Block, boxes, origins_of
 from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
 from compile_muon.weights.wire import Wire
 
@@ -176,13 +178,15 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool
     model; nothing is sent. Optimizer state is not touched; resident weights are gathered anew.
 
     Args:
-        folder: written by :func:`save_pretrained`, or by Hugging Face's with the names that the model has; seen by
-            every rank. Of adapters, for a ``PeftModel`` that has them.
-        strict: False to leave alone what is missing, and ignore what is not in the model.
+        folder: written by :func:`save_pretrained`, or by Hugging Face's: with the names that the model has, or of a
+            Transformers model with names that it renames and experts that it stacks; seen by every rank. Of adapters,
+            for a ``PeftModel`` that has them.
+        strict: False to leave alone what is missing, an expert in a stack too, and ignore what is not in the model.
     Raises:
         UnsupportedModelError: nothing in ``model`` is sharded.
-        CheckpointError: on every rank: there are no weights, ranks see different ones, or names or shapes do not fit,
-            and nothing was changed then; or a file could not be read on the way.
+        CheckpointError: on every rank: there are no weights, ranks see different ones, names or shapes do not fit, or
+            Transformers would convert them otherwise, and nothing was changed then; or a file could not be read on the
+            way.
         PeerError: a rank does not come.
     """
     _load(model, folder, strict, adapters=True)
@@ -203,57 +207,75 @@ def _load(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters
         with ranks.together(f"{folder}: nothing was loaded"):
             weights.check_live()
             stored = TensorFolder(folder)
-            sources = _fit(weights, stored.facts, strict)
-        if len(set(ranks.gather(repr(sorted(stored.facts.items()))))) > 1:
+            blocks = _fit(weights, stored.facts, strict)
+        digest = hashlib.sha256(repr(sorted(stored.facts.items())).encode()).hexdigest()
+        if len(set(ranks.gather(digest))) > 1:
             raise CheckpointError(f"folder = {folder}: ranks see different weights in it; nothing was loaded")
         try:
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
-                for batch in _batches(weights, sources):
+                for batch in _batches(_boxes(weights, blocks, ranks.rank)):
                     stored.read(batch)
         finally:
             weights.refresh()
 
 
-def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, str]:
-    """The name in the folder of each entry.
+def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, list[Block]]:
+    """What in the folder each entry is made of.
 
     Raises:
         CheckpointError: listing all that does not fit.
     """
     ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
-    found: dict[str, str] = {}
+    known = {alias for name in weights.entries for alias in weights.names(name)}
+    origins = origins_of(weights.module, facts, known)
+    found: dict[str, list[Block]] = {}
     problems: list[str] = []
-    known: set[str] = set()
+    unused = list(origins.unused)
     for name, entry in weights.entries.items():
         names = weights.names(name)
-        known |= set(names)
-        stored = next((n for n in names if n in facts), None)
-        if stored is not None:
-            found[name] = stored
-            if facts[stored].shape != entry.shape:
-                problems.append(f"{stored}: has shape {list(facts[stored].shape)}, the model's {list(entry.shape)}")
+        if origins.refused & set(names):
+            continue
+        origin = next((origins.of[n] for n in names if n in origins.of), None)
+        if isinstance(origin, str):
+            found[name] = [Block(origin, (0,) * len(entry.shape), entry.shape)]
+            if facts[origin].shape != entry.shape:
+                problems.append(f"{origin}: has shape {list(facts[origin].shape)}, the model's {list(entry.shape)}")
+        elif origin is not None and not origin.fits(entry.shape):
+            problems.append(f"{name}: has shape {list(entry.shape)}, which is no stack of {listed(origin.patterns)}")
+        elif origin is not None:
+            found[name], missing, wrong, more = origin.blocks(entry.shape, facts)
+            problems += [f"{expert}: is missing" for expert in missing if strict] + wrong
+            unused += more
         elif strict and not ignored & set(names):
             problems.append(f"{name}: is missing")
+    problems += origins.problems
     if strict:
-        problems += [f"{name}: is not in the model" for name in facts if name not in known]
+        problems += [f"{name}: is not in the model" for name in unused]
         problems += [f"{name}: is state that is no tensor, and not in such folders" for name in weights.others]
     if problems:
         raise CheckpointError(f"{listed(problems)}; load other models' weights with from_pretrained before sharding")
     return found
 
 
-def _batches(weights: Weights, sources: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
+def _boxes(weights: Weights, blocks: Mapping[str, list[Block]], rank: int) -> Iterator[Box]:
+    """What ``rank`` holds of the entries."""
+    for name, origins in blocks.items():
+        entry = weights.entries[name]
+        layout = None if entry.spec is None else entry.spec.layout
+        region = [slice(0, size) for size in entry.shape] if layout is None else layout.region(rank)
+        yield from boxes(origins, region, entry.local)
+
+
+def _batches(wanted: Iterable[Box]) -> Iterator[list[Box]]:
     """What to read at once: headers are looked through each time, and a file is mapped while it is read."""
-    batch: dict[str, Tensor] = {}
+    batch: list[Box] = []
     size = 0
-    for name, stored in sources.items():
-        tensor = weights.entries[name].tensor.detach()
-        local = local_tensor(tensor)
-        own = local.numel() * local.element_size()
+    for box in wanted:
+        own = box.target.numel() * box.target.element_size()
         if batch and size + own > _BATCH_BYTES:
             yield batch
-            batch, size = {}, 0
-        batch[stored] = tensor
+            batch, size = [], 0
+        batch.append(box)
         size += own
     if batch:
         yield batch
