@@ -262,10 +262,11 @@ def misfits(folders: dict[str, str]) -> dict[str, str]:
         others = [
             Converter(".experts.*.w2.weight", ".experts.down_proj", [MergeModulelist(dim=0), Transpose(1, 2)]),
             Converter(
-                [".experts.*.w1.weight", ".experts.*.w3.weight"], ".experts.gate_up_proj", [MergeModulelist(dim=1)]
+                [".experts.*.w1.weight", ".experts.*.w3.weight"], ".experts.gate_up_proj",
+                [MergeModulelist(dim=1), Concatenate(dim=1)],
             ),
             Converter("self_attn.q_proj", ["self_attn.q_proj", "self_attn.k_proj"], [Chunk(dim=0)]),
-        ]
+        ]  # fmt: skip
         patch.setattr(table, "get_model_conversion_mapping", lambda model: [router, *others])
         refuse("operations", folders["good"])
         three = [f".experts.*.w{i}.weight" for i in (1, 2, 3)]
@@ -338,7 +339,7 @@ REFUSED = {
     ),
     "operations": (
         f"down_proj: is made of {EXPERT.format(0, 2)}, ", "and 3 more by MergeModulelist(dim=0) and Transpose, which",
-        f"gate_up_proj: is made of {EXPERT.format(0, 1)}, ", "and 11 more by MergeModulelist(dim=1), which is not done",
+        f"gate_up_proj: is made of {EXPERT.format(0, 1)}, ", "and 11 more by MergeModulelist(dim=1) and Conc",
         "q_proj.weight: is made of model.layers.0.self_attn.q_proj.weight by Chunk(dim=0), which is not done",
     ),
     "thirds": ("gate_up_proj: has shape [8, 32, 32], which is no stack of .experts.*.w1.weight, ",),
