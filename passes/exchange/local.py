@@ -14,7 +14,7 @@ from .transfers import hand_round
 __all__ = ["local"]
 
 
-def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int] | None = None) -> list[Tensor]:
     """Directions of matrices of one setting that lie whole on this rank.
 
     Ranks that hold the same stacks orthogonalize a part of each, and hand the parts round.
@@ -22,6 +22,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts.
+        owners: as :func:`~.owner.owner` has them; who begins, since of fewer experts than ranks the last get none.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
@@ -29,13 +30,14 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]
     replicas = layout.copying
     if not layout.sharded or replicas.alone:
         return _here(updates, specs)
-    parts = [part for update in updates for part in update.tensor_split(replicas.size)]
-    holders = [replica for _ in updates for replica in range(replicas.size)]
-    mine = _here(parts[replicas.index :: replicas.size], specs)
+    count = replicas.size
+    first = [owner // layout.meeting.size for owner in owners or [0] * len(updates)]
+    parts = [part for update in updates for part in update.tensor_split(count)]
+    holders = [(start + part) % count for start in first for part in range(count)]
+    mine = _here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs)
     like = updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
     numels = [part.numel() for part in parts]
     found = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.gather, like=like)
-    count = replicas.size
     return [torch.cat(found[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
 
 

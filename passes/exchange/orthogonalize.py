@@ -34,7 +34,7 @@ _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], lis
 
 #: what ``MuonSpec.exchange`` names: (updates, specs, owners) -> directions
 STRATEGIES: dict[str, _Strategy] = {
-    "local": lambda updates, specs, owners: local(updates, specs),
+    "local": local,
     "replicate": lambda updates, specs, owners: replicate(updates, specs),
     "owner": owner,
 }

@@ -63,7 +63,10 @@ def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, 
 def hand_round(
     mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, how: str, *, like: Tensor
 ) -> list[Tensor]:
-    """What each rank along ``axis`` holds some of, on all of them: one gather.
+    """What each rank along ``axis`` holds some of, on all of them: one collective.
+
+    A gather takes as much from every rank. Where most of that would be padding, as of a single matrix, whose one owner
+    has all there is, the pieces travel from rank to rank as they are.
 
     Args:
         mine: this rank's, in order.
@@ -76,11 +79,16 @@ def hand_round(
     """
     held = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
     filled = [sum(numels[i] for i in indices) for indices in held]
-    padding = [max(filled) - size for size in filled]
-    # The padding is a tensor of its own: a rank that holds nothing sends only that.
-    filler = like.new_zeros(padding[axis.index])
-    sent = [*(numels[i] for i in held[axis.index]), padding[axis.index]]
-    gathered = all_gather([*mine, filler], sent, like.dtype, axis, how)
+    own = [numels[i] for i in held[axis.index]]
+    if axis.size * max(filled) > 2 * sum(filled):
+        padding = [0] * axis.size
+        flat = pack(list(mine) * axis.size, own * axis.size, dtype=like.dtype) if own else like.new_empty(0)
+        gathered = all_to_all(flat, filled, [sum(own)] * axis.size, axis.group)
+    else:
+        padding = [max(filled) - size for size in filled]
+        # The padding is a tensor of its own: a rank that holds nothing sends only that.
+        filler = like.new_zeros(padding[axis.index])
+        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, how)
     slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
     sizes = [size for _, size in slots]
     pieces = unpack(gathered, sizes, sizes)

@@ -34,13 +34,13 @@ def matrix(layout: Layout, exchange: str = "owner") -> ParamSpec:
     return ParamSpec(layout, "float32", "float32", "float32", muon)
 
 
-def traced(specs):
+def traced(specs, owners=None):
     """The directions of all of them, as one rank's graph."""
 
     def directions(*tensors):
         count = len(specs)
         hyper = tensors[-1]
-        return orthogonalize_group(tensors[:count], tensors[count:-1], [hyper] * count, specs)
+        return orthogonalize_group(tensors[:count], tensors[count:-1], [hyper] * count, specs, owners)
 
     with FakeTensorMode() as fake:
         shards = [torch.empty(spec.layout.local_shape) for spec in specs]
@@ -120,6 +120,31 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
     size = {"shards": layout.meeting.size, "replicas": copies, "itemsize": 4}
     sent = costs.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
     assert dict(traffic.by_axis) == ({layout.copying.name: copies * stack * sent} if sent else {})
+
+
+@pytest.mark.parametrize("role", [DENSE, Role(expert=True)], ids=["one matrix", "one expert a rank"])
+def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
+    """An exchange may be of a single matrix: its owner's rows go to each replica, and nothing comes back."""
+    names, sizes = ("replicate", "shard", "expert"), (4, 2, 2)
+    sent: Counter[str] = Counter()
+    matrices = []
+    for rank in range(16):
+        with world(rank, 16):
+            mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
+            shape = (4, 16, 8) if role.expert else (16, 8)
+            layout = mesh.layout(shape, 3, role)
+            muon = MuonSpec(2 if role.expert else 1, 16, 8, True, "standard", JORDAN, 1.0, (), "float32", 1e-7,
+                            "local" if role.expert else "owner")  # fmt: skip
+            specs = [ParamSpec(layout, "float32", "float32", "float32", muon)]
+            gm, _ = traced(specs, owners=[layout.meeting.size])  # of the second replica
+        traffic = measure_traffic(gm, layout.axes)
+        sent.update(dict(traffic.by_axis))
+        matrices.append(traffic.matrices)
+    # In the second replica alone: each of its four ranks has an expert, or the first of them the matrix.
+    assert matrices == [0] * 4 + ([1] * 4 if role.expert else [1, 0, 0, 0]) + [0] * 8
+    strategy, rows, shards = ("local", 2 * 16, 2) if role.expert else ("owner", 16, 4)
+    formula = costs.bytes_by_axis(strategy, rows, 8, shards=shards, replicas=4, itemsize=4)
+    assert sent["replicate"] == 16 * formula["replicate"]
 
 
 @pytest.mark.parametrize(("stage", "over"), [(1, "shard"), (2, "shard"), (3, "shard"), (2, "all"), (3, "all")])
