@@ -18,15 +18,19 @@ import sympy
 from compile_muon.kernels.operations import gram_flops, standard_flops
 
 __all__ = [
+    "ACTIVATION_BYTES",
     "BYTES_SENT",
     "OVER_ALL",
     "OWNER_WORK",
+    "PADDED_ROWS",
     "WEIGHT_BYTES",
+    "activation_bytes",
     "bytes_by_axis",
     "bytes_sent",
     "choose_exchange",
     "gram_operations",
     "owner_work",
+    "padded_rows",
     "standard_operations",
     "weight_bytes",
     "weight_bytes_by_axis",
@@ -68,6 +72,27 @@ WEIGHT_BYTES: dict[str, dict[str, sympy.Expr]] = {
     # state over all ranks: a slice out of its pieces once a step; a gradient to its pieces
     "slice_gather": {"replicate": S / N * (M - 1) / M},
     "reduce_scatter_over_all": {"shard": S * (N - 1) / N, "replicate": S / N * (M - 1) / M},
+}
+
+#: rows of a parameter with those that pad it: a gather and a reduce-scatter carry as many from every rank. Rows of a
+#: stack are its experts: over more ranks than it has of them, each rank still sends one
+PADDED_ROWS: dict[str, sympy.Expr] = {
+    "": N * sympy.ceiling(R / N),
+    # a slice is padded to pieces of one size
+    OVER_ALL: W * sympy.ceiling(sympy.ceiling(R / N) / M),
+}
+
+#: tokens of a rank, experts each goes to, elements of one, ranks along the axis
+TOKENS, SLOTS, HIDDEN, RANKS = sympy.symbols("tokens slots hidden ranks", positive=True, integer=True)
+_AWAY = (RANKS - 1) / RANKS
+
+#: bytes of activations and their gradients that one rank sends in one forward and backward, by what the model does
+ACTIVATION_BYTES: dict[str, sympy.Expr] = {
+    # one layer of experts over ``expert``: to them and back, and in backward the same; routers that choose evenly
+    "dispatch": 4 * TOKENS * SLOTS * HIDDEN * B * _AWAY,
+    # a matrix cut by columns and the one behind it, cut by rows, over ``tensor``: an all-reduce of what they make in
+    # forward, one of their input's gradient in backward; or a reduce-scatter and a gather for each
+    "tensor_pair": 4 * TOKENS * HIDDEN * B * _AWAY,
 }
 
 #: operations of the standard form, and of the gram form with one restart
@@ -125,6 +150,26 @@ def weight_bytes(collective: str, rows: int, cols: int, *, world: int, replicas:
     return sum(
         weight_bytes_by_axis(collective, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values()
     )
+
+
+@functools.cache
+def padded_rows(rows: int, *, shards: int, replicas: int = 1, state_over_all: bool = False) -> int:
+    """``rows`` with what pads them, see :data:`PADDED_ROWS`; a rank has at most ``1 / shards`` of them, or of all."""
+    formula = PADDED_ROWS[OVER_ALL if state_over_all else ""]
+    return int(_function(formula)(rows, 1, shards, replicas, 1, 1))
+
+
+def activation_bytes(what: str, *, tokens: int, hidden: int, ranks: int, slots: int = 1, itemsize: int) -> float:
+    """Bytes one rank sends for its activations, see :data:`ACTIVATION_BYTES`.
+
+    Args:
+        what: "dispatch", of one layer of experts, or "tensor_pair".
+        tokens: of a rank; of ``tensor_pair``, which its ranks have in common.
+        slots: experts that a token goes to.
+        ranks: along the axis.
+    """
+    given = {TOKENS: tokens, SLOTS: slots, HIDDEN: hidden, RANKS: ranks, B: itemsize}
+    return float(ACTIVATION_BYTES[what].subs(given))
 
 
 def owner_work(rows: int, cols: int, *, steps: int) -> float:

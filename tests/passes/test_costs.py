@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import sympy
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import compile_muon
 from compile_muon.kernels.operations import gram_flops, standard_flops
 from compile_muon.passes import costs
+from compile_muon.passes.layout import Axis, Layout
 
 sizes = st.integers(1, 4096)
 worlds = st.integers(2, 512)
@@ -76,6 +81,58 @@ def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
     assert reduced + slices == pytest.approx(costs.weight_bytes("reduce_scatter", rows, cols, **size))
     choice = costs.choose_exchange(rows, cols, world=world, replicas=replicas, state_over_all=True, steps=5, itemsize=2)
     assert choice in ("owner", "replicate")
+
+
+@pytest.mark.parametrize(("experts", "shards", "sent"), [(64, 8, 64), (8, 8, 8), (8, 64, 64), (3, 2, 4), (1, 512, 512)])
+def test_a_stack_over_more_ranks_than_it_has_experts_is_padded(experts, shards, sent):
+    assert costs.padded_rows(experts, shards=shards) == sent
+    assert costs.padded_rows(experts, shards=shards, replicas=4, state_over_all=True) >= 4 * shards
+
+
+def test_padded_rows_are_those_of_the_layout():
+    for rows, shards, replicas in ((8, 3, 2), (5, 8, 2), (13, 2, 5), (1, 2, 2)):
+        axes = Axis("shard", shards, 0, "s"), Axis("replicate", replicas, 0, "r")
+        both = Axis("all", shards * replicas, 0, "a")
+        layout = Layout((rows, 1), 3, *axes, both, state_over_all=True)
+        assert costs.padded_rows(rows, shards=shards) == layout.chunk * shards
+        padded = costs.padded_rows(rows, shards=shards, replicas=replicas, state_over_all=True)
+        assert padded == layout.widest_piece * shards * replicas  # the first slice is the largest
+
+
+def counted(model, optimizer, inputs):
+    """Bytes by axis of one compiled forward and backward."""
+    torch._dynamo.reset()
+    model = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
+    output = model(**inputs)
+    (output.loss if hasattr(output, "loss") else output.sum()).backward()
+    return dict(optimizer.traffic.by_axis)
+
+
+def test_dispatch_to_experts_is_counted_as_its_formula_says(world):
+    transformers = pytest.importorskip("transformers")
+    with world(3, 8):
+        config = transformers.MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
+        )  # fmt: skip
+        # capacity 1: each expert gets the mean, which is what the formula is for
+        settings = {"zero_optimization": {"stage": 3}, "expert_parallel": {"size": 4, "capacity_factor": 1.0}}
+        model, optimizer = compile_muon.initialize(transformers.MixtralForCausalLM(config), settings)
+        tokens = torch.arange(16).view(2, 8)
+        found = counted(model, optimizer, {"input_ids": tokens, "labels": tokens})
+    assert set(found) == {"shard", "expert", "shard_expert"}
+    assert found["expert"] == 2 * costs.activation_bytes("dispatch", tokens=16, slots=2, hidden=16, ranks=4, itemsize=4)
+
+
+def test_tensor_slices_are_counted_as_their_formula_says(world):
+    with world(3, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "tensor"))
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in ((16, 16), (16, 32), (32, 16))))
+        parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = compile_muon.MuonZero(model, mesh=mesh, stage=3, update="step")
+        found = counted(model, optimizer, {"input": torch.ones(6, 16)})
+    assert set(found) == {"shard", "tensor"}
+    assert found["tensor"] == costs.activation_bytes("tensor_pair", tokens=6, hidden=16, ranks=4, itemsize=4)
 
 
 def test_formulas_print_in_their_symbols():
