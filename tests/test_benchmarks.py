@@ -406,9 +406,26 @@ def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_p
 # --- bytes of meshes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [(), ("--state-over", "all")])
+MESH_TABLES = (
+    (),
+    ("--by", "purpose"),
+    ("--state-over", "all"),
+    ("--model", "16b"),
+    ("--model", "16b", "--by", "purpose"),
+    ("--model", "16b", "--state-over", "all"),
+)
+
+
+@pytest.mark.parametrize("given", MESH_TABLES, ids=" ".join)
 def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys, given) -> None:
     monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given])
     benchmark("mesh_bytes").main()
     page = (BENCHMARKS.parent / "docs" / "parallelism.md").read_text()
     assert capsys.readouterr().out in page
+
+
+def test_models_of_the_mesh_tables_have_as_many_weights_as_they_are_named_for(benchmark) -> None:
+    models = benchmark("mesh_bytes").MODELS
+    counts = {name: sum(weight.numel for weight in model.weights) for name, model in models.items()}
+    assert counts["8b"] == pytest.approx(8.03e9, rel=1e-3)
+    assert counts["16b"] == pytest.approx(15.96e9, rel=1e-3)
