@@ -177,3 +177,19 @@ def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"Training starts at step {steps}" in done.stdout + done.stderr
         assert (tmp_path / "checkpoint" / f"step-{steps}" / ".metadata").exists()
+
+
+def test_the_mixtures_example_spreads_its_experts() -> None:
+    """On two ranks, uncompiled, which takes a fraction of the time."""
+    script = ROOT / "examples" / "train_moe.py"
+    assert len(script.read_text().splitlines()) < 125
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command += ["--steps=6", "--batch=2", "--context=32", "--log-every=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "stage 3, world 2" in done.stdout and "8 of 16 experts a rank" in done.stdout
+    losses = [float(loss) for loss in re.findall(r"step +\d+ +loss ([\d.]+)", done.stdout)]
+    (held_out,) = re.findall(r"held out: ([\d.]+) nats per byte", done.stdout)
+    assert len(losses) == 3 and losses[0] > 5
+    assert float(held_out) < losses[0] - 0.5
