@@ -29,8 +29,8 @@ dropless        one graph where sizes that depend on data may be traced: ``fullg
                 graph break around each experts module, whose forward then runs eagerly; all else compiles.
 ==============  ===================================================================================================
 
-Seen with torch 2.13, aot_eager and Inductor, forward and backward. ``backend="muon_zero"`` takes all but dropless
-experts in one graph: its passes do not know collectives whose sizes are values of the graph, and say so.
+Seen with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward. What a dropless graph sends
+is not in ``optimizer.traffic``: only the data say how much.
 
 The switch is made through Transformers' own interface: each experts module reads ``config._experts_implementation``,
 so it gets a shallow copy of its config that names ours, while the model's config, which ``save_pretrained`` writes and
