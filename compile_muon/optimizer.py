@@ -35,7 +35,7 @@ from compile_muon.model.materialize import Values
 from compile_muon.model.mesh import resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
-from compile_muon.model.roles import expert_roles, roles_of
+from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
@@ -167,13 +167,7 @@ class MuonZero(Optimizer):
         self._mesh = resolve_mesh(
             mesh, process_group, device, config.mesh, experts=experts.size, state_over_all=over_all
         )
-        roles = roles_of(model, self._mesh)
-        spread = None
-        if self._mesh is not None and experts.size > 1:
-            from compile_muon.integrations.moe import plan_experts
-
-            spread = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
-            roles |= expert_roles(model, spread.parameters, self._mesh)
+        roles, spread = planned_roles(model, self._mesh, experts)
         assignments = assign(
             model,
             config.muon_params,

@@ -151,6 +151,7 @@ def test_newton_schulz_says_what_is_wrong() -> None:
 # --- a training step --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_train_step(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     choice = ["--preset", "tiny", "--contenders", "ours-muon", "compute-only", "--stages", "3", "--micro-batches", "2"]

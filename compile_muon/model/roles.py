@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.config import ExpertParallelConfig
+from compile_muon.errors import UnsupportedModelError, config_error
 from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.torch_private import group_named
 
-__all__ = ["expert_roles", "roles_of"]
+if TYPE_CHECKING:
+    from compile_muon.integrations.moe import ExpertPlan
+
+__all__ = ["planned_roles", "roles_of"]
 
 _REMEDY = "cut it over mesh['tensor'] or mesh['expert'] of the mesh that MuonZero is given"
 
@@ -31,14 +36,29 @@ def roles_of(model: nn.Module, mesh: Mesh | None) -> dict[str, Role]:
     return {name: _role(name, param, mesh) for name, param in model.named_parameters()}
 
 
-def expert_roles(model: nn.Module, names: Collection[str], mesh: Mesh) -> dict[str, Role]:
-    """The roles that stacks of experts are going to have once each rank has its own of them."""
-    placed = mesh.given["expert"]
-    return {
-        name: Role(expert=True, placed=(placed, (Shard(0),), tuple(param.shape)))
-        for name, param in model.named_parameters()
-        if name in names
-    }
+def planned_roles(
+    model: nn.Module, mesh: Mesh | None, experts: ExpertParallelConfig
+) -> tuple[dict[str, Role], ExpertPlan | None]:
+    """:func:`roles_of`, as they will be once the experts of a Transformers model are spread; and the plan for that.
+
+    Raises:
+        ConfigError: they cannot be spread.
+    """
+    roles = roles_of(model, mesh)
+    if mesh is None or experts.size == 1:
+        return roles, None
+    try:
+        from compile_muon.integrations.moe import plan_experts
+    except ImportError as error:
+        problem = f"is for models of Transformers, which cannot be imported ({error})"
+        remedy = "pip install compile_muon[transformers], or cut experts of your own over mesh['expert']"
+        raise config_error("expert_parallel.size", experts.size, problem, remedy) from None
+    plan = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
+    stacks, placed = set(plan.parameters), mesh.given["expert"]
+    for name, param in model.named_parameters():
+        if name in stacks:
+            roles[name] = Role(expert=True, placed=(placed, (Shard(0),), tuple(param.shape)))
+    return roles, plan
 
 
 def _role(name: str, param: Tensor, mesh: Mesh | None) -> Role:

@@ -60,7 +60,12 @@ CASES = (
     pytest.param("DeepseekV3", 2, {"stage": 2, "compiled": True}, marks=pytest.mark.campaign),
     ("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}),
     pytest.param("GptOss", 2, {"stage": 0, "exchange": "owner"}, marks=pytest.mark.campaign),
-    ("Mixtral", 4, {"stage": 3, "compiled": True, "fullgraph": True, "capacity_factor": 8.0, "codegen": "inductor"}),
+    pytest.param(
+        "Mixtral",
+        4,
+        {"stage": 3, "compiled": True, "fullgraph": True, "capacity_factor": 8.0, "codegen": "inductor"},
+        marks=pytest.mark.campaign,
+    ),
 )
 
 

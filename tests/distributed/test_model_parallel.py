@@ -127,8 +127,18 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
             {"stage": 3, "update": "backward", "exchange": "owner"},
             marks=pytest.mark.campaign,
         ),
-        ((2, 2, 2), ("replicate", "shard", "tensor"), {"stage": 1, "shard_state_over": "all", "exchange": "replicate"}),
-        ((2, 2, 2), ("replicate", "shard", "tensor"), {"stage": 3, "shard_state_over": "all", "exchange": "owner"}),
+        pytest.param(
+            (2, 2, 2),
+            ("replicate", "shard", "tensor"),
+            {"stage": 1, "shard_state_over": "all", "exchange": "replicate"},
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            (2, 2, 2),
+            ("replicate", "shard", "tensor"),
+            {"stage": 3, "shard_state_over": "all", "exchange": "owner"},
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=str,
 )
@@ -237,7 +247,12 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
             {"stage": 3, "update": "backward", "count": 6},
             marks=pytest.mark.campaign,
         ),
-        ((2, 2, 2), ("replicate", "shard", "expert"), {"stage": 2, "shard_state_over": "all", "count": 6}),
+        pytest.param(
+            (2, 2, 2),
+            ("replicate", "shard", "expert"),
+            {"stage": 2, "shard_state_over": "all", "count": 6},
+            marks=pytest.mark.campaign,
+        ),
         pytest.param(
             (2, 2, 2),
             ("replicate", "expert", "tensor"),
@@ -288,7 +303,11 @@ def train_both(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) 
 @pytest.mark.parametrize(
     ("names", "settings"),
     [
-        (("shard", "expert", "tensor"), {"stage": 3, "update": "backward", "gradient_accumulation_steps": 2}),
+        pytest.param(
+            ("shard", "expert", "tensor"),
+            {"stage": 3, "update": "backward", "gradient_accumulation_steps": 2},
+            marks=pytest.mark.campaign,
+        ),
         (("replicate", "expert", "tensor"), {"stage": 2, "update": "step", "exchange": "owner"}),
         pytest.param(
             ("replicate", "expert", "tensor"),

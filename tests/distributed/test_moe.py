@@ -139,7 +139,7 @@ def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
         compare_gradients(summed_gradients(model, size), whole, size)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), (4, 2)])
 def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
     kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")
     ranks(world).run(train_whole_models, kinds=kinds, size=size)
