@@ -33,7 +33,7 @@ MODEL = DeepseekV3Config(
 def config_for(world: int) -> dict:
     return {
         # One graph: "fullgraph" lets torch trace sizes that only the router's choices decide. "compile": true works
-        # too, with a graph break around each layer's experts, at a third of the speed here.
+        # too, with a graph break around each layer's experts, and slower.
         "compile": {"fullgraph": True},
         "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.003}},
         "zero_optimization": {"stage": 3},
