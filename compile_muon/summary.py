@@ -111,7 +111,7 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     meeting, copying, strategy = layout.meeting, layout.copying, muon.exchange
     names = {"shard": meeting.name, "replicate": copying.name, "all": meeting.name}
     shards, replicas = meeting.size, copying.size
-    if meeting.alone:  # every rank already holds the whole gradient
+    if meeting.alone and strategy != "local":  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
         names["all"] = copying.name
         shards, replicas = copying.size, 1

@@ -40,8 +40,9 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
         # The kernels name their arguments as we do, less the prefix.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     world = layout.meeting.size * layout.copying.size
-    if world == 1 or (batch > 1 and layout.sharded and not layout.joined):
-        exchange = "local"  # whole matrices already: one process, or experts sharded by expert
+    apart = layout.sharded or not layout.expert.alone
+    if world == 1 or (batch > 1 and apart and not layout.joined):
+        exchange = "local"  # whole matrices already: one process, or experts where they live
     elif config.zero.exchange == "auto":
         replicas = layout.replicate.size if layout.cut_twice else 1 if layout.meeting.alone else layout.copying.size
         exchange = choose_exchange(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..costs import owner_work
 from ..spec import ParamSpec, decode_dtype
+from .local import here
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
 from .transfers import all_to_all, hand_round
@@ -89,7 +90,7 @@ def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequen
         return []
     axis = specs[0].layout.meeting
     if axis.alone:
-        return _here(updates, specs)
+        return here(updates, specs)
     ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[axis.index]
@@ -118,10 +119,3 @@ def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequen
     outbox = all_to_all(back, sent, received, axis.group)
     found = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
     return [found[i].view(spec.layout.local_shape) for i, spec in enumerate(specs)]
-
-
-def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Of matrices that are whole on this rank."""
-    whole = [as_matrices(update, spec.muon_settings) for update, spec in zip(updates, specs, strict=True)]
-    directions = newton_schulz(whole, specs[0].muon_settings)
-    return [direction.view(update.shape) for direction, update in zip(directions, updates, strict=True)]

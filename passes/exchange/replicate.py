@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..spec import ParamSpec
-from .local import local
+from .local import here
 from .matrices import as_matrices, newton_schulz
 from .transfers import gather_matrices
 
@@ -25,7 +25,7 @@ def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Ten
     """
     meeting = specs[0].layout.meeting
     if meeting.alone:
-        return local(updates, specs)
+        return here(updates, specs)
     matrices = gather_matrices(updates, specs, updates[0].dtype)
     whole = [as_matrices(matrix, spec.muon_settings) for matrix, spec in zip(matrices, specs, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)

@@ -101,6 +101,7 @@ def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role,
         ((8, 8, 8), ("replicate", "shard", "expert")),
         ((8, 8, 8), ("shard", "expert", "tensor")),
         ((64, 8), ("shard", "expert")),
+        ((64, 8), ("replicate", "expert")),
     ],
     ids=str,
 )
@@ -108,18 +109,20 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
     """They are whole where they live; ranks that hold the same ones share them."""
     with world(300, 512):
         mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-        layout = mesh.layout((sizes[names.index("shard")] * 8, 16, 24), 3, Role(expert=True))
-        muon = MuonSpec(layout.shape[0], 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
+        experts = mesh.axis("shard").size if "shard" in names else 64  # at a place along expert
+        layout = mesh.layout((experts * 8, 16, 24), 3, Role(expert=True))
+        muon = MuonSpec(experts, 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
         copies = layout.copying.size
-        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * copies)
-    assert layout.shape == (sizes[names.index("shard")], 16, 24)
-    assert (layout.divisor, layout.local_shape) == (512 // mesh.axis("tensor").size, (1, 16, 24))
+        stacks = copies if layout.sharded else 1  # as many matrices as ranks hold each
+        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks)
+    assert layout.shape == (experts, 16, 24)
+    assert layout.local_shape == (1 if layout.sharded else experts, 16, 24)
+    assert layout.divisor == 512 // mesh.axis("tensor").size
     traffic = measure_traffic(gm, layout.axes)
-    assert traffic.matrices == 1  # as many stacks as ranks hold each
-    stack = layout.shape[0]
+    assert traffic.matrices == 1
     size = {"shards": layout.meeting.size, "replicas": copies, "itemsize": 4}
     sent = costs.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
-    assert dict(traffic.by_axis) == ({layout.copying.name: copies * stack * sent} if sent else {})
+    assert dict(traffic.by_axis) == ({layout.copying.name: stacks * experts * sent} if sent else {})
 
 
 @pytest.mark.parametrize("role", [DENSE, Role(expert=True)], ids=["one matrix", "one expert a rank"])
