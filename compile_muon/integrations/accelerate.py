@@ -29,7 +29,9 @@ from torch.distributed.tensor import DTensor
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
 from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
+from compile_muon.integrations.automatic import refused_axes
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.summary import Summary
@@ -219,6 +221,8 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
         remedy = "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"
         problem = "is the accelerator's to say, which may end an accumulation early"
         errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
+    if optimizer._mesh is not None:
+        errors += refused_axes(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:

@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compile_muon.config import Config
+from compile_muon.config import Config, MeshConfig
+from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["filled"]
+__all__ = ["filled", "refused_axes"]
+
+
+def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
+    """What a trainer whose loader gives each process its own batches cannot serve."""
+    if mesh is None or mesh.tensor == 1:
+        return []
+    problem = "needs the same batches on its ranks, and loaders here give each process its own"
+    remedy = "leave it out, or write the loop yourself (docs/parallelism.md)"
+    return [config_error("mesh.tensor", mesh.tensor, problem, remedy)]
 
 
 def filled(

@@ -54,7 +54,7 @@ from torch.optim import Optimizer
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
-from compile_muon.integrations.automatic import filled
+from compile_muon.integrations.automatic import filled, refused_axes
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
@@ -257,7 +257,7 @@ class MuonZeroStrategy(ParallelStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        errors = []
+        errors = refused_axes(config.mesh)
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
         if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
             errors.append(

@@ -29,7 +29,7 @@ from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
-from compile_muon.integrations.automatic import filled
+from compile_muon.integrations.automatic import filled, refused_axes
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.optimizer import MuonZero
 
@@ -165,7 +165,7 @@ class MuonTrainer(Trainer):
         errors = _refuse(self.args, self.accelerator, kwargs)
         try:
             self.muon_config = _read(muon_config, self.args)
-            errors += _contradictions(self.args, self.muon_config)
+            errors += _contradictions(self.args, self.muon_config) + refused_axes(self.muon_config.mesh)
         except ConfigError as error:
             errors += error.errors
         if errors:

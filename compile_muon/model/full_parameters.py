@@ -232,9 +232,11 @@ def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]
 
 @torch.no_grad()
 def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
-    """The first rank's values into the shards of all."""
+    """The values of the first rank that has the same part of the model, into the shards of all."""
     value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
-    for bucket in buckets(accounts, lambda spec: spec.dtype):
+    # Slices and copies along tensor may share a gather, but not what crosses tensor.
+    kinds = [[account for account in accounts if account.spec.layout.joined is joined] for joined in (True, False)]
+    for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
         parts = [value_of[id(account)] for account in bucket]
         layout = bucket[0].spec.layout
         axes = [axis for axis in (layout.everyone, *([] if layout.joined else [layout.tensor])) if not axis.alone]

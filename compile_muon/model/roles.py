@@ -42,9 +42,13 @@ def planned_roles(
     """:func:`roles_of`, as they will be once the experts of a Transformers model are spread; and the plan for that.
 
     Raises:
-        ConfigError: they cannot be spread.
+        ConfigError: they cannot be spread, or nothing is cut over an axis ``tensor``.
     """
     roles = roles_of(model, mesh)
+    if mesh is not None and "tensor" in mesh.names and all(role.tensor_dim is None for role in roles.values()):
+        problem = "has no parameter cut over it: its ranks would be copies that no gradient is averaged over"
+        remedy = "cut the model by parallelize_module(model, mesh['tensor'], plan) first, or leave the axis out"
+        raise config_error("mesh.tensor", mesh.axis("tensor").size, problem, remedy)
     if mesh is None or experts.size == 1:
         return roles, None
     try:

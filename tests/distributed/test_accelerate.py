@@ -18,6 +18,8 @@ from launched import accelerated
 from reference import full, world_and_rank
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import compile_muon
@@ -483,16 +485,22 @@ def test_pairs_that_are_not_are_refused() -> None:
             prepare(accelerator, model, optimizer)
 
 
-def elsewhere() -> str:
-    """An optimizer over a group of its own: each rank would train alone."""
+def elsewhere(kind: str) -> str:
+    """An optimizer over a group of its own: each rank would train alone; one whose ranks need the same batches."""
     from accelerate import Accelerator
 
     from compile_muon.integrations.accelerate import prepare
 
     with accelerated():
-        accelerator = Accelerator(cpu=True)
-        group = [dist.new_group([rank]) for rank in range(2)][world_and_rank()[1]]
-        pair = compile_muon.initialize(Words(), CONFIG, process_group=group)
+        accelerator, words = Accelerator(cpu=True), Words()
+        if kind == "tensor":
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+            name = next(name for name, child in words.named_modules() if isinstance(child, nn.Linear))
+            parallelize_module(words, mesh, {name: ColwiseParallel()})
+            pair = compile_muon.initialize(words, CONFIG, mesh=mesh)
+        else:
+            group = [dist.new_group([rank]) for rank in range(2)][world_and_rank()[1]]
+            pair = compile_muon.initialize(words, CONFIG, process_group=group)
         try:
             prepare(accelerator, *pair)
         except compile_muon.ConfigError as error:
@@ -533,5 +541,7 @@ def test_what_wants_copies_of_the_model_is_refused(ranks: Callable[[int], Ranks]
 
 
 def test_another_world_is_refused(ranks: Callable[[int], Ranks]) -> None:
-    for error in ranks(2).run(elsewhere):
+    for error in ranks(2).run(elsewhere, kind="alone"):
         assert "is sharded over 1 of the accelerator's 2 processes" in error
+    for error in ranks(2).run(elsewhere, kind="tensor"):
+        assert "mesh.tensor = 2: needs the same batches on its ranks" in error

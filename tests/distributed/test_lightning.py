@@ -584,10 +584,10 @@ def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
         ("compil", "True"),
     ]
     with launched(), pytest.raises(compile_muon.ConfigError) as error:
-        trainer_of({**config_of(2), "gradient_accumulation_steps": 3, "gradient_clipping": 2.0}).fit(
-            Language(), loader()
-        )
+        config = {**config_of(2), "gradient_accumulation_steps": 3, "gradient_clipping": 2.0, "mesh": {"tensor": 2}}
+        trainer_of(config).fit(Language(), loader())
     assert [each.problem for each in error.value.errors] == [
+        "needs the same batches on its ranks, and loaders here give each process its own",
         "contradicts Trainer(accumulate_grad_batches=2)",
         "contradicts Trainer(gradient_clip_val=0.5)",
     ]

@@ -184,6 +184,16 @@ class Experts(nn.Module):
         return y if mesh is None else collectives.reduce_scatter_tensor_autograd(y, "sum", 0, mesh.get_group())
 
 
+def spread(model: nn.Module, mesh: DeviceMesh, *, marked: bool = False) -> None:
+    """The parts of a :class:`Mixture` that this rank has."""
+    names = mesh.mesh_dim_names or ()
+    for layer in model.layers if "expert" in names else ():
+        layer.spread(mesh["expert"], marked)
+    if "tensor" in names:
+        plan = {"dense": ColwiseParallel(use_local_output=False), "back": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+
+
 class Mixture(nn.Module):
     """A dense part and two layers of experts."""
 
@@ -209,8 +219,7 @@ def train_mixture(
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     model = Mixture(count)
     whole = copy.deepcopy(model)
-    for layer in model.layers:
-        layer.spread(mesh["expert"], marked)
+    spread(model, mesh, marked=marked)
     sharing = mesh.size(names.index("tensor")) if "tensor" in names else 1
     matrices = hidden_matrices(whole, exclude=("embedding", "head", "bias"), stacks=("up", "down"))
     return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sharing, mesh=mesh, **settings)
@@ -337,10 +346,10 @@ def model_on(kind: str, placed: Placed, stage: int, weights: str | None = None) 
     if placed is not None:
         sizes, names = placed
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        if "tensor" in names and kind == "sliced":
+        if kind == "sliced":
             parallelize_module(model, mesh["tensor"], PLAN)
-        for layer in model.layers if "expert" in names else ():
-            layer.spread(mesh["expert"], marked=False)
+        else:
+            spread(model, mesh)
     optimizer = MuonZero(model, lr=0.02, adamw_lr=0.01, ns_dtype="fp32", stage=stage, mesh=mesh, weights=weights)
     return model, optimizer
 
@@ -525,6 +534,8 @@ def refused(case: str) -> tuple[str, bool]:
             param = nn.Parameter(distribute_tensor(weight, mesh["expert"], [Shard(0)]))
         case "names":
             given = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "shard"))
+            param = own
+        case "idle":
             param = own
         case _:
             param = own

@@ -351,6 +351,7 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
         ({"weight_decay": 0.01}, r'TrainingArguments.weight_decay = 0.01: is not .*, 0.1, .* "weight_decay": "auto"'),
         ({"adam_beta2": 0.9}, r'TrainingArguments.adam_beta2 = 0.9: is not .*, 0.95, .* "betas": "auto"'),
         ({"gradient_accumulation_steps": 3, "config": {"gradient_accumulation_steps": 2}}, "contradicts"),
+        ({"config": {"mesh": {"tensor": 2}}}, "mesh.tensor = 2: needs the same batches on its ranks"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers = 'SGD': is another optimizer"),
     ],
 )
