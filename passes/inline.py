@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .pipeline import tensor_value
 from .torch_private import decomposition_table, fake_mode_of
+from .work import Work, note_work
 
 __all__ = ["inline"]
 
@@ -26,12 +27,17 @@ def _distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def inline(
-    gm: GraphModule, before: Node, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Node]
+    gm: GraphModule,
+    before: Node,
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[Node],
+    work: Work | None = None,
 ) -> list[Node]:
     """Insert ``function(*inputs)`` ahead of ``before`` and return the nodes of its results.
 
     Args:
         function: takes one tensor per node of ``inputs``; returns tensors.
+        work: noted at every new node.
     """
     values = _distinct([tensor_value(node) for node in inputs])
     with fake_mode_of(values):
@@ -47,4 +53,6 @@ def inline(
             if node.op == "get_attr":
                 raise RuntimeError(f"tracing {function} captured the constant {node.target}; pass it as an input")
             env[node] = gm.graph.node_copy(node, env.__getitem__)
+            if work is not None:
+                note_work(env[node], work)
     raise RuntimeError("traced graph has no output")

@@ -1,0 +1,49 @@
+"""What the passes put into a graph, and for what: the schedule orders it, ranges and the simulator name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from torch.fx import Node
+
+__all__ = ["Purpose", "Work", "note_work", "work_of"]
+
+#: key of node.meta
+_KEY = "muon_zero_work"
+
+
+class Purpose(str, Enum):
+    """Why ranks meet."""
+
+    #: weights, for the forward or backward that uses them
+    GATHER = "gather"
+    #: gradients
+    REDUCE = "reduce"
+    #: matrices to those that orthogonalize them, and directions back
+    EXCHANGE = "exchange"
+    #: weights that are resident, once a step
+    REFRESH = "refresh"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One bucket's way through a graph.
+
+    Args:
+        purpose: why ranks meet for it, or would if there were several.
+        bucket: its number among those of the same purpose, the same on every rank.
+    """
+
+    purpose: Purpose
+    bucket: int
+
+
+def note_work(node: Node, work: Work) -> None:
+    """Say what ``node`` belongs to."""
+    node.meta[_KEY] = work
+
+
+def work_of(node: Node) -> Work | None:
+    """What ``node`` belongs to; None for the model's own."""
+    return node.meta.get(_KEY)
