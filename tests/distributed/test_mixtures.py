@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
+from launched import launched
 from reference import Report, hidden_matrices, train, world_and_rank
 from test_moe import tiny, tokens_of
 from torch import Tensor, nn
@@ -107,7 +108,8 @@ def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
         plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
         model = parallelize_module(LlamaForCausalLM.from_pretrained(folder), mesh["tensor"], plan)
     else:
-        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
+        with launched():
+            model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_plan="auto"))
     return train(
         model, hidden_matrices(whole, exclude=("embed", "lm_head", "norm")), loss, data, steps=STEPS,
         unsharded=whole, sharing=2, mesh=mesh, compiled=lambda inner: inner, **settings,
@@ -115,7 +117,7 @@ def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("world", "own_plan", "stage"), [(2, False, 3), pytest.param(4, True, 2, marks=pytest.mark.campaign)]
+    ("world", "own_plan", "stage"), [(2, False, 3), (2, True, 3), pytest.param(4, True, 2, marks=pytest.mark.campaign)]
 )
 def test_tensor_parallel_llama(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, own_plan: bool, stage: int
