@@ -13,8 +13,9 @@ from torch.fx import GraphModule, Node
 from .layout import Axis
 from .pipeline import tensor_value
 from .torch_private import expected_size, group_named
+from .work import Category, work_of
 
-__all__ = ["Traffic", "collectives", "measure_traffic"]
+__all__ = ["Traffic", "collectives", "is_collective", "is_wait", "measure_traffic"]
 
 _c10d = torch.ops._c10d_functional
 _KINDS = {
@@ -33,11 +34,19 @@ def is_wait(node: Node) -> bool:
     return node.target in _WAITS
 
 
+def is_collective(node: Node) -> bool:
+    """Whether ``node`` starts a collective."""
+    return node.target in _KINDS
+
+
 def collectives(gm: GraphModule) -> Iterator[tuple[Node, str]]:
     """``(node, kind)`` of every collective in graph order."""
     for node in gm.graph.nodes:
-        if node.target in _KINDS:
-            yield node, _KINDS[node.target]
+        if is_collective(node):
+            work = work_of(node)
+            # Of all-to-alls and a local sum, where that is what the backend is best at.
+            reduces = work is not None and work.category is Category.REDUCE and _KINDS[node.target] == "all_to_all"
+            yield node, "reduce_scatter" if reduces else _KINDS[node.target]
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Layout:
         replicate: every rank along it holds what the others hold; gradients are averaged over it too (HSDP).
         both: the ranks of both axes, ``replicate`` outside: rank ``r * shard.size + s``. None where one axis has one
             rank, and the other is all of the data-parallel mesh.
-        gather: the collective that gathers, ``"all_gather"``, or ``"all_to_all"`` with a copy for every rank: the same
-            bytes, for groups whose all-gather is not safe (Gloo, docs/decisions.md).
+        pairwise: gathers and reduce-scatters are made of all-to-alls, with a copy for every rank or a sum of what all
+            sent: for groups whose own are not safe, or send more (Gloo, docs/decisions.md).
         state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
         expert: the parameter is cut along dim 0 over this axis, into parts that are stacks of whole matrices.
         tensor: it is cut over this axis along ``tensor_dim``, into parts of matrices; None for a copy on every rank.
@@ -83,7 +83,7 @@ class Layout:
     shard: Axis = field(default_factory=lambda: Axis("shard"))
     replicate: Axis = field(default_factory=lambda: Axis("replicate"))
     both: Axis | None = None
-    gather: str = "all_gather"
+    pairwise: bool = False
     state_over_all: bool = False
     expert: Axis = field(default_factory=lambda: Axis("expert"))
     tensor: Axis = field(default_factory=lambda: Axis("tensor"))

@@ -44,12 +44,14 @@ class PassOptions:
         dump: folder for readable graphs before and after each pass, or None.
         nvtx: emit NVTX ranges around collectives and Newton–Schulz.
         bucket_bytes: size cap of fused collectives.
+        exchange_bytes: what exchanges under way may hold.
         reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
     """
 
     dump: Path | None = None
     nvtx: bool = False
     bucket_bytes: int = 25 * 2**20
+    exchange_bytes: int = 512 * 2**20
     reshard_after_forward: bool = True
 
 
@@ -65,6 +67,7 @@ class PassContext:
         user_outputs: forward graphs only: how many outputs, the first ones, are the model's; the rest is saved for
             backward.
         timings: seconds per pass, filled by the runner.
+        exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
     """
 
     half: Half
@@ -73,6 +76,7 @@ class PassContext:
     request: BackwardRequest | None = None
     user_outputs: int = 0
     timings: dict[str, float] = field(default_factory=dict)
+    exchange_bytes: int = 0
 
     @property
     def title(self) -> str:

@@ -7,13 +7,13 @@ from enum import Enum
 
 from torch.fx import Node
 
-__all__ = ["Purpose", "Work", "note_work", "work_of"]
+__all__ = ["Category", "Work", "note_work", "work_of"]
 
 #: key of node.meta
 _KEY = "muon_zero_work"
 
 
-class Purpose(str, Enum):
+class Category(str, Enum):
     """Why ranks meet."""
 
     #: weights, for the forward or backward that uses them
@@ -31,12 +31,14 @@ class Work:
     """One bucket's way through a graph.
 
     Args:
-        purpose: why ranks meet for it, or would if there were several.
-        bucket: its number among those of the same purpose, the same on every rank.
+        category: why ranks meet for it, or would if there were several.
+        bucket: its number among those of the same category, the same on every rank.
+        nbytes: what one collective of it sends and receives, on average over the ranks; the same on every rank.
     """
 
-    purpose: Purpose
+    category: Category
     bucket: int
+    nbytes: int = 0
 
 
 def note_work(node: Node, work: Work) -> None:

@@ -25,6 +25,8 @@ class CompileOptions(Checked):
         dump: folder that receives every graph before and after each pass, or None.
         nvtx: annotate collectives and Newton-Schulz with NVTX ranges.
         bucket_mb: size limit of fused collectives in MiB, > 0.
+        exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
+            fit, the oldest is finished first.
         reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
             gathers once per forward and needs memory for all weights; as FSDP2's argument of that name.
     """
@@ -33,6 +35,7 @@ class CompileOptions(Checked):
     dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
     nvtx: bool = setting(PassOptions.nvtx, check_boolean)
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
+    exchange_mb: float = setting(PassOptions.exchange_bytes / _MB, check_real, positive=True)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
 
     def options(self) -> dict[str, Any]:
@@ -74,6 +77,7 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
             mistakes.add(unknown_name(f"options[{name!r}]", value, str(name), names, "is an unknown option"))
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()
-    if "bucket_mb" in values:
-        values["bucket_bytes"] = int(values.pop("bucket_mb") * _MB)
+    for name in ("bucket", "exchange"):
+        if f"{name}_mb" in values:
+            values[f"{name}_bytes"] = int(values.pop(f"{name}_mb") * _MB)
     return FrameOptions(**values)

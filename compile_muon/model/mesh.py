@@ -112,13 +112,12 @@ class Mesh:
         return self.given.device_type
 
     @cached_property
-    def gather(self) -> str:
-        """How ranks gather, see ``Layout.gather``."""
+    def pairwise(self) -> bool:
+        """See ``Layout.pairwise``."""
         # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same
         # time: its threads write the name of the last collective without a lock, and this name is too long for the
-        # string itself.
-        gloo = backend_of(self.everyone, torch.device(self.device_type)) == "gloo"
-        return "all_to_all" if gloo else "all_gather"
+        # string itself. And its reduce-scatter is an all-reduce, of which each rank keeps its part.
+        return backend_of(self.everyone, torch.device(self.device_type)) == "gloo"
 
     def axis(self, *names: str, called: str = "") -> Axis:
         """Several dimensions as one, row by row.
@@ -154,7 +153,7 @@ class Mesh:
         both = None if shard.alone or replicate.alone else self.axis("replicate", *inner, called="all")
         averaged = replicate.size * self.axis("shard", "expert").size
         layout = Layout(
-            shape, stage, shard, replicate, both, self.gather, self.state_over_all, expert, tensor, role.tensor_dim,
+            shape, stage, shard, replicate, both, self.pairwise, self.state_over_all, expert, tensor, role.tensor_dim,
             averaged=None if expert.alone else averaged,
         )  # fmt: skip
         if tensor.alone:

@@ -52,11 +52,11 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
         pieces = [account.local.detach() for account in bucket]
         if layout.replicated_weight:
             found = gather_pieces(pieces, specs, dtype)
-            total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.gather)
+            total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.pairwise)
         else:
             found = gather_slices(pieces, specs, dtype)
         if layout.cut_twice:
-            total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.gather)
+            total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.pairwise)
         for account, weight in zip(bucket, found, strict=True):
             assert account.replica is not None
             account.replica.copy_(weight)
@@ -64,10 +64,10 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
     return total
 
 
-def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, gather: str) -> Traffic:
+def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Traffic:
     """Of one gather over ``axis``."""
     sent = sum(widths) * dtype.itemsize * (axis.size - 1)
-    return Traffic(sent, ((gather, 1),), by_axis=((axis.name, sent),))
+    return Traffic(sent, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, sent),))
 
 
 def refresh_by_owner(accounts: Sequence[Account]) -> None:

@@ -37,7 +37,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     mine = here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs)
     like = updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
     numels = [part.numel() for part in parts]
-    found = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.gather, like=like)
+    found = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.pairwise, like=like)
     return [torch.cat(found[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
 
 

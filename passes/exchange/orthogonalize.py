@@ -28,7 +28,7 @@ from .matrices import wire_dtype
 from .owner import assign_owners, owner
 from .replicate import replicate
 
-__all__ = ["STRATEGIES", "orthogonalize_group"]
+__all__ = ["STRATEGIES", "orthogonalize_group", "route"]
 
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], list[Tensor]]
 
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, _Strategy] = {
 }
 
 
-def _route(spec: ParamSpec) -> tuple[object, ...]:
+def route(spec: ParamSpec) -> tuple[object, ...]:
     """What parameters must agree on to share one exchange."""
     muon = spec.muon_settings
     layout = spec.layout
@@ -79,7 +79,7 @@ def orthogonalize_group(
         updates.append(update)
 
     directions: list[Tensor] = list(updates)
-    keys = [_route(spec) for spec in specs]
+    keys = [route(spec) for spec in specs]
     for _, members in groupby(sorted(range(len(specs)), key=lambda i: (keys[i], i)), key=lambda i: keys[i]):
         indices = list(members)
         chosen = [specs[i] for i in indices]

@@ -74,7 +74,7 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         [owner // width for owner in owners],
         [spec.layout.local_numel for spec in specs],
         layout.copying,
-        layout.gather,
+        layout.pairwise,
         like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
     )
     return [piece.view(spec.layout.local_shape) for piece, spec in zip(found, specs, strict=True)]

@@ -13,26 +13,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout import Axis, Layout
+from ..layout import Axis
 from ..spec import ParamSpec, decode_dtype
 from .packing import pack, unpack
 
 __all__ = [
     "all_gather",
-    "all_gather_start",
     "all_to_all",
-    "gather_finish",
+    "gather",
     "gather_matrices",
     "gather_pieces",
     "gather_slices",
-    "gather_start",
     "hand_round",
     "piece_widths",
-    "reduce_across",
-    "reduce_finish",
     "reduce_grad",
-    "reduce_start",
-    "reduces_across",
+    "reduce_grads",
     "shard_widths",
     "unshard",
 ]
@@ -40,28 +35,36 @@ __all__ = [
 _c10d = torch.ops._c10d_functional
 
 
-def all_gather_start(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, how: str) -> Tensor:
-    """Start the gather of one bucket over ``axis``; the result, ``[axis.size * sum(widths)]``, must be waited for.
+def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool) -> Tensor:
+    """Every rank's bucket, one behind the other, ``[axis.size * sum(widths)]``.
 
     Args:
         xs: tensors of up to ``widths[i]`` elements, padded to that.
         dtype: of the bucket.
-        how: ``Layout.gather``.
+        pairwise: as ``Layout.pairwise``.
     """
-    if how == "all_gather":
-        return _c10d.all_gather_into_tensor(pack(xs, widths, dtype=dtype), axis.size, axis.group)
+    if not pairwise:
+        flat = pack(xs, widths, dtype=dtype)
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(flat, axis.size, axis.group))
     flat = pack(list(xs) * axis.size, list(widths) * axis.size, dtype=dtype)
     splits = [sum(widths)] * axis.size
-    return _c10d.all_to_all_single(flat, splits, splits, axis.group)
+    return all_to_all(flat, splits, splits, axis.group)
 
 
-def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, axis: Axis, how: str) -> Tensor:
-    """:func:`all_gather_start`, waited for: every rank's bucket, one behind the other."""
-    return _c10d.wait_tensor(all_gather_start(xs, widths, dtype, axis, how))
+def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
+    """The sum over ``axis`` of one's own row of ``flat``, which has a row for each of its ranks.
+
+    Args:
+        pairwise: as ``Layout.pairwise``.
+    """
+    if not pairwise:
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", axis.size, axis.group))
+    splits = [flat.numel() // axis.size] * axis.size
+    return all_to_all(flat, splits, splits, axis.group).view(axis.size, -1).sum(0)
 
 
 def hand_round(
-    mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, how: str, *, like: Tensor
+    mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, pairwise: bool, *, like: Tensor
 ) -> list[Tensor]:
     """What each rank along ``axis`` holds some of, on all of them: one collective.
 
@@ -72,7 +75,7 @@ def hand_round(
         mine: this rank's, in order.
         holders: who has each of all.
         numels: elements of each of all.
-        how: ``Layout.gather``.
+        pairwise: as ``Layout.pairwise``.
         like: a tensor of the dtype and device of all of them.
     Returns:
         All of them, 1-D, each with storage of its own.
@@ -88,7 +91,7 @@ def hand_round(
         padding = [max(filled) - size for size in filled]
         # The padding is a tensor of its own: a rank that holds nothing sends only that.
         filler = like.new_zeros(padding[axis.index])
-        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, how)
+        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, pairwise)
     slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
     sizes = [size for _, size in slots]
     pieces = unpack(gathered, sizes, sizes)
@@ -111,8 +114,8 @@ def piece_widths(specs: Sequence[ParamSpec]) -> list[int]:
     return [spec.layout.widest_piece for spec in specs]
 
 
-def gather_start(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype | None = None) -> Tensor:
-    """Start one all-gather of several slices; the result must be waited for.
+def gather(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The weights that slices are of, ``spec.layout.shape`` each: one all-gather.
 
     Args:
         slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
@@ -121,13 +124,8 @@ def gather_start(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: to
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    return all_gather_start(slices, shard_widths(specs), dtype, layout.shard, layout.gather)
-
-
-def gather_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Wait for :func:`gather_start` and cut out the full weights, ``spec.layout.shape`` each."""
-    flat = _c10d.wait_tensor(handle)
-    pieces = unpack(flat, shard_widths(specs), [spec.layout.numel for spec in specs], world=specs[0].layout.shard.size)
+    flat = all_gather(slices, shard_widths(specs), dtype, layout.shard, layout.pairwise)
+    pieces = unpack(flat, shard_widths(specs), [spec.layout.numel for spec in specs], world=layout.shard.size)
     return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
@@ -140,7 +138,7 @@ def gather_slices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: t
         dtype: of the slices, ``spec.layout.slice_shape`` each.
     """
     layout, widths = specs[0].layout, piece_widths(specs)
-    flat = all_gather(pieces, widths, dtype, layout.replicate, layout.gather)
+    flat = all_gather(pieces, widths, dtype, layout.replicate, layout.pairwise)
     # Pieces fill a slice from the front, so that only its end is padding.
     shapes = [spec.layout.slice_shape for spec in specs]
     found = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
@@ -155,7 +153,7 @@ def gather_pieces(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: t
         specs: of sharded parameters that share a mesh.
     """
     slices = gather_slices(pieces, specs, dtype) if specs[0].layout.cut_twice else pieces
-    return gather_finish(gather_start(slices, specs, dtype), specs)
+    return gather(slices, specs, dtype)
 
 
 def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
@@ -171,7 +169,7 @@ def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype:
     ranks = range(layout.meeting.size)
     numels = [[math.prod(spec.layout.meeting_shape(r)) for spec in specs] for r in ranks]
     widths = [max(column) for column in zip(*numels, strict=True)]
-    flat = all_gather(pieces, widths, dtype, layout.meeting, layout.gather)
+    flat = all_gather(pieces, widths, dtype, layout.meeting, layout.pairwise)
     padded = unpack(flat, widths * len(ranks), [numel for row in numels for numel in row])
     return [spec.layout.join(padded[k :: len(specs)]) for k, spec in enumerate(specs)]
 
@@ -195,50 +193,34 @@ def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
         shard = replica
     if not layout.sharded:
         return shard.to(decode_dtype(spec.compute_dtype))
-    return gather_finish(gather_start([shard], [spec]), [spec])[0]
+    return gather([shard], [spec])[0]
 
 
-def reduce_start(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> Tensor:
-    """Start one reduction (reduce-scatter, or all-reduce where nothing is sharded) of several gradients.
+def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+    """The averaged gradients of the local pieces, in master dtype: one collective, or one an axis.
 
     Args:
         grads: gradients of the full weights, ``spec.layout.shape``.
         specs: of parameters that share a mesh, reduce dtype and whether they are sharded; several ranks.
     """
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
-    shard = layout.shard
+    shard, replicas = layout.shard, layout.replicate
     # Divide before the sum: no overflow in half precision.
     if not layout.sharded:
-        flat = pack(grads, [spec.layout.numel for spec in specs], dtype=dtype, divisor=layout.divisor)
-        return _c10d.all_reduce(flat, "sum", layout.everyone.group)
-    flat = pack(grads, shard_widths(specs), world=shard.size, dtype=dtype, divisor=layout.divisor)
-    return _c10d.reduce_scatter_tensor(flat, "sum", shard.size, shard.group)
-
-
-def reduces_across(layout: Layout) -> bool:
-    """Whether a reduction goes on over the replicas, with :func:`reduce_across`."""
-    return layout.sharded and not layout.replicate.alone
-
-
-def reduce_across(handle: Tensor, specs: Sequence[ParamSpec]) -> Tensor:
-    """Wait for :func:`reduce_start`, and start the sum of the slices over the replicas; to be waited for as that is.
-
-    Every replica gets the sum of the slices, or of its piece of them where they are cut twice.
-    """
-    flat = _c10d.wait_tensor(handle)
-    layout = specs[0].layout
-    replicas = layout.replicate
-    if not layout.cut_twice:
-        return _c10d.all_reduce(flat, "sum", replicas.group)
-    slices = unpack(flat, shard_widths(specs), [math.prod(spec.layout.slice_shape) for spec in specs])
-    by_piece = pack(slices, piece_widths(specs), world=replicas.size, dtype=flat.dtype)
-    return _c10d.reduce_scatter_tensor(by_piece, "sum", replicas.size, replicas.group)
-
-
-def reduce_finish(handle: Tensor, specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Wait for the last of a reduction; the averaged gradients of the local pieces in master dtype."""
-    flat = _c10d.wait_tensor(handle)
-    widths = piece_widths(specs) if specs[0].layout.sharded else [spec.layout.numel for spec in specs]
+        widths = [spec.layout.numel for spec in specs]
+        flat = pack(grads, widths, dtype=dtype, divisor=layout.divisor)
+        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.everyone.group))
+    else:
+        widths = shard_widths(specs)
+        flat = pack(grads, widths, world=shard.size, dtype=dtype, divisor=layout.divisor)
+        flat = _reduce_scatter(flat, shard, layout.pairwise)
+        if layout.cut_twice:
+            slices = unpack(flat, widths, [math.prod(spec.layout.slice_shape) for spec in specs])
+            widths = piece_widths(specs)
+            flat = pack(slices, widths, world=replicas.size, dtype=dtype)
+            flat = _reduce_scatter(flat, replicas, layout.pairwise)
+        elif not replicas.alone:
+            flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", replicas.group))
     pieces = unpack(flat, widths, [spec.layout.local_numel for spec in specs])
     return [
         piece.view(spec.layout.local_shape).to(decode_dtype(spec.dtype))
@@ -258,7 +240,4 @@ def reduce_grad(grad: Tensor, spec: ParamSpec) -> Tensor:
         # Experts that are nowhere else may have had tokens from elsewhere.
         mean = grad if spec.layout.divisor == 1 else grad / spec.layout.divisor
         return mean.to(decode_dtype(spec.dtype))
-    handle = reduce_start([grad], [spec])
-    if reduces_across(spec.layout):
-        handle = reduce_across(handle, [spec])
-    return reduce_finish(handle, [spec])[0]
+    return reduce_grads([grad], [spec])[0]

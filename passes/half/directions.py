@@ -1,4 +1,4 @@
-"""``orthogonalize`` markers: momentum, exchange and Newton-Schulz, behind everything else of the graph."""
+"""``orthogonalize`` markers: momentum, exchange and Newton-Schulz, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..exchange.orthogonalize import orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..inline import inline
 from ..markers import Orthogonalize
-from .buckets import bucket_matrices
+from ..work import Category, Work
+from .buckets import bucket_matrices, exchanged_bytes
 
 __all__ = ["lower_directions"]
 
@@ -18,11 +19,13 @@ __all__ = ["lower_directions"]
 def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
     """Replace every ``orthogonalize`` marker of ``gm``, which must be read by nothing but the output.
 
-    Owners are balanced over all of them; each exchange takes up to ``cap_bytes`` of full matrices.
+    Owners are balanced over all of them; an exchange brings about ``cap_bytes`` of matrices to each rank.
     """
     markers = Orthogonalize.all(gm)
-    owners = assign_owners([marker.spec for marker in markers])
-    for bucket in bucket_matrices([marker.spec for marker in markers], cap_bytes):
+    specs = [marker.spec for marker in markers]
+    buckets = bucket_matrices(specs, cap_bytes)
+    owners = assign_owners(specs)
+    for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
         table = [owners[i] for i in bucket]
 
@@ -36,5 +39,7 @@ def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
         inputs = [marker.grad for marker in chosen]
         inputs += [marker.state for marker in chosen]
         inputs += [marker.hyper for marker in chosen]
-        for marker, result in zip(chosen, inline(gm, gm.graph.output_node(), directions, inputs), strict=True):
+        work = Work(Category.EXCHANGE, number, sum(map(exchanged_bytes, (specs[i] for i in bucket))))
+        found = inline(gm, gm.graph.output_node(), directions, inputs, work)
+        for marker, result in zip(chosen, found, strict=True):
             replace(gm, marker.node, result)

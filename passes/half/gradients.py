@@ -11,7 +11,8 @@ from ..inline import inline
 from ..markers import ReduceGrad
 from ..pipeline import tensor_value
 from ..request import BackwardRequest, Purpose, ReducedGrad
-from ..spec import ParamSpec, decode_dtype
+from ..spec import decode_dtype
+from ..work import Category, Work
 from .buckets import group_neighbours
 
 __all__ = ["lower_gradients", "reduced_grads"]
@@ -76,11 +77,9 @@ def _reduce(
 ) -> dict[Node, Node]:
     """Averaged gradients by marker, with what earlier micro-batches left unreduced (``earlier``).
 
-    Each group's collective starts with its last gradient and is waited for when the next group starts, or where one of
-    its results is first read. Over replicas it goes on there, and is waited for when the group after that starts.
+    Each group's collective stands at its last gradient.
     """
     results: dict[Node, Node] = {}
-    order = {node: position for position, node in enumerate(gm.graph.nodes)}
     for reduction in reductions:
         if reduction.spec.layout.everyone.alone:
             spec = reduction.spec
@@ -88,42 +87,30 @@ def _reduce(
                 gm, reduction.node, lambda g, spec=spec: [transfers.reduce_grad(g, spec)], [reduction.grad]
             )[0]
     sent = [reduction for reduction in reductions if not reduction.spec.layout.everyone.alone]
-    indices = group_neighbours([reduction.spec for reduction in sent], lambda spec: spec.reduce_dtype, cap_bytes)
-    groups = sorted(([sent[i] for i in group] for group in indices), key=lambda group: order[group[-1].node])
-    starts = [group[-1].node for group in groups]
-    handles = [_start(gm, group, earlier) for group in groups]
-    for number, (group, handle) in enumerate(zip(groups, handles, strict=True)):
-
-        def across(handle: torch.Tensor, group: list[ReduceGrad] = group) -> list[torch.Tensor]:
-            return [transfers.reduce_across(handle, _specs(group))]
-
-        def finish(handle: torch.Tensor, group: list[ReduceGrad] = group) -> list[torch.Tensor]:
-            return transfers.reduce_finish(handle, _specs(group))
-
-        ends = [user for reduction in group for user in reduction.node.users] + [gm.graph.output_node()]
-        later = starts[number + 1 : number + 2]
-        if transfers.reduces_across(group[0].spec.layout):
-            handle = inline(gm, min([*ends, *later], key=order.__getitem__), across, [handle])[0]
-            later = starts[number + 2 : number + 3]
-        whole = inline(gm, min([*ends, *later], key=order.__getitem__), finish, [handle])
-        results.update(zip((reduction.node for reduction in group), whole, strict=True))
+    if not sent:
+        return results
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    # What is read before the last gradient is there (a penalty on gradients) may be what that gradient is made from.
+    early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
+    late = [i for i, read in enumerate(early) if not read]
+    groups = group_neighbours([sent[i].spec for i in late], lambda spec: spec.reduce_dtype, cap_bytes)
+    groups = [[late[k] for k in group] for group in groups] + [[i] for i, read in enumerate(early) if read]
+    for number, group in enumerate(sorted(groups, key=lambda group: group[-1])):
+        members = [sent[i] for i in group]
+        found = _reduce_group(gm, members, earlier, Work(Category.REDUCE, number))
+        results.update(zip((reduction.node for reduction in members), found, strict=True))
     return results
 
 
-def _start(gm: GraphModule, group: list[ReduceGrad], earlier: dict[Node, Node]) -> Node:
-    """Start the collective of one group at its last gradient."""
-    specs = _specs(group)
+def _reduce_group(gm: GraphModule, group: list[ReduceGrad], earlier: dict[Node, Node], work: Work) -> list[Node]:
+    specs = [reduction.spec for reduction in group]
     added = [k for k, reduction in enumerate(group) if reduction.node in earlier]
 
-    def start(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def averaged(*tensors: torch.Tensor) -> list[torch.Tensor]:
         grads = list(tensors[: len(specs)])
         for k, sum_of_earlier in zip(added, tensors[len(specs) :], strict=True):
             grads[k] = grads[k] + sum_of_earlier
-        return [transfers.reduce_start(grads, specs)]
+        return transfers.reduce_grads(grads, specs)
 
     inputs = [reduction.grad for reduction in group] + [earlier[group[k].node] for k in added]
-    return inline(gm, group[-1].node, start, inputs)[0]
-
-
-def _specs(group: list[ReduceGrad]) -> list[ParamSpec]:
-    return [reduction.spec for reduction in group]
+    return inline(gm, group[-1].node, averaged, inputs, work)

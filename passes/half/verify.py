@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ..collectives import collectives, is_wait
+from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
 from ..joint.recompute import is_view_or_cast
 from ..markers import MARKERS
 from ..pipeline import GraphPass, Half, PassContext
+from ..work import Category, work_of
 
 __all__ = ["VERIFY"]
 
@@ -58,11 +59,33 @@ def _no_gathered_weight_saved(gm: GraphModule, user_outputs: int) -> None:
                 stack.extend(user for user in current.users if _hands_on(user))
 
 
+def _exchanges_under_way(gm: GraphModule) -> int:
+    """The most that exchanges of several buckets hold at a time, on average over the ranks; 0 where one is alone."""
+    held: dict[Node, int] = {}
+    most = 0
+    for node in gm.graph.nodes:
+        work = work_of(node)
+        if work is None or work.category is not Category.EXCHANGE:
+            continue
+        if is_wait(node):
+            held.pop(node.args[0])
+        elif is_collective(node):
+            held[node] = work.nbytes
+            most = max(most, sum(held.values()) if len(held) > 1 else 0)
+    return most
+
+
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
     if ctx.half is Half.FORWARD and ctx.options.reshard_after_forward:
         _no_gathered_weight_saved(gm, ctx.user_outputs)
+    ctx.exchange_bytes = _exchanges_under_way(gm)
+    if ctx.exchange_bytes > ctx.options.exchange_bytes:
+        raise VerificationError(
+            f"exchanges under way hold {ctx.exchange_bytes} bytes, more than exchange_bytes = "
+            f"{ctx.options.exchange_bytes}; the schedule pass must finish one before it starts the next"
+        )
     return gm
 
 

@@ -10,7 +10,7 @@ from ..exchange import transfers
 from ..inline import inline
 from ..joint.recompute import is_view_or_cast
 from ..markers import Unshard
-from ..spec import ParamSpec
+from ..work import Category, Work
 from .buckets import group_neighbours
 
 __all__ = ["lower_weights"]
@@ -26,7 +26,8 @@ def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
         else:
             _lower_resident(gm, read, copy=_escapes(read.node, output))
     groups = group_neighbours([read.spec for read in gathered], lambda spec: spec.compute_dtype, cap_bytes)
-    _lower_gathers(gm, [[gathered[i] for i in group] for group in groups])
+    for number, group in enumerate(groups):
+        _gather(gm, [gathered[i] for i in group], Work(Category.GATHER, number))
 
 
 def _escapes(node: Node, output: Node) -> bool:
@@ -44,26 +45,13 @@ def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
     replace(gm, read.node, inline(gm, read.node, weight, inputs)[0])
 
 
-def _lower_gathers(gm: GraphModule, groups: list[list[Unshard]]) -> None:
-    """Stage 3: each group is gathered while the one before it is in use (prefetch by one group)."""
-    firsts = [group[0].node for group in groups]
-    handles = []
-    for number, group in enumerate(groups):
+def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
+    """Stage 3: one gather, where the first of ``reads`` is."""
+    specs = [read.spec for read in reads]
 
-        def start(*slices: torch.Tensor, group: list[Unshard] = group) -> list[torch.Tensor]:
-            return [transfers.gather_start(slices, _specs(group))]
+    def weights(*slices: torch.Tensor) -> list[torch.Tensor]:
+        return transfers.gather(slices, specs)
 
-        # Shards and resident slices are graph inputs, so a gather can start anywhere.
-        at = firsts[max(0, number - 1)]
-        handles += inline(gm, at, start, [read.shard if read.replica is None else read.replica for read in group])
-    for group, handle in zip(groups, handles, strict=True):
-
-        def finish(handle: torch.Tensor, group: list[Unshard] = group) -> list[torch.Tensor]:
-            return transfers.gather_finish(handle, _specs(group))
-
-        for read, full in zip(group, inline(gm, group[0].node, finish, [handle]), strict=True):
-            replace(gm, read.node, full)
-
-
-def _specs(group: list[Unshard]) -> list[ParamSpec]:
-    return [read.spec for read in group]
+    inputs = [read.shard if read.replica is None else read.replica for read in reads]
+    for read, weight in zip(reads, inline(gm, reads[0].node, weights, inputs, work), strict=True):
+        replace(gm, read.node, weight)

@@ -61,14 +61,33 @@ def _kept(arguments: dict[str, Any], numel: int, shapes: list[tuple[int, ...]], 
     return splits[rank]
 
 
+def _reductions(events: list[dict[str, Any]], world: int) -> set[int]:
+    """Indices of the all-to-alls that are half of a reduce-scatter: what all ranks sent is summed behind them."""
+    found: set[int] = set()
+    for event in events:
+        if event.get("name") != "aten::sum":
+            continue
+        dims = event["args"]["Input Dims"][0]
+        if len(dims) != 2 or dims[0] != world:
+            continue
+        for index, start in enumerate(events):
+            if start.get("name") == "_c10d_functional::all_to_all_single" and index not in found:
+                size = torch.Size(start["args"]["Input Dims"][0]).numel()
+                if size == dims[0] * dims[1] and start["ts"] < event["ts"]:
+                    found.add(index)
+                    break
+    return found
+
+
 def _account(events: list[dict[str, Any]], world: int, rank: int) -> Trace:
     sent: dict[str, float] = {}
     elements: dict[str, int] = {}
     newton_schulz = [event["args"] for event in events if event.get("name") == "muon_zero::newton_schulz"]
     shapes = [(1, *shape)[-3:] for arguments in newton_schulz for shape in arguments["Input Dims"][0]]
-    for event in events:
+    reductions = _reductions(events, world)
+    for index, event in enumerate(events):
         arguments = event.get("args", {})
-        kind = _KINDS.get(event.get("name", ""))
+        kind = "reduce_scatter" if index in reductions else _KINDS.get(event.get("name", ""))
         if kind is None:
             continue
         numel = torch.Size(arguments["Input Dims"][0]).numel()

@@ -140,6 +140,7 @@ def test_defaults_are_those_of_the_issue():
         dump=None,
         nvtx=False,
         bucket_mb=25,
+        exchange_mb=512,
         reshard_after_forward=True,
         fullgraph=False,
         dynamic=None,
@@ -298,6 +299,7 @@ BAD_FIELDS = [
     (CompileConfig, "dump", True, "path"),
     (CompileConfig, "nvtx", 1, "true or false"),
     (CompileConfig, "bucket_mb", 0, "(0, inf)"),
+    (CompileConfig, "exchange_mb", -1, "(0, inf)"),
     (CompileConfig, "fullgraph", None, "true or false"),
     (CompileConfig, "dynamic", "auto", "true or false"),
     (Config, "muon", {"lr": 1.0}, "MuonConfig(...)"),
@@ -333,7 +335,8 @@ def test_nothing_contradicts_when_directions_are_made(update, setting):
 def test_compile_options_are_the_non_defaults():
     assert CompileConfig(enabled=True).options() == {}
     assert CompileConfig(enabled=True, fullgraph=True, dynamic=False).options() == {}
-    given = {"codegen": "eager", "dump": Path("graphs"), "nvtx": True, "bucket_mb": 5, "reshard_after_forward": False}
+    given = {"codegen": "eager", "dump": Path("graphs"), "nvtx": True, "bucket_mb": 5, "exchange_mb": 9}
+    given["reshard_after_forward"] = False
     assert given.keys() == {field.name for field in dataclasses.fields(CompileOptions)}
     assert CompileConfig(enabled=True, **given).options() == given
 
@@ -984,9 +987,21 @@ def test_options_of_torch_compile_reach_the_frame():
     assert read_options(CompileOptions().options()) == FrameOptions()
     default = {field.name: field.default for field in dataclasses.fields(CompileOptions)}
     assert read_options(default) == FrameOptions()
-    given = {"codegen": "eager", "dump": "graphs", "nvtx": True, "bucket_mb": 0.5, "reshard_after_forward": False}
+    given = {
+        "codegen": "eager",
+        "dump": "graphs",
+        "nvtx": True,
+        "bucket_mb": 0.5,
+        "exchange_mb": 2,
+        "reshard_after_forward": False,
+    }
     assert read_options(given) == FrameOptions(
-        codegen="eager", dump=Path("graphs"), nvtx=True, bucket_bytes=2**19, reshard_after_forward=False
+        codegen="eager",
+        dump=Path("graphs"),
+        nvtx=True,
+        bucket_bytes=2**19,
+        exchange_bytes=2**21,
+        reshard_after_forward=False,
     )
 
 

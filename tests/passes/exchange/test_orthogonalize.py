@@ -30,10 +30,10 @@ def spec(
     batch=1,
     dtype="float32",
     coefficients=JORDAN,
-    gather="all_gather",
+    pairwise=False,
 ):
     muon = MuonSpec(batch, *shape[-2:], True, "standard", coefficients, 1.0, (), dtype, 1e-7, exchange)
-    layout = Layout(tuple(shape), stage, Axis("shard", world, rank, group), gather=gather)
+    layout = Layout(tuple(shape), stage, Axis("shard", world, rank, group), pairwise=pairwise)
     return ParamSpec(layout, "float32", "float32", "float32", muon)
 
 
@@ -140,10 +140,10 @@ def shards(tensors, specs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("exchange", ["owner", "replicate"])
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("gather", ["all_gather", "all_to_all"])
-def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, gather, threads):
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, pairwise, threads):
     def body(rank, group):
-        specs = [spec(s, size, rank, group, exchange, stage, gather=gather) for s in SHAPES]
+        specs = [spec(s, size, rank, group, exchange, stage, pairwise=pairwise) for s in SHAPES]
         grads, old = shards(gradients(), specs), shards(momenta(), specs)
         kept = [t.clone() for t in (*grads, *old)]
         with Matrices() as counted:

@@ -1,0 +1,285 @@
+"""When collectives start and are waited for: the order of a lowered graph, the same on every rank.
+
+Lowering puts each bucket's way through a graph (:class:`~..work.Work`) in one piece where it is due. Here it is cut at
+its waits into *legs*, and the legs are placed among the model's own nodes:
+
+========== ============================================= ===========================================
+category   the leg that stays where lowering put it      the others
+========== ============================================= ===========================================
+gather     the last, ahead of the first reader           start ahead of the gather before it
+reduce     the first, at the bucket's last gradient      wait until the next bucket has started
+exchange   none                                          see below
+========== ============================================= ===========================================
+
+An exchange starts as soon as the reductions it needs are done, and travels under the rest of backward. Newton-Schulz
+follows when all gradients are computed, while the last reductions and exchanges are still under way; the way back of a
+bucket travels during Newton-Schulz of those behind it; what is waited for last is waited for last. Buffers of exchanges
+under way are bounded: where the next would not fit, the oldest goes on first.
+
+Places are given by the order of buckets and legs alone. How many nodes a rank has between them, or whether it owns
+anything, makes no difference, so ranks meet in the same order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from ..collectives import is_wait
+from ..pipeline import GraphPass, Half, PassContext
+from ..work import Category, Work, work_of
+
+__all__ = ["SCHEDULE"]
+
+
+@dataclass(eq=False)
+class _Leg:
+    """Nodes of one bucket from a wait, or its beginning, to the start of the next collective, or its end."""
+
+    work: Work
+    level: int
+    nodes: list[Node] = field(default_factory=list)
+
+
+_Chain = list[_Leg]
+
+
+@dataclass
+class _Plan:
+    """Where legs go: around those that stay, and at the end of the graph.
+
+    Args:
+        end: behind all nodes of the model that wait for nothing of ours.
+        waits: behind those that only read what is there by then.
+    """
+
+    before: dict[_Leg, list[_Leg]] = field(default_factory=lambda: defaultdict(list))
+    after: dict[_Leg, list[_Leg]] = field(default_factory=lambda: defaultdict(list))
+    end: list[_Leg] = field(default_factory=list)
+    waits: list[_Leg] = field(default_factory=list)
+
+
+def _chains(gm: GraphModule) -> dict[Category, list[_Chain]]:
+    """Every bucket's legs, by bucket."""
+    found: dict[Work, _Chain] = {}
+    for node in gm.graph.nodes:
+        work = work_of(node)
+        if work is None:
+            continue
+        chain = found.setdefault(work, [])
+        if not chain or is_wait(node):
+            chain.append(_Leg(work, len(chain)))
+        chain[-1].nodes.append(node)
+    ordered = sorted(found.items(), key=lambda item: item[0].bucket)
+    return {category: [chain for work, chain in ordered if work.category is category] for category in Category}
+
+
+# --- preferences ------------------------------------------------------------------------------------------------------
+
+
+def gather_one_ahead(plan: _Plan, gathers: Sequence[_Chain]) -> None:
+    """A bucket is gathered while the one ahead of it is in use."""
+    for number, (*starts, _) in enumerate(gathers):
+        plan.before[gathers[max(0, number - 1)][-1]] += starts
+
+
+def reduce_until_the_next(plan: _Plan, reductions: Sequence[_Chain]) -> None:
+    """A reduction is waited for when the next has started; over a second axis it goes on there."""
+    left = []
+    for number, (_, *others) in enumerate(reductions):
+        for leg in others:
+            if number + leg.level < len(reductions):
+                plan.after[reductions[number + leg.level][0]].append(leg)
+            else:
+                left.append(leg)
+    plan.end += sorted(left, key=lambda leg: (leg.work.bucket + leg.level, leg.work.bucket))
+
+
+def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: Sequence[_Chain], limit: int) -> None:
+    """An exchange starts behind the last reduction it needs, and the rest of it comes at the end."""
+    waiting = [(chain, _needs(chain)) for chain in exchanges]
+    done: set[Work] = set()
+    under_way = _UnderWay(limit)
+
+    def start_what_is_ready(leg: _Leg) -> Iterator[_Leg]:
+        """``leg`` of a reduction, and the exchanges that waited for it."""
+        yield leg
+        if leg is not last_of[leg.work]:
+            return
+        done.add(leg.work)
+        for pair in list(waiting):
+            chain, needs = pair
+            if len(chain) > 1 and needs and needs <= done:
+                waiting.remove(pair)
+                yield from under_way.start(chain)
+
+    last_of = {chain[-1].work: chain[-1] for chain in reductions}
+    for start, *_ in reductions:
+        behind = [found for leg in (start, *plan.after[start]) for found in start_what_is_ready(leg)]
+        plan.after[start] = behind[1:]
+
+    left, plan.end = plan.end, []
+    if left:  # Newton-Schulz of the oldest, while the last reductions are under way
+        plan.end += under_way.advance()
+    for leg in left:
+        plan.end += start_what_is_ready(leg)
+    alone = [chain for chain, _ in waiting if len(chain) == 1]
+    for chain, _ in waiting:
+        if len(chain) > 1:
+            plan.end += under_way.start(chain)
+    while under_way.works:
+        plan.end += under_way.advance()
+    plan.end += [leg for chain in alone for leg in chain]
+    plan.waits += [chain[0] for chain in under_way.chains]
+
+
+class _UnderWay:
+    """Exchanges that have started, oldest first.
+
+    Args:
+        limit: bytes that they may hold together.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        #: what is left of each
+        self.chains: list[_Chain] = []
+
+    @property
+    def works(self) -> bool:
+        """Whether any has more to do than to be waited for."""
+        return any(not self._only_waits(chain) for chain in self.chains)
+
+    @staticmethod
+    def _only_waits(chain: _Chain) -> bool:
+        # Newton-Schulz comes behind the first wait.
+        return len(chain) == 1 and chain[0].level > 1
+
+    def start(self, chain: _Chain) -> Iterator[_Leg]:
+        """The first leg of ``chain``, behind what makes room for it."""
+        while self.chains and sum(other[0].work.nbytes for other in self.chains) + chain[0].work.nbytes > self.limit:
+            yield from self._go_on(self.chains[0])
+        yield chain[0]
+        self.chains.append(chain[1:])
+
+    def advance(self) -> Iterator[_Leg]:
+        """The next leg of the oldest that has more to do than to be waited for, if any."""
+        for chain in self.chains:
+            if not self._only_waits(chain):
+                yield from self._go_on(chain)
+                return
+
+    def _go_on(self, chain: _Chain) -> Iterator[_Leg]:
+        self.chains.remove(chain)
+        yield chain[0]
+        if chain[1:]:
+            self.chains.append(chain[1:])
+
+
+def _needs(chain: _Chain) -> set[Work]:
+    """Reductions whose results ``chain`` reads, also through nodes of the model."""
+    found: set[Work] = set()
+    stack = [source for node in chain[0].nodes for source in node.all_input_nodes]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        work = work_of(node)
+        if work is not None and work.category is Category.REDUCE:
+            found.add(work)
+        elif work is None or work == chain[0].work:
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            stack += new
+    return found
+
+
+# --- the new order ----------------------------------------------------------------------------------------------------
+
+
+class _Order:
+    """Nodes in their new order, each behind what it reads; a leg comes in one piece."""
+
+    def __init__(self, legs: Iterable[_Leg]) -> None:
+        self.nodes: list[Node] = []
+        self._leg_of = {node: leg for leg in legs for node in leg.nodes}
+        self._placed: set[Node] = set()
+
+    def leg_of(self, node: Node) -> _Leg | None:
+        return self._leg_of.get(node)
+
+    def placed(self, node: Node) -> bool:
+        return node in self._placed or node.op == "placeholder"
+
+    def waits(self, node: Node) -> bool:
+        """Whether ``node`` reads what has no place yet."""
+        return not all(self.placed(source) for source in node.all_input_nodes)
+
+    def place(self, item: Node | _Leg) -> None:
+        stack: list[Node | _Leg] = [item]
+        while stack:
+            current = stack[-1]
+            nodes = current.nodes if isinstance(current, _Leg) else [current]
+            if self.placed(nodes[0]):
+                stack.pop()
+                continue
+            own = set(nodes)
+            missing = [s for node in nodes for s in node.all_input_nodes if s not in own and not self.placed(s)]
+            if missing:
+                stack.append(self._leg_of.get(missing[0], missing[0]))
+                continue
+            self.nodes += nodes
+            self._placed.update(nodes)
+            stack.pop()
+
+
+def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
+    order = _Order(legs)
+    moved = {leg for legs in (*plan.before.values(), *plan.after.values(), plan.end, plan.waits) for leg in legs}
+    body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    last = max((i for i, node in enumerate(body) if (leg := order.leg_of(node)) and leg not in moved), default=-1)
+    late = []
+    for position, node in enumerate(body):
+        leg = order.leg_of(node)
+        if leg is None:
+            if position > last and order.waits(node):
+                late.append(node)
+            else:
+                order.place(node)
+        elif leg not in moved and not order.placed(node):
+            for item in (*plan.before[leg], leg, *plan.after[leg]):
+                order.place(item)
+    for leg in plan.end:
+        order.place(leg)
+    for node in late:
+        if not order.waits(node):
+            order.place(node)
+    for item in (*plan.waits, *late):
+        order.place(item)
+    return order.nodes
+
+
+def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    chains = _chains(gm)
+    legs = [leg for each in chains.values() for chain in each for leg in chain]
+    if not legs:
+        return gm
+    plan = _Plan()
+    gather_one_ahead(plan, chains[Category.GATHER])
+    reduce_until_the_next(plan, chains[Category.REDUCE])
+    exchange_when_reduced(plan, chains[Category.REDUCE], chains[Category.EXCHANGE], ctx.options.exchange_bytes)
+    output = gm.graph.output_node()
+    for node in _ordered(gm, plan, legs):
+        output.prepend(node)
+    return gm
+
+
+SCHEDULE = GraphPass(
+    "schedule",
+    _schedule,
+    requires=("lower",),
+    conflicts=("verify",),
+    halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP),
+)
