@@ -33,12 +33,20 @@ class Work:
     Args:
         category: why ranks meet for it, or would if there were several.
         bucket: its number among those of the same category, the same on every rank.
-        nbytes: what one collective of it sends and receives, on average over the ranks; the same on every rank.
+        nbytes: what one collective of it sends and receives, on average over the ranks.
+        needs: of an exchange: the buckets of gradients whose reduction it reads.
+        hops: of an exchange: collectives, each behind the one before; ranks that own nothing may have the last alone.
+        travels: of an exchange: whether matrices meet ahead of Newton-Schulz, rather than directions behind it alone.
+
+    All of it is the same on every rank, though what a rank has to do may be nothing.
     """
 
     category: Category
     bucket: int
     nbytes: int = 0
+    needs: frozenset[int] = frozenset()
+    hops: int = 0
+    travels: bool = True
 
 
 def note_work(node: Node, work: Work) -> None:

@@ -28,7 +28,7 @@ from .matrices import wire_dtype
 from .owner import assign_owners, owner
 from .replicate import replicate
 
-__all__ = ["STRATEGIES", "orthogonalize_group", "route"]
+__all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], list[Tensor]]
 
@@ -46,6 +46,16 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     layout = spec.layout
     ranks = (layout.company, layout.meeting, layout.copying, layout.joined)
     return (muon.exchange, repr(ranks), *map(repr, muon.kernel_settings))
+
+
+def hops(spec: ParamSpec) -> int:
+    """Collectives of an exchange, one behind the other."""
+    layout, exchange = spec.layout, spec.muon_settings.exchange
+    met = not layout.meeting.alone
+    if exchange == "replicate":
+        return met + (layout.cut_twice and not layout.joined)
+    shared = not layout.copying.alone
+    return 2 * met + shared if exchange == "owner" else int(shared)
 
 
 def orthogonalize_group(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ..edit import replace
-from ..exchange.orthogonalize import orthogonalize_group
+from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..inline import inline
 from ..markers import Orthogonalize
-from ..work import Category, Work
+from ..work import Category, Work, work_of
 from .buckets import bucket_matrices, exchanged_bytes
 
 __all__ = ["lower_directions"]
@@ -39,7 +39,28 @@ def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
         inputs = [marker.grad for marker in chosen]
         inputs += [marker.state for marker in chosen]
         inputs += [marker.hyper for marker in chosen]
-        work = Work(Category.EXCHANGE, number, sum(map(exchanged_bytes, (specs[i] for i in bucket))))
+        first = chosen[0].spec
+        work = Work(
+            Category.EXCHANGE,
+            number,
+            nbytes=sum(exchanged_bytes(marker.spec) for marker in chosen),
+            needs=frozenset(need for marker in chosen for need in _reductions(marker.grad)),
+            hops=hops(first),
+            travels=first.muon_settings.exchange != "local" and not first.layout.meeting.alone,
+        )
         found = inline(gm, gm.graph.output_node(), directions, inputs, work)
         for marker, result in zip(chosen, found, strict=True):
             replace(gm, marker.node, result)
+
+
+def _reductions(grad: Node) -> set[int]:
+    """The buckets whose reduction makes ``grad``, or is a term of it."""
+    work = work_of(grad)
+    if work is not None and work.category is Category.REDUCE:
+        return {work.bucket}
+    # What ``.grad`` holds already is added, nothing else happens to a gradient that is orthogonalized.
+    return {bucket for source in grad.all_input_nodes for bucket in (_reductions(source) if _is_sum(grad) else ())}
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor

@@ -73,6 +73,13 @@ def _chains(gm: GraphModule) -> dict[Category, list[_Chain]]:
         if not chain or is_wait(node):
             chain.append(_Leg(work, len(chain)))
         chain[-1].nodes.append(node)
+    for work, chain in found.items():
+        # Ranks of a company that owns nothing of a bucket only take what others hand round: the last legs.
+        missing = work.hops + 1 - len(chain)
+        if missing > 0 and work.category is Category.EXCHANGE:
+            found[work] = [_Leg(work, level) for level in range(missing)] + chain
+            for leg in chain:
+                leg.level += missing
     ordered = sorted(found.items(), key=lambda item: item[0].bucket)
     return {category: [chain for work, chain in ordered if work.category is category] for category in Category}
 
@@ -99,40 +106,40 @@ def reduce_until_the_next(plan: _Plan, reductions: Sequence[_Chain]) -> None:
 
 
 def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: Sequence[_Chain], limit: int) -> None:
-    """An exchange starts behind the last reduction it needs, and the rest of it comes at the end."""
-    waiting = [(chain, _needs(chain)) for chain in exchanges]
-    done: set[Work] = set()
+    """Matrices travel behind the last reduction they need; Newton-Schulz and the way back come at the end."""
+    waiting = list(exchanges)
+    done: set[int] = set()
     under_way = _UnderWay(limit)
 
-    def start_what_is_ready(leg: _Leg) -> Iterator[_Leg]:
+    def ready(*, travels: bool) -> list[_Chain]:
+        return [c for c in waiting if len(c) > 1 and c[0].work.travels is travels and c[0].work.needs <= done]
+
+    def started(chains: Sequence[_Chain]) -> Iterator[_Leg]:
+        for chain in chains:
+            waiting.remove(chain)
+            yield from under_way.start(chain)
+
+    def reduced(leg: _Leg) -> Iterator[_Leg]:
         """``leg`` of a reduction, and the exchanges that waited for it."""
         yield leg
-        if leg is not last_of[leg.work]:
-            return
-        done.add(leg.work)
-        for pair in list(waiting):
-            chain, needs = pair
-            if len(chain) > 1 and needs and needs <= done:
-                waiting.remove(pair)
-                yield from under_way.start(chain)
+        if leg in ends:
+            done.add(leg.work.bucket)
+            yield from started([chain for chain in ready(travels=True) if chain[0].work.needs])
 
-    last_of = {chain[-1].work: chain[-1] for chain in reductions}
+    ends = {chain[-1] for chain in reductions}
     for start, *_ in reductions:
-        behind = [found for leg in (start, *plan.after[start]) for found in start_what_is_ready(leg)]
-        plan.after[start] = behind[1:]
-
+        _, *behind = (found for leg in (start, *plan.after[start]) for found in reduced(leg))
+        plan.after[start] = behind
     left, plan.end = plan.end, []
     if left:  # Newton-Schulz of the oldest, while the last reductions are under way
-        plan.end += under_way.advance()
+        plan.end += under_way.advance() if under_way.works else started(ready(travels=False)[:1])
     for leg in left:
-        plan.end += start_what_is_ready(leg)
-    alone = [chain for chain, _ in waiting if len(chain) == 1]
-    for chain, _ in waiting:
-        if len(chain) > 1:
-            plan.end += under_way.start(chain)
+        plan.end += reduced(leg)
+    plan.end += started(ready(travels=True))
+    plan.end += started(ready(travels=False))
     while under_way.works:
         plan.end += under_way.advance()
-    plan.end += [leg for chain in alone for leg in chain]
+    plan.end += [leg for chain in waiting for leg in chain]  # that meet nobody
     plan.waits += [chain[0] for chain in under_way.chains]
 
 
@@ -155,8 +162,8 @@ class _UnderWay:
 
     @staticmethod
     def _only_waits(chain: _Chain) -> bool:
-        # Newton-Schulz comes behind the first wait.
-        return len(chain) == 1 and chain[0].level > 1
+        # Newton-Schulz comes behind the first wait, or ahead of it.
+        return len(chain) == 1 and (chain[0].level > 1 or not chain[0].work.travels)
 
     def start(self, chain: _Chain) -> Iterator[_Leg]:
         """The first leg of ``chain``, behind what makes room for it."""
@@ -177,23 +184,6 @@ class _UnderWay:
         yield chain[0]
         if chain[1:]:
             self.chains.append(chain[1:])
-
-
-def _needs(chain: _Chain) -> set[Work]:
-    """Reductions whose results ``chain`` reads, also through nodes of the model."""
-    found: set[Work] = set()
-    stack = [source for node in chain[0].nodes for source in node.all_input_nodes]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        work = work_of(node)
-        if work is not None and work.category is Category.REDUCE:
-            found.add(work)
-        elif work is None or work == chain[0].work:
-            new = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(new)
-            stack += new
-    return found
 
 
 # --- the new order ----------------------------------------------------------------------------------------------------
@@ -222,7 +212,7 @@ class _Order:
         while stack:
             current = stack[-1]
             nodes = current.nodes if isinstance(current, _Leg) else [current]
-            if self.placed(nodes[0]):
+            if all(map(self.placed, nodes)):
                 stack.pop()
                 continue
             own = set(nodes)

@@ -1,0 +1,232 @@
+"""When collectives start and are waited for: what travels under backward, in which order, how much at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from compile_muon import MuonZero
+from compile_muon.passes import HALF_PASSES, Half, Purpose
+from compile_muon.passes.collectives import is_collective, is_wait
+from compile_muon.passes.errors import VerificationError
+from compile_muon.passes.half import schedule
+from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
+from compile_muon.passes.work import Category, work_of
+
+LAYERS = 6
+BUCKET = 2 * 4 * 48 * 48  # two matrices
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 48)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2 * LAYERS)))
+        self.head = nn.Linear(48, 16)
+
+    def forward(self, x):
+        return self.head(self.layers(self.embedding(x))).square().mean()
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    """`graphs(rank, world, trace, in_world, **settings)`, traced once per setting."""
+    known = {}
+
+    def made(rank, size, trace, world, exchange="owner", **settings):
+        settings["exchange"] = exchange
+        key = (rank, size, *sorted(settings.items()))
+        if key not in known:
+            torch.manual_seed(0)
+            with world(rank, size):
+                model = Deep()
+                replicas = settings.pop("replicas", None)
+                if replicas:
+                    shape, names = (replicas, size // replicas), ("replicate", "shard")
+                    settings["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+                MuonZero(model, ns_dtype="float32", **settings)
+                known[key] = trace(model, torch.arange(8).reshape(2, 4))
+        return known[key]
+
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Eight reductions and four exchanges of a model that would fit into one of each."""
+    from compile_muon.passes.half import buckets
+
+    monkeypatch.setattr(buckets, "_SMALLEST", 2**12)
+
+
+def events(gm):
+    """`(what, category, bucket)` of each start and wait, and of each Newton-Schulz, in order."""
+    found = []
+    for node in gm.graph.nodes:
+        work = work_of(node)
+        if work is None:
+            continue
+        what = "start" if is_collective(node) else "wait" if is_wait(node) else None
+        if node.target is torch.ops.muon_zero.newton_schulz.default:
+            what = "newton_schulz"
+        if what:
+            found.append((what, work.category, work.bucket))
+    return found
+
+
+def meetings(gm):
+    return [event for event in events(gm) if event[0] != "newton_schulz"]
+
+
+def buckets_of(found, category):
+    return sorted({bucket for _, of, bucket in found if of is category})
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exchanges_start_under_backward(size, stage, graphs, trace, world):
+    gm, _ = graphs(0, size, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    found = events(gm)
+    reductions, exchanges = (buckets_of(found, c) for c in (Category.REDUCE, Category.EXCHANGE))
+    assert len(reductions) > 6
+    assert len(exchanges) == {2: 4, 4: 3}[size]  # at least a matrix for each rank
+    needs = needed(gm)
+    for bucket in exchanges:
+        start = found.index(("start", Category.EXCHANGE, bucket))
+        last = max(needs[bucket])
+        # Behind its last reduction, which is waited for when the next has started: no later than that.
+        assert found.index(("wait", Category.REDUCE, last)) < start
+        for later in reductions[last + 2 :]:
+            assert start < found.index(("start", Category.REDUCE, later))
+    under_backward = [b for b in exchanges if max(needs[b]) < reductions[-1]]
+    assert len(under_backward) == len(exchanges) - 1
+
+
+def needed(gm):
+    """Reductions that each exchange reads."""
+    found = {}
+    for node in gm.graph.nodes:
+        work = work_of(node)
+        for source in node.all_input_nodes:
+            from_ = work_of(source)
+            if work and from_ and work.category is Category.EXCHANGE and from_.category is Category.REDUCE:
+                found.setdefault(work.bucket, set()).add(from_.bucket)
+    return found
+
+
+def model_nodes(gm):
+    return [node for node in gm.graph.nodes if node.op == "call_function" and work_of(node) is None]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_nothing_waits_ahead_of_work_that_is_ready(stage, graphs, trace, world):
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    waits = [node for node in gm.graph.nodes if is_wait(node) and work_of(node).category is Category.EXCHANGE]
+    products = [node for node in gm.graph.nodes if node.target is torch.ops.aten.mm.default]
+    newton_schulz = [n for n in gm.graph.nodes if n.target is torch.ops.muon_zero.newton_schulz.default]
+    assert min(order[wait] for wait in waits) > max(order[node] for node in products)
+    # The way back of each is waited for when all that this rank orthogonalizes is done, and all has been sent.
+    back = waits[len(waits) // 2 :]
+    starts = [node for node in gm.graph.nodes if is_collective(node)]
+    assert [work_of(wait).bucket for wait in back] == sorted(work_of(wait).bucket for wait in back)
+    assert min(order[wait] for wait in back) > max(order[node] for node in (*newton_schulz, *starts))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    found = events(gm)
+    last = max(buckets_of(found, Category.REDUCE))
+    first = [event[0] for event in found].index("newton_schulz")
+    assert found.index(("start", Category.REDUCE, last)) < first < found.index(("wait", Category.REDUCE, last))
+
+
+@pytest.mark.parametrize(("stage", "exchange"), [(3, "owner"), (3, "replicate"), (0, "owner")])
+@pytest.mark.parametrize("limit", [1, 2**30])
+@pytest.mark.parametrize("size", [4, 64])
+def test_ranks_meet_in_the_same_order(stage, exchange, limit, size, graphs, trace, world):
+    """Also those that own nothing: of 12 matrices, most of 64 ranks."""
+    orders = []
+    for rank in (0, 1, size - 1):
+        captured = graphs(rank, size, trace, world, stage=stage, exchange=exchange)
+        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
+        orders.append(meetings(gm))
+    assert orders[0] == orders[1] == orders[2]
+    assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(8, 4), (16, 2)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, world):
+    """A replica that owns nothing of a bucket only takes what the others hand round."""
+    orders = []
+    for rank in range(size):
+        captured = graphs(rank, size, trace, world, stage=stage, replicas=replicas)
+        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+        by_group = {}
+        for node in gm.graph.nodes:
+            if is_collective(node):
+                work = work_of(node)
+                by_group.setdefault(node.args[-1], []).append((work.category, work.bucket))
+        orders.append(by_group)
+    # A rank's groups are named alike by all of their ranks.
+    for one in orders:
+        for other in orders:
+            for group in one.keys() & other.keys():
+                assert one[group] == other[group]
+    if stage and replicas == 4:  # 12 matrices for 8 owners in one bucket or two
+        assert len({sum(map(len, order.values())) for order in orders}) > 1 or len(orders[0]) > 1
+
+
+def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
+    captured = graphs(0, 2, trace, world, stage=3)
+    unbounded, free = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    assert free.exchange_bytes > 0
+    for share in (2, 3):
+        gm, ctx = captured.lowered(
+            Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=free.exchange_bytes // share
+        )
+        assert ctx.exchange_bytes <= free.exchange_bytes // share
+        assert meetings(gm) != meetings(unbounded)
+        assert sorted(meetings(gm)) == sorted(meetings(unbounded))
+
+
+def test_a_schedule_that_goes_over_the_limit_is_refused(graphs, trace, world):
+    def greedy(gm, ctx):
+        wide = PassContext(ctx.half, options=PassOptions(), request=ctx.request)
+        return schedule.SCHEDULE.rewrite(gm, wide)
+
+    passes = [GraphPass("schedule", greedy) if p is schedule.SCHEDULE else p for p in HALF_PASSES]
+    captured = graphs(0, 2, trace, world, stage=3)
+    with pytest.raises(VerificationError, match="exchanges under way hold .* more than exchange_bytes = 1000"):
+        captured.lowered(Half.BACKWARD, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET, exchange_bytes=1000)
+
+
+@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
+def test_a_graph_computes_what_it_did(half, graphs, trace, world):
+    """Nodes are the same ones with the same arguments; each stands behind what it reads."""
+    captured = graphs(0, 2, trace, world, stage=3)
+    unscheduled = [p for p in HALF_PASSES if p is not schedule.SCHEDULE]
+
+    def wiring(passes):
+        gm, _ = captured.lowered(half, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET)
+        gm.graph.lint()
+        return {node.name: (str(node.target), [s.name for s in node.all_input_nodes]) for node in gm.graph.nodes}
+
+    assert wiring(tuple(HALF_PASSES)) == wiring(unscheduled)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gather_starts_one_bucket_ahead(stage, graphs, trace, world):
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.FORWARD, bucket_bytes=BUCKET)
+    found = meetings(gm)
+    buckets = buckets_of(found, Category.GATHER)
+    assert (len(buckets) > 3) == (stage == 3)
+    for bucket, following in zip(buckets, buckets[1:], strict=False):
+        start = found.index(("start", Category.GATHER, following))
+        assert start < found.index(("wait", Category.GATHER, bucket))
+        if bucket:  # and no earlier than that
+            assert start > found.index(("wait", Category.GATHER, bucket - 1))
