@@ -135,15 +135,20 @@ def test_what_a_bucket_is_for_names_it(world, trace):
 def test_a_range_stands_next_to_its_nodes(world, trace):
     with world(0, 4):
         gm = annotated(trace)
-    surrounded = Counter()
+    surrounded, tokens = Counter(), set()
     nodes = list(gm.graph.nodes)
     for start, node in enumerate(nodes):
         if node.target is RANGE_PUSH:
             end = next(i for i in range(start, len(nodes)) if nodes[i].target is RANGE_POP)
             inside = nodes[start + 1 : end]
             assert RANGE_PUSH not in [inner.target for inner in inside]
+            # What holds it there in generated code.
+            assert set(node.args[0]) & set(inside[0].all_input_nodes)
+            assert set(nodes[end].args[0]) & set(inside)
+            tokens |= {node.args[0][0], nodes[end].args[0][0]}
             names = tuple(str(inner.target).split(".")[1] for inner in inside if "getitem" not in str(inner.target))
             surrounded[node.args[2], node.args[1].split()[-1], names] += 1
+    assert len(tokens) == 1  # all ranges write it: that keeps their order
     kinds = {(category, *ops) for category, _, ops in surrounded}
     assert {("gather", "pack", "all_gather_into_tensor"), ("reduce", "pack", "reduce_scatter_tensor")} < kinds
     assert ("newton_schulz", "newton_schulz") in kinds
