@@ -8,6 +8,7 @@ opened a range close those that an error left open inside.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
@@ -52,8 +53,9 @@ def nvtx_installed() -> bool:
     return find_spec("nvtx") is not None
 
 
+@functools.cache  # a package that is missing is looked for in every folder
 def _domain() -> Any:
-    """The domain, which ``nvtx`` keeps and makes do nothing without a tool; None without the package."""
+    """The domain, which does nothing without a tool; None without the package."""
     try:
         import nvtx
     except ImportError:

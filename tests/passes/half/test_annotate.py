@@ -19,7 +19,7 @@ from torch.profiler import profile
 
 from compile_muon import ConfigError, MuonZero
 from compile_muon.config import CompileConfig
-from compile_muon.passes import HALF_PASSES, Half, PassContext, PassOptions, Purpose, run_passes
+from compile_muon.passes import HALF_PASSES, Half, PassContext, PassOptions, Purpose, ranges, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.half.annotate import ANNOTATE
 from compile_muon.passes.layout import Layout
@@ -122,14 +122,14 @@ def test_what_a_bucket_is_for_names_it(world, trace):
             note_work(node, Work(Category.REFRESH, 3) if kind == "reduce_scatter" else Work(Category.EXCHANGE, 7))
 
     with world(1, 4):
-        ranges = pushed(annotated(trace, note=note))
-    names = [name for name, _, _ in ranges if "refresh" in name or "exchange" in name]
+        found = pushed(annotated(trace, note=note))
+    names = [name for name, _, _ in found if "refresh" in name or "exchange" in name]
     count = sum("exchange" in name and "launch" in name for name in names)
     assert count > 1
     for number in range(1, count + 1):
         for what in ("launch", "wait"):
             assert names.count(f"exchange 7 ({number} of {count}) {what}") == 1
-    assert {category for name, category, _ in ranges if name.startswith("refresh 3")} == {"refresh"}
+    assert {category for name, category, _ in found if name.startswith("refresh 3")} == {"refresh"}
 
 
 def test_a_range_stands_next_to_its_nodes(world, trace):
@@ -371,6 +371,9 @@ def test_off_means_no_range(seen):
 def no_nvtx(monkeypatch):
     """As if the package were not installed."""
     monkeypatch.setitem(sys.modules, "nvtx", None)
+    ranges._domain.cache_clear()
+    yield
+    ranges._domain.cache_clear()
 
 
 def test_without_the_package_the_profiler_still_sees_ranges(no_nvtx, monkeypatch):
