@@ -332,7 +332,7 @@ class MuonZero(Optimizer):
                 loss = closure()
         place = self._ledger.place
         others = contextlib.nullcontext() if self._stages is None else self._stages.step(place.step)
-        with place.at("the optimizer's step"), others:
+        with place.at("the optimizer's step"), others, self._ledger.range("step", payload=place.step):
             self._step()
         return loss
 
@@ -346,9 +346,12 @@ class MuonZero(Optimizer):
         agreement = self._agreement() if self._compares else None
         directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
-            commit_muon(muon, directions, [self._scales[a.name] for a in muon], self._group_of("muon") if muon else {})
+            scales = [self._scales[a.name] for a in muon]
+            with self._ledger.range("step commit muon"):
+                commit_muon(muon, directions, scales, self._group_of("muon") if muon else {})
             directions.clear()  # their memory is free for what the refresh gathers
-            commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
+            with self._ledger.range("step commit adamw"):
+                commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
             self._ledger.count(refresh_replicas([*muon, *rest]))
         self._ledger.close([*muon, *rest])
 
@@ -439,7 +442,8 @@ class MuonZero(Optimizer):
         if at_once:
             self._clip(self.grad_norm)
             directions = self._orthogonalize(muon, survey)
-        survey.wait()
+        with self._ledger.range("step wait"):
+            survey.wait()
         self._check_agreement(survey, agreement)
         self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
         if self._ledger.speculating:
@@ -459,7 +463,8 @@ class MuonZero(Optimizer):
             self._clip(self.grad_norm)
         if late:
             directions |= self._orthogonalize(late, survey)
-            survey.wait()
+            with self._ledger.range("step wait"):
+                survey.wait()
         if self._stages is not None:
             self._stages.confirm(wrong=bool(self._wrong(survey, directions)))
         if (late or self._stages is not None) and self._refused(survey, directions):
@@ -498,7 +503,8 @@ class MuonZero(Optimizer):
         if not accounts:
             return {}
         grads = [account.local_grad for account in accounts]
-        results, traffic = self._step_graphs.orthogonalize(accounts, grads, self._ledger.options)
+        with self._ledger.range("step directions", payload=len(accounts)):
+            results, traffic = self._step_graphs.orthogonalize(accounts, grads, self._ledger.options)
         self._ledger.count(traffic)
         self._ledger.counters.in_step += len(accounts)
         survey.add("direction", [account.name for account in accounts], not_finite(results))

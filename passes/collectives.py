@@ -15,7 +15,15 @@ from .pipeline import tensor_value
 from .torch_private import expected_size, group_named
 from .work import Category, work_of
 
-__all__ = ["Traffic", "collectives", "is_collective", "is_wait", "measure_traffic"]
+__all__ = [
+    "Traffic",
+    "bytes_sent",
+    "collectives",
+    "is_collective",
+    "is_wait",
+    "matrices",
+    "measure_traffic",
+]
 
 _c10d = torch.ops._c10d_functional
 _KINDS = {
@@ -102,12 +110,18 @@ def _sent(node: Node, kind: str, axis: Axis) -> float:
 
 
 def _axis(name: str) -> Axis:
-    """Of a collective that the model makes itself, in a group of its own."""
+    """Of a collective in a group that no parameter names, as the model makes itself."""
     group = group_named(name)
     return Axis("other", group.size(), group.rank(), name)
 
 
-def _matrices(node: Node) -> int:
+def bytes_sent(node: Node, kind: str) -> int:
+    """What this rank sends in one collective, as in :class:`Traffic`."""
+    return round(_sent(node, kind, _axis(node.args[-1])))
+
+
+def matrices(node: Node) -> int:
+    """How many go through one Newton-Schulz call."""
     return sum(tensor_value(x).shape[:-2].numel() for x in node.args[0])
 
 
@@ -129,6 +143,6 @@ def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
     return Traffic(
         round(sum(sent.values())),
         tuple(sorted(counts.items())),
-        sum(_matrices(node) for node in newton_schulz),
+        sum(matrices(node) for node in newton_schulz),
         tuple(sorted((name, round(nbytes)) for name, nbytes in sent.items())),
     )

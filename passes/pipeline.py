@@ -42,7 +42,7 @@ class PassOptions:
 
     Args:
         dump: folder for readable graphs before and after each pass, or None.
-        nvtx: emit NVTX ranges around collectives and Newton–Schulz.
+        nvtx: make ranges for profilers around collectives and Newton–Schulz.
         bucket_bytes: size cap of fused collectives.
         exchange_bytes: what exchanges under way may hold.
         reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.

@@ -36,12 +36,14 @@ __all__ = [
     "mark_recompute",
     "mark_save",
     "order_saved_values",
+    "profiler_enabled",
     "storage_holders",
     "unflattened",
     "store_of",
     "timeout_of",
     "trace_artifact",
     "unobserved",
+    "unrecorded_op",
     "will_execute",
 ]
 
@@ -256,6 +258,34 @@ def unobserved() -> Iterator[None]:
 
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
+
+
+def profiler_enabled() -> bool:
+    """Whether torch.profiler records on this thread: a tenth of a microsecond, a ``record_function`` is several."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+#: registrations end with it
+_PROFILER = torch.library.Library("profiler", "FRAGMENT")
+
+
+def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) -> torch._ops.OpOverload:
+    """An op without results of which torch.profiler makes no event.
+
+    A range that one op opens and another one closes lies across both: viewers drop events that overlap and do not nest.
+    PyTorch records no overload of the names in its list of unobserved ones, ``profiler::_record_function_enter`` among
+    them.
+
+    Args:
+        overload: its name.
+        arguments: of its schema.
+        function: what it does, on every device; nothing for fake tensors.
+    """
+    name = f"_record_function_enter.{overload}"
+    _PROFILER.define(f"{name}({arguments}) -> ()")
+    _PROFILER.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"profiler::{name}", lambda *args: None, lib=_PROFILER)
+    return cast("torch._ops.OpOverload", getattr(torch.ops.profiler._record_function_enter, overload))
 
 
 def current_backward() -> int:

@@ -215,6 +215,20 @@ def test_train_step_says_what_is_wrong() -> None:
     ).stderr  # fmt: skip
 
 
+def test_profile_of_a_step(tmp_path: Path) -> None:
+    output, picture, trace = (tmp_path / name for name in ("profile.json", "timeline.png", "trace.json"))
+    files = ("--json", str(output), "--picture", str(picture), "--trace", str(trace))
+    done = run("profile_step.py", "--preset", "tiny", *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ranges = json.loads(output.read_text())["ranges"]
+    assert {"frame0000.forward", "frame0000.backward", "step", "step commit muon"} <= ranges.keys()
+    assert [name for name in ranges if " newton_schulz " in name]
+    assert set(ranges.values()) == {1}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {f"muon_zero {name}" for name in ranges}
+    assert picture.stat().st_size > 1000
+
+
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.passes.ranges import nvtx_installed
 
 __all__ = [
     "check_boolean",
@@ -24,6 +25,7 @@ __all__ = [
     "check_integer",
     "check_pair",
     "check_patterns",
+    "check_ranges",
     "check_real",
     "unknown_name",
 ]
@@ -82,6 +84,15 @@ def check_boolean(field: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise config_error(field, value, f"must be true or false, not {type(value).__name__}", "use a boolean")
     return value
+
+
+def check_ranges(field: str, value: object) -> bool:
+    """Whether to make ranges: refused where a tool listens for NVTX, which would see none."""
+    made = check_boolean(field, value)
+    if made and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
+        problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
+        raise config_error(field, value, problem, "pip install 'compile_muon[profile]', or run without the tool")
+    return made
 
 
 def unknown_name(field: str, value: object, name: str, known: Collection[str], problem: str) -> ConfigError:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from compile_muon.config.checked import Checked, Mistakes, setting
-from compile_muon.config.checks import check_boolean, check_choice, check_folder, check_real, unknown_name
+from compile_muon.config.checks import (
+    check_boolean,
+    check_choice,
+    check_folder,
+    check_ranges,
+    check_real,
+    unknown_name,
+)
 from compile_muon.passes import PassOptions
 
 __all__ = ["CompileOptions", "FrameOptions", "read_options"]
@@ -23,7 +30,7 @@ class CompileOptions(Checked):
     Attributes:
         codegen: "inductor", or "eager" to run the rewritten graphs without Inductor.
         dump: folder that receives every graph before and after each pass, or None.
-        nvtx: annotate collectives and Newton-Schulz with NVTX ranges.
+        nvtx: make ranges for profilers (NVTX and torch.profiler) around collectives, Newton-Schulz and ``step()``.
         bucket_mb: size limit of fused collectives in MiB, > 0.
         exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
             fit, the oldest is finished first.
@@ -33,7 +40,7 @@ class CompileOptions(Checked):
 
     codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
     dump: Path | None = setting(PassOptions.dump, check_folder, none=True)
-    nvtx: bool = setting(PassOptions.nvtx, check_boolean)
+    nvtx: bool = setting(PassOptions.nvtx, check_ranges)
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
     exchange_mb: float = setting(PassOptions.exchange_bytes / _MB, check_real, positive=True)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)

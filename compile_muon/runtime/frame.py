@@ -6,8 +6,10 @@ asks the ledger of each parameter what to do with its gradient. Each lowering is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ from compile_muon.passes import (
 )
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.markers import ReduceGrad, Unshard
+from compile_muon.passes.ranges import ranged
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
 from compile_muon.runtime.account import Account, account_of
@@ -81,6 +84,11 @@ def _note(half: str, frame: str, accounts: Sequence[Account], details: Sequence[
         ledger.trail.note(half, frame, own, details)
 
 
+def _range(options: FrameOptions, name: str) -> AbstractContextManager[None]:
+    """Around a visit: also ends the ranges that a graph has opened when it raises."""
+    return ranged(name) if options.nvtx else contextlib.nullcontext()
+
+
 def _buckets(options: FrameOptions) -> str:
     return f"buckets of {options.bucket_bytes} bytes"
 
@@ -106,6 +114,7 @@ class ForwardGraph:
     ) -> None:
         self._options = options
         self._frame = ctx.frame
+        self._title = ctx.title
         placeholders = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         unshards = Unshard.all(gm)
         # In the order of their gathers, which every rank must keep.
@@ -125,7 +134,7 @@ class ForwardGraph:
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
         ledger = accounts[0].ledger
-        with ledger.place.at("forward", self._frame, accounts):
+        with ledger.place.at("forward", self._frame, accounts), _range(self._options, self._title):
             for account in accounts:
                 account.handouts.check()
                 keep_fresh(account)
@@ -178,7 +187,8 @@ class BackwardGraph:
         accounts = _accounts_at(args, [grad.state_index for grad in self.grads])
         if not accounts:
             return self._visit(args, accounts)
-        with accounts[0].ledger.place.at("backward", self.frame, accounts):
+        name = f"{self.frame}.{Half.BACKWARD.value}"
+        with accounts[0].ledger.place.at("backward", self.frame, accounts), _range(self.options, name):
             return self._visit(args, accounts)
 
     def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:

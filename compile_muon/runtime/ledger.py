@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from compile_muon.config import FrameOptions
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.place import Place
 from compile_muon.runtime.trail import Trail
@@ -192,6 +194,10 @@ class Ledger:
         """Add what a graph sent and computed."""
         self.counters.traffic = self.counters.traffic + traffic
         self.place.collectives += sum(number for _, number in traffic.collectives)
+
+    def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
+        """``with ledger.range(...):`` as :func:`ranged`, where frames make ranges."""
+        return ranged(name, category, payload) if self.options.nvtx else contextlib.nullcontext()
 
     def balance(self) -> int:
         """Backward visits still owed, over all parameters."""

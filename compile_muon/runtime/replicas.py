@@ -10,6 +10,7 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange.transfers import gather_pieces, gather_slices, piece_widths, shard_widths
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import edits_of
 
@@ -46,21 +47,34 @@ def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
     """Gather the pieces of ``accounts`` into what is resident of their weights; collective over their group."""
     total = Traffic()
     resident = [account for account in accounts if account.replica is not None]
-    for bucket in buckets(resident, lambda spec: spec.compute_dtype):
-        specs = [account.spec for account in bucket]
-        layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
-        pieces = [account.local.detach() for account in bucket]
-        if layout.replicated_weight:
-            found = gather_pieces(pieces, specs, dtype)
-            total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.pairwise)
-        else:
-            found = gather_slices(pieces, specs, dtype)
-        if layout.cut_twice:
-            total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.pairwise)
-        for account, weight in zip(bucket, found, strict=True):
-            assert account.replica is not None
-            account.replica.copy_(weight)
-            account.refreshed_at = edits_of(account.param)
+    for number, bucket in enumerate(buckets(resident, lambda spec: spec.compute_dtype)):
+        sent = _traffic([account.spec for account in bucket])
+        with bucket[0].ledger.range(f"refresh {number}", Category.REFRESH.value, sent.bytes_sent):
+            _refresh(bucket)
+        total = total + sent
+    return total
+
+
+def _refresh(bucket: Sequence[Account]) -> None:
+    """Gather parameters that share a buffer."""
+    specs = [account.spec for account in bucket]
+    pieces = [account.local.detach() for account in bucket]
+    gather = gather_pieces if specs[0].layout.replicated_weight else gather_slices
+    found = gather(pieces, specs, decode_dtype(specs[0].compute_dtype))
+    for account, weight in zip(bucket, found, strict=True):
+        assert account.replica is not None
+        account.replica.copy_(weight)
+        account.refreshed_at = edits_of(account.param)
+
+
+def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
+    """Of parameters that share a buffer."""
+    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    total = Traffic()
+    if layout.replicated_weight:
+        total = total + _sent(shard_widths(specs), dtype, layout.shard, layout.pairwise)
+    if layout.cut_twice:
+        total = total + _sent(piece_widths(specs), dtype, layout.replicate, layout.pairwise)
     return total
 
 

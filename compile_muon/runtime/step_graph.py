@@ -62,7 +62,7 @@ def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModu
 class StepGraphs:
     """Compiled step graphs by set of parameters."""
 
-    _compiled: dict[tuple[str, ...], _Compiled] = field(default_factory=dict)
+    _compiled: dict[tuple[object, ...], _Compiled] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -75,7 +75,7 @@ class StepGraphs:
         Returns:
             ``(directions, traffic)``; nothing is modified.
         """
-        key = (options.codegen, *(account.name for account in accounts))
+        key = (options.codegen, options.nvtx, *(account.name for account in accounts))
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
                 options = replace(options, codegen="eager")

@@ -1,64 +1,111 @@
-"""NVTX ranges around what the passes added: Newton-Schulz calls and waits for collectives (opt-in).
+"""Ranges for profilers around what the passes added: launches, waits and Newton-Schulz calls (opt-in).
 
-Inductor drops ``record_function`` nodes and any side effect without tensors. A range is therefore an op that claims to
-mutate the tensors at its place, which keeps it there and costs nothing else.
+All ranges of a graph claim to write one tensor without elements, their token, so that code generation keeps them in
+order; and the tensors at their place, so that it keeps them there. A buffer is packed from graph inputs as well, and a
+claimed write of one would be copied back: packing takes the token along instead, as a piece of width 0.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..collectives import collectives, is_wait
+from ..collectives import bytes_sent, collectives, is_wait, matrices
+from ..inline import inline
 from ..pipeline import GraphPass, Half, PassContext
+from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
+from ..work import Work, work_of
 
-__all__ = ["ANNOTATE", "RANGE_POP", "RANGE_PUSH"]
-
-
-@torch.library.custom_op("muon_zero::range_push", mutates_args=("xs",))
-def range_push(xs: Sequence[Tensor], name: str) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_push(name)
+__all__ = ["ANNOTATE"]
 
 
-@torch.library.custom_op("muon_zero::range_pop", mutates_args=("xs",))
-def range_pop(xs: Sequence[Tensor], name: str) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.nvtx.range_pop()
+@dataclass(frozen=True)
+class _Range:
+    """Nodes that stand side by side, and what is said about them.
+
+    Args:
+        first, last: the nodes at its ends.
+        results: what readers elsewhere see of them.
+        name, category, payload: as in ``ranges.ranged``.
+    """
+
+    first: Node
+    last: Node
+    results: Sequence[Node]
+    name: str
+    category: str
+    payload: int
 
 
-RANGE_PUSH = torch.ops.muon_zero.range_push.default
-RANGE_POP = torch.ops.muon_zero.range_pop.default
+def _packs(node: Node) -> bool:
+    return node.target is torch.ops.muon_zero.pack.default
 
 
-def _surround(
-    gm: GraphModule, first: Node, last: Node, inputs: Sequence[Node], outputs: Sequence[Node], name: str
-) -> None:
-    # Graph inputs are left out: a claimed mutation of one would be copied back.
-    with gm.graph.inserting_before(first):
-        gm.graph.call_function(RANGE_PUSH, ([node for node in inputs if node.op != "placeholder"], name))
-    with gm.graph.inserting_after(last):
-        gm.graph.call_function(RANGE_POP, (list(outputs), name))
+def _works(gm: GraphModule) -> Iterator[tuple[Node, str, Work]]:
+    """Every collective of ours, with its kind and what it is for."""
+    for node, kind in collectives(gm):
+        work = work_of(node)
+        if work is not None:
+            yield node, kind, work
 
 
-def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    if not ctx.options.nvtx:
-        return gm
+def _exchanges(gm: GraphModule, title: str) -> Iterator[_Range]:
+    """A launch, with its packing where that stands right ahead, and a wait per collective."""
+    works = list(_works(gm))
+    several = Counter(work for _, _, work in works)
+    seen: Counter[Work] = Counter()
+    for node, kind, work in works:
+        seen[work] += 1
+        name = f"{title} {work.category.value} {work.bucket}"
+        if several[work] > 1:
+            name += f" ({seen[work]} of {several[work]})"
+        packed = node.args[0]
+        first = packed if _packs(packed) and packed.next is node else node
+        sent = bytes_sent(node, kind)
+        yield _Range(first, node, [node], f"{name} launch", work.category.value, sent)
+        for wait in filter(is_wait, node.users):
+            yield _Range(wait, wait, [wait], f"{name} wait", work.category.value, sent)
+
+
+def _newton_schulz(gm: GraphModule, title: str) -> Iterator[_Range]:
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     for number, node in enumerate(newton_schulz):
         results = [user for user in node.users if user.target is operator.getitem]
         for result in reversed(results):
             node.append(result)
-        if results and any(x.op != "placeholder" for x in node.args[0]):
-            name = f"muon_zero {ctx.title} newton_schulz {number} ({len(node.args[0])} matrices)"
-            _surround(gm, node, results[-1], node.args[0], results, name)
-    for number, (node, kind) in enumerate(list(collectives(gm))):
-        for wait in [user for user in node.users if is_wait(user)]:
-            _surround(gm, wait, wait, [node], [wait], f"muon_zero {ctx.title} wait {kind} {number}")
+        last = results[-1] if results else node
+        yield _Range(node, last, results, f"{title} {NEWTON_SCHULZ} {number}", NEWTON_SCHULZ, matrices(node))
+
+
+def _surround(gm: GraphModule, found: _Range, token: Node) -> None:
+    first, touched = found.first, [token]
+    if _packs(first):
+        xs, widths, *rest = first.args
+        first.args = ([*xs, token], [*widths, 0], *rest)
+    else:
+        touched += [node for node in first.all_input_nodes if node.op != "placeholder"]
+    with gm.graph.inserting_before(first):
+        gm.graph.call_function(RANGE_PUSH, (touched, found.name, found.category, found.payload))
+    with gm.graph.inserting_after(found.last):
+        gm.graph.call_function(RANGE_POP, ([token, *found.results],))
+
+
+def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    if not ctx.options.nvtx:
+        return gm
+    ranges = [*_exchanges(gm, ctx.title), *_newton_schulz(gm, ctx.title)]
+    if not ranges:
+        return gm
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    first = min((found.first for found in ranges), key=order.__getitem__)
+    token = inline(gm, first, lambda x: [x.new_empty(0)], first.all_input_nodes[:1])[0]
+    for found in ranges:
+        _surround(gm, found, token)
     return gm
 
 

@@ -265,6 +265,32 @@ def test_trace_artifact_reaches_the_structured_trace():
     assert found[0].payload == "a readable graph"
 
 
+def test_profiler_enabled_only_inside_a_profile():
+    assert not private.profiler_enabled()
+    with torch.profiler.profile():
+        assert private.profiler_enabled(), moved("_profiler_enabled", "does not see torch.profiler")
+    assert not private.profiler_enabled()
+
+
+def test_an_unrecorded_op_runs_and_leaves_no_event():
+    calls = []
+    arguments = "Tensor(a!)[] xs, str name"
+    op = private.unrecorded_op("test_of_torch_private", arguments, lambda xs, name: calls.append(name))
+    x = torch.ones(2)
+    with torch.profiler.profile() as recorded:
+        op([x], "real")
+        torch.neg(x)
+    names = [event.name for event in recorded.events()]
+    assert "aten::neg" in names
+    assert not [name for name in names if "record_function" in name], moved("isObserved", "observes these ops")
+    with FakeTensorMode():
+        op([torch.ones(2)], "fake")
+    assert calls == ["real"]
+    # The op whose name it shares is what it was.
+    handle = torch.ops.profiler._record_function_enter("outer")
+    torch.ops.profiler._record_function_exit(handle)
+
+
 def test_saved_context_restores_what_compilation_sees():
     from torch._guards import TracingContext, tracing
     from torch._inductor.virtualized import V
