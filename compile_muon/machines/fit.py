@@ -23,12 +23,8 @@ def fit(measured: Measured, name: str) -> Machine:
     moves = [sample for sample in seen if isinstance(sample, MoveSample)]
     collectives = [sample for sample in seen if isinstance(sample, CollectiveSample)]
     least = measured.kernel_seconds
-    # what takes hardly more than the least kernel says nothing of bytes; the largest has to
-    bandwidths = tuple(
-        (float(s.nbytes), s.nbytes / max(s.seconds - least, 0.1 * s.seconds))
-        for s in moves
-        if s.seconds > 2 * least or s is moves[-1]
-    )
+    # never more than ten times what the seconds say, where these are hardly more than those of the least kernel
+    bandwidths = tuple((float(s.nbytes), s.nbytes / max(s.seconds - least, 0.1 * s.seconds)) for s in moves)
     by_dtype = {dtype: [s for s in products if s.dtype == dtype] for dtype in dict.fromkeys(s.dtype for s in products)}
     starts = {dtype: _start(same) for dtype, same in by_dtype.items()}
     link, start_seconds, kinds = _link(collectives, measured.cores)

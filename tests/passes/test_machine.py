@@ -177,6 +177,7 @@ LINK = GOOD["links"][0]
         (GOOD | {"memory_bandwidth": -1.0}, "memory_bandwidth"),
         (GOOD | {"memory_bandwidth": "fast"}, "memory_bandwidth"),
         (GOOD | {"memory_bandwidth": None}, "memory_bandwidth"),
+        (GOOD | {"memory_bandwidth": True}, "memory_bandwidth"),
         (GOOD | {"kernel_seconds": math.nan}, "kernel_seconds"),
         (GOOD | {"kernel_seconds": math.inf}, "kernel_seconds"),
         (GOOD | {"kernel_seconds": False}, "kernel_seconds"),
