@@ -26,7 +26,7 @@ def fit(measured: Measured, name: str) -> Machine:
     # never more than ten times what the seconds say, where these are hardly more than those of the least kernel
     bandwidths = tuple((float(s.nbytes), s.nbytes / max(s.seconds - least, 0.1 * s.seconds)) for s in moves)
     by_dtype = {dtype: [s for s in products if s.dtype == dtype] for dtype in dict.fromkeys(s.dtype for s in products)}
-    starts = {dtype: _start(same) for dtype, same in by_dtype.items()}
+    starts = {dtype: _start(same, least) for dtype, same in by_dtype.items()}
     link, start_seconds, kinds = _link(collectives, measured.cores)
     return Machine(
         name=name,
@@ -49,12 +49,11 @@ def _operations(sample: ProductSample) -> float:
     return 2.0 * sample.batch * sample.m * sample.n * sample.k
 
 
-def _start(products: Sequence[ProductSample]) -> float:
-    """What a product takes beside its operations: the median of those whose operations are the smaller part."""
+def _start(products: Sequence[ProductSample], least: float) -> float:
+    """What a product takes beside its operations: the median of those of which that is most; else the least kernel."""
     best = max(_operations(s) / s.seconds for s in products)
     beside = [(s.seconds - _operations(s) / best, s.seconds) for s in products]
-    mostly = [rest for rest, seconds in beside if rest > 0.75 * seconds]
-    return statistics.median(mostly or [min(rest for rest, _ in beside)])
+    return statistics.median([rest for rest, seconds in beside if rest > 0.75 * seconds] or [least])
 
 
 def _rates(products: Sequence[ProductSample], start: float) -> Table:

@@ -174,6 +174,14 @@ def test_the_fit_does_not_see_what_is_held_out() -> None:
     assert fit(measured[0], "x") == fit(measured[1], "x")
 
 
+def test_products_that_are_all_large_start_as_the_least_kernel_does() -> None:
+    """Nothing is to be seen of their start; a file with 0 would be refused."""
+    large = [s for s in of_the_truth() if not isinstance(s, ProductSample) or min(s.m, s.n, s.k) >= 256]
+    found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, tuple(large)), "large")
+    assert set(found.product_starts.values()) == {1e-6}
+    assert Machine.from_json(found.to_json()) == found
+
+
 def test_ranks_that_never_met_have_a_machine_too() -> None:
     alone = [sample for sample in of_the_truth() if sample.group != "collectives"]
     found = fit(Measured("cpu", 1e-6, 2, 1, 10**10, tuple(alone)), "alone")
