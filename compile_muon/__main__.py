@@ -1,4 +1,4 @@
-"""Command line: `python -m compile_muon doctor`, `... convert` and `... checkpoint`."""
+"""Command line: `python -m compile_muon doctor`, `... calibrate`, `... convert` and `... checkpoint`."""
 
 import argparse
 import os
@@ -20,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--config", type=Path, help="a config to look at: what it says, and which axes it makes")
     doctor.add_argument("--world", type=int, default=int(os.environ.get("WORLD_SIZE") or 1), help="ranks it is for")
+    calibrate = commands.add_parser("calibrate", help="measure this machine for the cost model, and write what it is")
+    calibrate.add_argument("--out", type=Path, required=True, help="JSON file to write, for the setting machine")
+    calibrate.add_argument("--ranks", type=int, help="to start; under torchrun there are some already")
+    calibrate.add_argument("--quick", action="store_true", help="few and small sizes, to see whether it works here")
     converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
     converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
     add_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
@@ -28,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compile_muon.doctor import run
 
         return run(config=chosen.config, world=chosen.world)
+    if chosen.command == "calibrate":
+        from compile_muon.machines.calibrate import run as run_calibrate
+
+        return run_calibrate(chosen.out, chosen.ranks, chosen.quick)
     if chosen.command == "convert":
         return run_convert(chosen.file)
     if chosen.command == "checkpoint":

@@ -82,6 +82,7 @@ class MuonZero(Optimizer):
         check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
+        machine: name or file of the machine that ``exchange="auto"`` decides for; default: by the type of the device.
         mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
             sharding; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
@@ -124,6 +125,7 @@ class MuonZero(Optimizer):
         param_dtype: torch.dtype | str | None = ZeroConfig.param_dtype,
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
         muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
+        machine: str | None = Config.machine,
         mesh: DeviceMesh | None = None,
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,

@@ -14,8 +14,11 @@ import functools
 from collections.abc import Callable
 
 import sympy
+import torch
 
 from compile_muon.kernels.operations import gram_flops, standard_flops
+
+from .machine import Machine
 
 __all__ = [
     "ACTIVATION_BYTES",
@@ -29,6 +32,7 @@ __all__ = [
     "bytes_sent",
     "choose_exchange",
     "gram_operations",
+    "newton_schulz_seconds",
     "owner_work",
     "padded_rows",
     "standard_operations",
@@ -101,11 +105,6 @@ GRAM_OPERATIONS: sympy.Expr = sympy.expand(gram_flops(K, L, T, 1))
 
 #: what the owner of a matrix pays for it: multiply-adds of the standard form, steps k^2 (2 l + k)
 OWNER_WORK: sympy.Expr = sympy.expand(STANDARD_OPERATIONS / 2)
-
-# Nominal machine of the exchange choice: it only has to rank two strategies, so orders of magnitude do.
-_LINK_BYTES_PER_SECOND = 2.0e10
-_OPERATIONS_PER_SECOND = 2.0e13
-_LATENCY_SECONDS = 2.0e-5
 
 
 @functools.cache
@@ -187,27 +186,56 @@ def gram_operations(rows: int, cols: int, *, steps: int) -> float:
     return _work(GRAM_OPERATIONS, rows, cols, steps)
 
 
-def choose_exchange(
-    rows: int, cols: int, *, world: int, replicas: int = 1, state_over_all: bool = False, steps: int, itemsize: int
-) -> str:
-    """The cheaper of ``replicate`` and ``owner`` for one matrix.
+def newton_schulz_seconds(
+    machine: Machine, rows: int, cols: int, *, matrices: int = 1, steps: int, dtype: str
+) -> float:
+    """Of the standard form on a stack of ``matrices``: in each step XXᵀ, its square, and that times X."""
+    k, l = sorted((rows, cols))  # noqa: E741
+    shapes = ((k, k, l), (k, k, k), (k, l, k))
+    return steps * sum(machine.product_seconds(*shape, batch=matrices, dtype=dtype) for shape in shapes)
 
-    Time = latency x collectives + bytes / link + operations / throughput on a nominal machine. Under ``owner`` a rank
-    computes 1/world of the matrices, with two collectives, or three where replicas hold the same; under ``replicate``
-    all of them, with one collective, or one an axis where state is cut over both.
+
+def choose_exchange(
+    rows: int,
+    cols: int,
+    *,
+    world: int,
+    replicas: int = 1,
+    state_over_all: bool = False,
+    steps: int,
+    dtype: str,
+    machine: Machine,
+) -> str:
+    """The cheaper of ``replicate`` and ``owner`` for matrices of one shape, on ``world`` ranks of ``machine``.
+
+    Seconds of collectives and Newton-Schulz for as many matrices as there are ranks, one behind the other. Under
+    ``owner`` a rank computes one of them, with two collectives, or three where replicas hold the same; under
+    ``replicate`` all, as a stack, with one collective, or one an axis where state is cut over both. Ranks of a shard
+    group are taken as consecutive.
     """
     if world == 1:
         return "local"
-    operations = standard_operations(rows, cols, steps=steps)
+    shared = machine.shared_by(world)
+    shards = world // replicas
     several = replicas > 1
-    suffix = OVER_ALL if state_over_all and several else ""
-    collectives = {"replicate": 1, "owner": 2 + several} if not suffix else {"replicate": 2, "owner": 2}
-    sharing = {"replicate": 1, "owner": world}
-    seconds = {
-        strategy: collectives[strategy] * _LATENCY_SECONDS
-        + bytes_sent(strategy + suffix, rows, cols, world=world, replicas=replicas, itemsize=itemsize)
-        / _LINK_BYTES_PER_SECOND
-        + operations / sharing[strategy] / _OPERATIONS_PER_SECOND
-        for strategy in ("replicate", "owner")
+    cut_twice = state_over_all and several
+    ranks = {"shard": range(shards), "replicate": range(0, world, shards), "all": range(world)}
+    gathers = {axis: ["all_gather"] for axis in ranks}
+    used = {
+        "replicate": gathers,
+        "owner": gathers | {axis: ["all_to_all", "all_to_all"] for axis in ("shard", "all")},
     }
+    computed = {"replicate": world, "owner": 1}
+    itemsize: int = getattr(torch, dtype).itemsize
+    seconds = {}
+    for strategy, kinds in used.items():
+        table = strategy + OVER_ALL if cut_twice else strategy
+        sent = bytes_by_axis(table, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize)
+        seconds[strategy] = newton_schulz_seconds(
+            shared, rows, cols, matrices=computed[strategy], steps=steps, dtype=dtype
+        ) + sum(
+            shared.collective_seconds(kind, world * nbytes / len(kinds[axis]), ranks[axis])
+            for axis, nbytes in sent.items()
+            for kind in kinds[axis]
+        )
     return min(seconds, key=seconds.__getitem__)

@@ -29,6 +29,7 @@ __all__ = [
     "decomposition_table",
     "expected_size",
     "fake_mode_of",
+    "flop_formula",
     "flattened",
     "fresh_context",
     "group_named",
@@ -153,6 +154,13 @@ def expected_size(size: int | torch.SymInt) -> int:
     # torch 2.11 has the other name
     hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.hint_int  # type: ignore[attr-defined]
     return int(hint(size, 0))
+
+
+def flop_formula(target: Any) -> Callable[..., Any] | None:
+    """What ``torch.utils.flop_counter`` has for ``target``: a function of the arguments' values and ``out_val``."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(target, "overloadpacket", target))
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["convert", "run"]
 _IN_PARAMS = {"lr": "muon_lr", "adamw_lr": "adam_lr", "adamw_betas": "betas", "adamw_eps": "eps"}
 _ORDER = ("lr", "muon_lr", "adam_lr", *(_IN_PARAMS.get(argument, argument) for argument in ARGUMENTS))
 _IN_ZERO = ("stage", "shard_state_over")
-_AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping")
+_AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
 
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:

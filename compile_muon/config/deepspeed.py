@@ -61,6 +61,7 @@ _TOP = (
     "communication_data_type",
     "mesh",
     "expert_parallel",
+    "machine",
 )
 #: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
 _PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
@@ -124,7 +125,7 @@ def read_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> tuple
     put_params(given, _section(given, "optimizer.params", optimizer.get("params", {})))
     for key, value in _section(given, "zero_optimization", top.get("zero_optimization", {})).items():
         given.put(key, value, f"zero_optimization.{key}")
-    for key in ("gradient_clipping", "gradient_accumulation_steps"):
+    for key in ("gradient_clipping", "gradient_accumulation_steps", "machine"):
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)

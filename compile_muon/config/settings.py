@@ -38,6 +38,7 @@ from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
 from compile_muon.kernels.plan import MEMORY_LIMIT
+from compile_muon.machines.load import check_machine
 
 __all__ = [
     "ALGORITHMS",
@@ -273,6 +274,8 @@ class Config(Checked):
             Muon reads must then keep its default.
         mesh: sizes of the axes, None for one axis of all ranks. Not with a ``mesh`` given beside.
         expert_parallel: whether experts of a Transformers model are spread over ranks.
+        machine: name or file of the machine that the cost model decides for, the same on every rank; None for "h100" on
+            GPUs and "cpu" on CPUs.
     """
 
     muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
@@ -285,6 +288,7 @@ class Config(Checked):
     algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
     mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
     expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
+    machine: str | None = setting(None, check_machine, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Settings that nothing would read; only values that differ from the default show here."""
@@ -310,7 +314,7 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
     if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
-} | {"muon_params": (Config, "muon_params")}
+} | {name: (Config, name) for name in ("muon_params", "machine")}
 
 C = TypeVar("C", bound=Checked)
 

@@ -19,13 +19,15 @@ from torch import nn
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.mesh import Mesh
+from compile_muon.passes.machine import Machine
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.board import Board, gather_objects
 
 __all__ = ["agree"]
 
-#: what each rank has for itself: its place, its name of the group, and settings that change no number
-_OWN = ("index", "group", "dump", "nvtx")
+#: what each rank has for itself: its place, its names of the group and of the machine's file, and settings that change
+#: no number
+_OWN = ("index", "group", "dump", "nvtx", "machine")
 _ORDER = "order of parameters"
 _ABSENT = "(absent)"
 
@@ -66,14 +68,26 @@ def _layouts(specs: Mapping[str, ParamSpec]) -> Iterator[tuple[str, str]]:
         yield from _fields(spec, f"{name} ")
 
 
+def _facts(machine: Machine) -> dict[str, str]:
+    return {f"machine.{name}": repr(value) for name, value in machine.to_json().items() if name != "sources"}
+
+
 def _digest(facts: Any) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()[:7]
 
 
-def agree(model: nn.Module, config: Config, specs: Mapping[str, ParamSpec], mesh: Mesh, board: Board | None) -> None:
+def agree(
+    model: nn.Module,
+    config: Config,
+    machine: Machine,
+    specs: Mapping[str, ParamSpec],
+    mesh: Mesh,
+    board: Board | None,
+) -> None:
     """Compare with the other ranks; collective.
 
     Args:
+        machine: what the file that the configuration names says on this rank.
         specs: static facts by parameter name, as this rank has them.
         board: learns the number that each rank's optimizer has.
     Raises:
@@ -82,7 +96,7 @@ def agree(model: nn.Module, config: Config, specs: Mapping[str, ParamSpec], mesh
     """
     sections = {
         "library versions": _versions(),
-        "settings": dict(_fields(config)),
+        "settings": dict(_fields(config)) | _facts(machine),
         "parameters": _parameters(model),
         "layouts": dict(_layouts(specs)),
     }

@@ -14,12 +14,15 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.costs import choose_exchange
 from compile_muon.passes.layout import Layout
+from compile_muon.passes.machine import Machine
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
 
 __all__ = ["describe"]
 
 
-def _muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
+def _muon_spec(
+    assignment: Assignment, config: Config, machine: Machine, device: torch.device, layout: Layout
+) -> MuonSpec | None:
     if assignment.algorithm != "muon" or assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
@@ -52,7 +55,8 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
             replicas=replicas,
             state_over_all=layout.cut_twice,
             steps=len(chosen.steps),
-            itemsize=dtype.itemsize,
+            dtype=encode_dtype(dtype),
+            machine=machine,
         )
     else:
         exchange = config.zero.exchange
@@ -77,11 +81,15 @@ def describe(
     param: Tensor,
     assignment: Assignment,
     config: Config,
+    machine: Machine,
     mesh: Mesh | None,
     device: torch.device,
     role: Role = DENSE,
 ) -> ParamSpec:
     """Static facts of one parameter, which is or will be on ``device``, under this configuration.
+
+    Args:
+        machine: that the exchange is chosen for, the same on every rank.
 
     Raises:
         ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
@@ -97,5 +105,5 @@ def describe(
         dtype=encode_dtype(param.dtype),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
-        muon=_muon_spec(assignment, config, device, layout),
+        muon=_muon_spec(assignment, config, machine, device, layout),
     )

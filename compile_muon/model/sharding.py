@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
+from compile_muon.machines import machine_for
 from compile_muon.model.agreement import agree
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.layout import describe
@@ -150,10 +151,11 @@ def shard_model(
     """
     named = dict(model.named_parameters())
     device = hyper.device
-    specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
+    machine = machine_for(config.machine, device.type)
+    specs = {n: describe(param, assignments[n], config, machine, mesh, device, roles[n]) for n, param in named.items()}
     if mesh is not None:
         with ledger.place.at("the sharding of the model"):
-            agree(model, config, specs, mesh, ledger.place.board)
+            agree(model, config, machine, specs, mesh, ledger.place.board)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())

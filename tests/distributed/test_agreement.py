@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import compile_muon
+from compile_muon.machines import load_machine
+from compile_muon.machines.calibrate import write_machine
 
 WIDTH = 8
 ODD = 1  # the rank that does something else
@@ -99,6 +103,10 @@ def only_blocks(name: str, param: nn.Parameter) -> bool:
         ({"ns_steps": 3}, "settings: muon.ns.steps = 3 on rank 1, None on ranks 0, 2; "),
         ({"exchange": "owner"}, "settings: zero.exchange = 'owner' on rank 1, 'auto' on ranks 0, 2; "),
         ({"nesterov": False}, "settings: muon.nesterov = False on rank 1, True on ranks 0, 2; "),
+        (
+            {"machine": "h200"},
+            "settings: machine.name = 'h200' on rank 1, 'cpu' on ranks 0, 2, machine.device = 'cuda' on",
+        ),
         ({"update": "step"}, "settings: zero.update = 'step' on rank 1, 'auto' on ranks 0, 2; "),
         (
             {"param_dtype": "bf16", "gradient_clipping": 1.0},
@@ -115,6 +123,27 @@ def test_ranks_compare_settings_and_parameters(
     kind = "ConfigError" if said.startswith("settings") else "UnsupportedModelError"
     assert first.startswith(f"{kind}: ranks disagree on {said}"), first
     assert others == [first, first]
+
+
+def build_with_files(files: list[str]) -> str:
+    try:
+        compile_muon.MuonZero(stack(), machine=files[dist.get_rank()])
+    except compile_muon.MuonZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_files_of_machines_are_compared_by_their_contents(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Not by where they are, nor by what they say of their sources."""
+    cpu = load_machine("cpu")
+    files = [tmp_path / f"{rank}.json" for rank in range(3)]
+    for rank, path in enumerate(files):
+        write_machine(dataclasses.replace(cpu, sources={"all": f"measured by {rank}"}), path)
+    assert ranks(3).run(build_with_files, files=list(map(str, files))) == ["no error"] * 3
+    write_machine(dataclasses.replace(cpu, kernel_seconds=0.5), files[ODD])
+    said = f"settings: machine.kernel_seconds = 0.5 on rank 1, {cpu.kernel_seconds} on ranks 0, 2; nothing was changed"
+    for found in ranks(3).run(build_with_files, files=list(map(str, files))):
+        assert found.startswith(f"ConfigError: ranks disagree on {said}")
 
 
 def build_with_predicates() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import sympy
 import torch
@@ -12,11 +14,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import compile_muon
 from compile_muon.kernels.operations import gram_flops, standard_flops
+from compile_muon.machines import known_machines, load_machine
 from compile_muon.passes import costs
 from compile_muon.passes.layout import Axis, Layout
+from compile_muon.passes.machine import Link
 
 sizes = st.integers(1, 4096)
 worlds = st.integers(2, 512)
+MACHINES = [load_machine(name) for name in known_machines()]
+H100 = load_machine("h100")
 
 
 @pytest.mark.parametrize("alpha", [1, 2, 3, 4, 8])
@@ -79,7 +85,8 @@ def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
         costs.weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather")
     )
     assert reduced + slices == pytest.approx(costs.weight_bytes("reduce_scatter", rows, cols, **size))
-    choice = costs.choose_exchange(rows, cols, world=world, replicas=replicas, state_over_all=True, steps=5, itemsize=2)
+    over_all = {"world": world, "replicas": replicas, "state_over_all": True}
+    choice = costs.choose_exchange(rows, cols, **over_all, steps=5, dtype="bfloat16", machine=H100)
     assert choice in ("owner", "replicate")
 
 
@@ -148,30 +155,62 @@ def test_formulas_print_in_their_symbols():
     assert sympy.simplify(owner * costs.W / 2 - replicate) == 0
 
 
-def test_one_process_exchanges_nothing():
-    assert costs.choose_exchange(512, 512, world=1, steps=5, itemsize=2) == "local"
+@pytest.mark.parametrize("machine", known_machines())
+def test_one_process_exchanges_nothing(machine):
+    choice = costs.choose_exchange(512, 512, world=1, steps=5, dtype="bfloat16", machine=load_machine(machine))
+    assert choice == "local"
 
 
-@given(sizes, sizes, worlds, st.integers(1, 10))
-def test_choice_is_one_of_two_and_ignores_orientation(rows, cols, world, steps):
-    choice = costs.choose_exchange(rows, cols, world=world, steps=steps, itemsize=2)
+@given(sizes, sizes, worlds, st.integers(1, 10), st.sampled_from(MACHINES))
+def test_choice_is_one_of_two_and_ignores_orientation(rows, cols, world, steps, machine):
+    given = {"world": world, "steps": steps, "dtype": "bfloat16", "machine": machine}
+    choice = costs.choose_exchange(rows, cols, **given)
     assert choice in ("replicate", "owner")
-    assert choice == costs.choose_exchange(cols, rows, world=world, steps=steps, itemsize=2)
+    assert choice == costs.choose_exchange(cols, rows, **given)
 
 
-@given(sizes, sizes, worlds, st.integers(1, 10), st.integers(1, 4))
-def test_once_owner_pays_it_keeps_paying(rows, cols, world, steps, more):
-    """Owner trades one more latency for less work and fewer bytes: more of either never turns it back."""
-    if costs.choose_exchange(rows, cols, world=world, steps=steps, itemsize=2) == "owner":
+@given(sizes, sizes, worlds, st.integers(1, 10), st.integers(1, 4), st.sampled_from(MACHINES))
+def test_once_owner_pays_it_keeps_paying(rows, cols, world, steps, more, machine):
+    """Owner trades one more start for less work and no more bytes: more of either never turns it back.
+
+    On links that are the same between all ranks, that is: more of them may make a slower link part of it, or more hops.
+    """
+    alike = replace(machine, links=(Link(None, 1e11, 0.0),), cores=0)
+    given = {"dtype": "bfloat16", "machine": alike}
+    if costs.choose_exchange(rows, cols, world=world, steps=steps, **given) == "owner":
         for larger in (
             {"rows": rows * more, "cols": cols * more, "world": world, "steps": steps},
             {"rows": rows, "cols": cols, "world": world * more, "steps": steps},
             {"rows": rows, "cols": cols, "world": world, "steps": steps * more},
         ):
-            assert costs.choose_exchange(**larger, itemsize=2) == "owner", larger
+            assert costs.choose_exchange(**larger, **given) == "owner", larger
 
 
 @pytest.mark.parametrize("world", [2, 8, 64])
-def test_ends_of_the_choice(world):
-    assert costs.choose_exchange(8, 8, world=world, steps=5, itemsize=2) == "replicate"
-    assert costs.choose_exchange(2048, 8192, world=world, steps=5, itemsize=2) == "owner"
+@pytest.mark.parametrize("machine", known_machines())
+def test_ends_of_the_choice(world, machine):
+    given = {"world": world, "steps": 5, "dtype": "bfloat16", "machine": load_machine(machine)}
+    assert costs.choose_exchange(8, 8, **given) == "replicate"
+    assert costs.choose_exchange(2048, 8192, **given) == "owner"
+
+
+def test_the_machine_decides():
+    """Slow links keep a matrix where it is multiplied by everybody, slow devices do not."""
+    slow_links = replace(H100, links=tuple(replace(link, latency=1e-3) for link in H100.links))
+    slow_device = replace(H100, rates={"bfloat16": ((1.0, 1e10),)})
+    given = {"world": 8, "steps": 5, "dtype": "bfloat16"}
+    assert costs.choose_exchange(1024, 1024, machine=slow_links, **given) == "replicate"
+    assert costs.choose_exchange(1024, 1024, machine=H100, **given) == "owner"
+    assert costs.choose_exchange(128, 128, machine=H100, **given) == "replicate"
+    assert costs.choose_exchange(128, 128, machine=slow_device, **given) == "owner"
+
+
+def test_newton_schulz_takes_what_its_products_take():
+    seconds = costs.newton_schulz_seconds(H100, 2048, 1024, steps=5, dtype="bfloat16")
+    products = [
+        H100.product_seconds(m, n, k, dtype="bfloat16")
+        for m, n, k in ((1024, 1024, 2048), (1024,) * 3, (1024, 2048, 1024))
+    ]
+    assert seconds == pytest.approx(5 * sum(products))
+    operations = costs.standard_operations(2048, 1024, steps=5)
+    assert seconds == pytest.approx(operations / H100.rate(1024, "bfloat16") + 15 * H100.kernel_seconds)

@@ -336,3 +336,12 @@ def test_a_group_has_a_store_that_can_be_shared(tmp_path):
         assert one is not other
     finally:
         dist.destroy_process_group()
+
+
+def test_flop_formulas_are_found_by_overload():
+    formula = private.flop_formula(torch.ops.aten.mm.default)
+    assert formula is not None, moved("flop_registry", "has no aten.mm")
+    a, b = torch.ones(2, 3), torch.ones(3, 5)
+    assert formula(a, b, out_val=a @ b) == 2 * 2 * 3 * 5, moved("flop_registry", "counts aten.mm otherwise")
+    assert private.flop_formula(torch.ops.aten.add.Tensor) is None
+    assert private.flop_formula("output") is None

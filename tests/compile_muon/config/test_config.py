@@ -307,6 +307,9 @@ BAD_FIELDS = [
     (Config, "zero", 2, "ZeroConfig(...)"),
     (Config, "compile", True, "CompileConfig(...)"),
     (Config, "muon_params", "blocks.*", '["pattern"'),
+    (Config, "machine", "h1000", "use b200"),
+    (Config, "machine", 8, "use one of"),
+    (Config, "machine", "", "use one of"),
     (Config, "muon_params", [], "leave it out"),
     (Config, "muon_params", ["a", 3], "3"),
     (Config, "muon_params", [""], "non-empty"),
@@ -375,6 +378,7 @@ KWARGS = {
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
     "shard_state_over": ("all", "zero.shard_state_over", "all"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
+    "machine": ("h200", "machine", "h200"),
 }
 
 

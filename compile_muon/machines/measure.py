@@ -1,0 +1,255 @@
+"""Times products, kernels and collectives on the ranks of a process group, as training runs them.
+
+Every core is busy while products and kernels are timed: a rank alone on a machine is faster than one among others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compile_muon.machines.samples import CollectiveSample, MoveSample, ProductSample, Sample
+
+__all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
+
+_c10d = torch.ops._c10d_functional
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        sizes: smallest dimensions of the products that the fit sees.
+        between: of those that it does not.
+        moved: bytes of the kernels, every other one held out.
+        sent: bytes that a rank sends in a collective, every other one held out.
+        rounds: of which the median is taken.
+        passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
+        round_seconds: a round repeats until it has taken so long.
+    """
+
+    sizes: tuple[int, ...]
+    between: tuple[int, ...]
+    moved: tuple[int, ...]
+    sent: tuple[int, ...]
+    rounds: int
+    passes: int
+    round_seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What :func:`measure` found.
+
+    Args:
+        device: "cuda" or "cpu".
+        kernel_seconds: of the least kernel.
+        cores: that ranks share; 0 on GPUs.
+        node: ranks that share a machine.
+        memory_bytes: of a device, or of all ranks of a CPU.
+    """
+
+    device: str
+    kernel_seconds: float
+    cores: int
+    node: int
+    memory_bytes: int
+    samples: tuple[Sample, ...]
+
+
+def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
+    return tuple(2**power for power in range(low, high + 1, step))
+
+
+def _halves(low: int, high: int) -> tuple[int, ...]:
+    """Powers of two, and between each two of them what is half as much again."""
+    return tuple(size for power in range(low, high) for size in (2**power, 3 * 2 ** (power - 1))) + (2**high,)
+
+
+def plan_for(device: str, quick: bool) -> Plan:
+    """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
+    if quick:
+        return Plan((32, 64), (48,), _powers(12, 18, 2), _powers(12, 18, 2), rounds=3, passes=1, round_seconds=1e-3)
+    if device == "cuda":
+        sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
+        return Plan(sizes, (96, 384, 1536, 6144), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
+    between = (24, 48, 96, 192, 384)
+    return Plan(_powers(4, 9), between, _halves(12, 26), _powers(10, 24), rounds=7, passes=3, round_seconds=3e-3)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Clock:
+    """Times functions on this rank, at the same time as on the others of ``group``."""
+
+    def __init__(self, plan: Plan, device: str, group: dist.ProcessGroup | None) -> None:
+        self.plan, self.device, self.group = plan, device, group
+
+    def _once(self, run: Callable[[], object], times: int) -> float:
+        self._finish()
+        start = time.perf_counter()
+        for _ in range(times):
+            run()
+        self._finish()
+        return (time.perf_counter() - start) / times
+
+    def _finish(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def rounds(self, run: Callable[[], object]) -> list[float]:
+        """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others."""
+        run()
+        longest = torch.tensor([self._once(run, 3)], device=self.device)
+        if self.group is not None:
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        times = max(1, min(1000, round(self.plan.round_seconds / longest.item())))
+        return [self._once(run, times) for _ in range(self.plan.rounds)]
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median of :meth:`rounds`."""
+        return statistics.median(self.rounds(run))
+
+
+def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
+    """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
+
+    Args:
+        note: is told what comes next.
+    """
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.set_num_threads(1)
+    busy = world if device == "cuda" else min(world, cores())
+    together = dist.new_group(list(range(busy)))
+    samples: list[Sample] = []
+    kernel_seconds = math.nan
+    if rank < busy:
+        clock = _Clock(plan, device, together)
+        note("the least kernel")
+        kernel_seconds = _least_kernel(clock)
+        note("products")
+        samples += _products(clock)
+        note("kernels that move bytes")
+        samples += _moves(clock, kernel_seconds)
+    dist.barrier()
+    for count in sorted({min(2, world), world} - {1}):
+        group = dist.new_group(list(range(count)))
+        note(f"collectives of {count} ranks")
+        if rank < count:
+            samples += _collectives(_Clock(plan, device, group), count)
+        dist.barrier()
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return Measured(device, kernel_seconds, 0, torch.cuda.device_count(), memory, tuple(samples))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Measured(device, kernel_seconds, cores(), world, memory, tuple(samples))
+
+
+def _least_kernel(clock: _Clock) -> float:
+    """A product of nothing much: what Inductor's code calls where it generates no loop itself."""
+    a = torch.ones(4, 4, device=clock.device)
+    out = torch.empty_like(a)
+    return clock.seconds(lambda: torch.mm(a, a, out=out))
+
+
+def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
+    """``(m, n, k, batch)`` with ``size`` as the smallest dimension."""
+    yield size, size, size, 1
+    yield 4 * size, size, size, 1
+    yield size, size, 4 * size, 1
+    yield size, 4 * size, 2 * size, 1
+    yield size, size, size, 4
+
+
+def _products(clock: _Clock) -> Iterator[Sample]:
+    plan = clock.plan
+    for dtype, (held_out, size) in itertools.product(
+        _DTYPES, [(False, size) for size in plan.sizes] + [(True, size) for size in plan.between]
+    ):
+        for m, n, k, batch in _shapes(size):
+            kind = getattr(torch, dtype)
+            lead = (batch,) if batch > 1 else ()
+            a = torch.randn(*lead, m, k, device=clock.device).to(kind)
+            b = torch.randn(*lead, k, n, device=clock.device).to(kind)
+            out = torch.empty(*lead, m, n, device=clock.device, dtype=kind)
+            multiply = torch.bmm if batch > 1 else torch.mm
+            seconds = clock.seconds(lambda f=multiply, a=a, b=b, out=out: f(a, b, out=out))  # type: ignore[misc]
+            yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
+
+
+def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """A kernel that Inductor generates, its result allocated as in a graph, without what entering a graph takes."""
+    kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
+    entering = math.nan
+    for place, nbytes in enumerate((96, *clock.plan.moved)):
+        x, y = torch.ones(2, nbytes // 12, device=clock.device)
+        seconds = clock.seconds(lambda x=x, y=y: kernel(x, y))  # type: ignore[misc]
+        if not place:
+            entering = seconds - kernel_seconds
+        else:
+            moved = 3 * x.nbytes
+            yield MoveSample(nbytes=moved, seconds=max(seconds - entering, kernel_seconds), held_out=place % 2 == 0)
+
+
+def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
+    assert clock.group is not None
+    kinds = _kinds(clock.device, count, clock.group.group_name)
+    sizes = list(enumerate(clock.plan.sent))
+    rounds: dict[tuple[str, int], list[float]] = {}
+    for _ in range(clock.plan.passes):
+        for (kind, start), (place, sent) in itertools.product(kinds.items(), sizes):
+            part = _part(kind, sent, count)
+            x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
+            found = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
+            rounds.setdefault((kind, place), []).extend(found)
+    for (kind, place), found in rounds.items():
+        nbytes = _part(kind, clock.plan.sent[place], count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
+        seconds = statistics.median(found)
+        yield CollectiveSample(kind=kind, nbytes=nbytes, ranks=count, seconds=seconds, held_out=place % 2 == 1)
+
+
+def _part(kind: str, sent: int, count: int) -> int:
+    """Elements that a rank has for each other one where it sends ``sent`` bytes; an all-reduce sends all twice."""
+    return max(1, sent // (4 * (count - 1) * (2 if kind == "all_reduce" else 1)))
+
+
+def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What is measured of each kind, the one that :mod:`.fit` starts from first.
+
+    Over Gloo a gather is an all-to-all of copies (docs/decisions.md), and so is not measured apart, and a
+    reduce-scatter is one with a sum behind it.
+    """
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        splits: Sequence[int] = [x.numel() // count] * count
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, group))
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        return _c10d.wait_tensor(_c10d.all_reduce(x, "sum", group))
+
+    if device == "cpu":
+        return {
+            "all_to_all": exchange,
+            "reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0),
+            "all_reduce": reduce,
+        }
+    return {
+        "all_gather": lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, count, group)),
+        "reduce_scatter": lambda x: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
+        "all_reduce": reduce,
+        "all_to_all": exchange,
+    }
