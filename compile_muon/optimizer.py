@@ -71,6 +71,7 @@ class MuonZero(Optimizer):
             ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         shard_state_over: "shard" or "all" axes of the mesh, for master weights, gradients and optimizer state.
+        communicators: "separate" for gathers, reductions and Newton-Schulz, "shared", or "auto": separate on NCCL.
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
             speculates until that fails several steps in a row.
@@ -115,6 +116,7 @@ class MuonZero(Optimizer):
         ns_memory_limit: int = NSConfig.memory_limit,
         stage: int = ZeroConfig.stage,
         shard_state_over: str = ZeroConfig.shard_state_over,
+        communicators: str = ZeroConfig.communicators,
         update: str = ZeroConfig.update,
         exchange: str = ZeroConfig.exchange,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
@@ -167,7 +169,13 @@ class MuonZero(Optimizer):
         over_all = config.zero.shard_state_over == "all" and config.zero.stage > 0
         experts = config.expert_parallel
         self._mesh = resolve_mesh(
-            mesh, process_group, device, config.mesh, experts=experts.size, state_over_all=over_all
+            mesh,
+            process_group,
+            device,
+            config.mesh,
+            experts=experts.size,
+            state_over_all=over_all,
+            communicators=config.zero.communicators,
         )
         roles, spread = planned_roles(model, self._mesh, experts)
         assignments = assign(
@@ -285,7 +293,7 @@ class MuonZero(Optimizer):
             since the start on this rank: ``bytes_sent`` (where the mesh has several axes also by axis,
             ``bytes_sent_shard``), ``directions_speculated`` (made in backward), ``directions_used`` and
             ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``), ``skipped_steps``,
-            ``compiled_graphs``.
+            ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
         """
         counters = self._ledger.counters
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in self.param_groups}
@@ -302,6 +310,7 @@ class MuonZero(Optimizer):
             "directions_in_step": counters.in_step,
             "skipped_steps": counters.skipped,
             "compiled_graphs": counters.graphs + len(self._step_graphs),
+            "communicators": 0 if self._mesh is None else self._mesh.process_groups,
         }
 
     def summary(self) -> Summary:

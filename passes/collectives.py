@@ -131,7 +131,7 @@ def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
     Args:
         axes: of the parameters whose collectives these are; all others count as axis "other".
     """
-    known = {axis.group: axis for axis in axes}
+    known = {group: axis for axis in axes for group in axis.groups}
     sent: dict[str, float] = {}
     counts: dict[str, int] = {}
     for node, kind in collectives(gm):

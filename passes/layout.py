@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .work import Category
+
 __all__ = ["Axis", "Layout"]
 
 
@@ -26,17 +28,31 @@ class Axis:
         size: ranks along it.
         index: this rank's place along it.
         group: name of its process group, as functional collectives take it ("" where ``size`` is 1).
+        reduce_group, exchange_group: of a communicator of its own for gradients, and for Newton-Schulz, so that neither
+            waits behind what goes over another; "" for the same.
     """
 
     name: str
     size: int = 1
     index: int = 0
     group: str = ""
+    reduce_group: str = ""
+    exchange_group: str = ""
 
     @property
     def alone(self) -> bool:
         """Whether there is nobody else along it."""
         return self.size == 1
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of all its process groups."""
+        return tuple({name: None for name in (self.group, self.reduce_group, self.exchange_group) if name})
+
+    def serving(self, category: Category) -> Axis:
+        """The same ranks, with the group of that category's collectives alone."""
+        own = {Category.REDUCE: self.reduce_group, Category.EXCHANGE: self.exchange_group}.get(category)
+        return Axis(self.name, self.size, self.index, own or self.group)
 
 
 def _part(total: int, parts: int, index: int) -> tuple[int, int]:

@@ -41,6 +41,7 @@ __all__ = [
     "storage_holders",
     "unflattened",
     "store_of",
+    "another_group",
     "timeout_of",
     "trace_artifact",
     "unobserved",
@@ -131,6 +132,27 @@ def group_named(name: str) -> torch.distributed.ProcessGroup:
 
     resolve: Any = _resolve_process_group
     return cast("torch.distributed.ProcessGroup", resolve(name))
+
+
+def another_group(group: Any, description: str, device: torch.device) -> torch.distributed.ProcessGroup:
+    """A process group of the same ranks, backend and timeout; one for all calls with the same description.
+
+    Every rank of ``group`` must call it, and no other.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    ranks = dist.get_process_group_ranks(group)
+    for known in _world.pg_map:
+        if known.group_desc == description and dist.get_process_group_ranks(known) == ranks:
+            return known
+    return dist.new_group(
+        ranks,
+        timeout=timeout_of(group, device),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
 
 
 def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:

@@ -187,6 +187,8 @@ class ZeroConfig(Checked):
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
         shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
             "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
+        communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
+            "shared", or "auto": separate on NCCL, which serves one collective of a communicator after another.
     """
 
     stage: int = setting(2, check_integer, low=0, high=3)
@@ -200,6 +202,7 @@ class ZeroConfig(Checked):
     param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
+    communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A comparison of what does not exist."""

@@ -27,7 +27,7 @@ __all__ = ["agree"]
 
 #: what each rank has for itself: its place, its names of the group and of the machine's file, and settings that change
 #: no number
-_OWN = ("index", "group", "dump", "nvtx", "machine")
+_OWN = ("index", "group", "reduce_group", "exchange_group", "dump", "nvtx", "machine")
 _ORDER = "order of parameters"
 _ABSENT = "(absent)"
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.torch_private import flattened, group_named, unflattened
+from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 from compile_muon.runtime.board import backend_of
 
 __all__ = ["DENSE", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
@@ -56,16 +56,18 @@ class Mesh:
         given: all of them, each dimension of two or more ranks.
         names: of its dimensions, some of ``("replicate", "shard", "expert", "tensor")`` in this order.
         state_over_all: see ``Layout.state_over_all``.
+        communicators: "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`.
     """
 
     given: DeviceMesh
     names: tuple[str, ...]
     state_over_all: bool = False
+    communicators: str = "shared"
     _axes: dict[tuple[str, ...], Axis] = field(default_factory=dict, repr=False, compare=False)
     _placed: dict[bool, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def of(device_mesh: DeviceMesh, *, state_over_all: bool = False) -> Mesh | None:
+    def of(device_mesh: DeviceMesh, *, state_over_all: bool = False, communicators: str = "shared") -> Mesh | None:
         """Of a mesh with one dimension, all of it ``shard``, or with dimensions of those names; None for one rank.
 
         Raises:
@@ -73,7 +75,7 @@ class Mesh:
         """
         names = device_mesh.mesh_dim_names
         if device_mesh.ndim == 1 and (names is None or names[0] not in _NAMES):
-            return Mesh(device_mesh, ("shard",)) if device_mesh.size() > 1 else None
+            return Mesh(device_mesh, ("shard",), communicators=communicators) if device_mesh.size() > 1 else None
         if names is None or list(names) != [name for name in _NAMES if name in names]:
             found = f"has the dimensions {names}" if names else f"has {device_mesh.ndim} dimensions"
             remedy = f"name them as here and give them in this order, as far as there are any: {_NAMES}"
@@ -84,7 +86,7 @@ class Mesh:
         wide = tuple(name for dim, name in enumerate(names) if device_mesh.size(dim) > 1)
         if not wide:
             return None
-        return Mesh(device_mesh if wide == names else device_mesh[wide], wide, state_over_all)
+        return Mesh(device_mesh if wide == names else device_mesh[wide], wide, state_over_all, communicators)
 
     @cached_property
     def everyone(self) -> dist.ProcessGroup:
@@ -130,8 +132,24 @@ class Mesh:
             return Axis(names[0])
         if wide not in self._axes:
             group = flattened(self.given[wide]) if len(wide) > 1 else self.given.get_group(self.names.index(wide[0]))
-            self._axes[wide] = Axis(called or "_".join(wide), group.size(), group.rank(), group.group_name)
+            name = called or "_".join(wide)
+            own = self._communicator(group, "reduce"), self._communicator(group, "exchange")
+            self._axes[wide] = Axis(name, group.size(), group.rank(), group.group_name, *own)
         return self._axes[wide]
+
+    def _communicator(self, group: dist.ProcessGroup, purpose: str) -> str:
+        """The name of a group for one purpose of what ``group`` is for otherwise; "" for the same."""
+        device = torch.device(self.device_type)
+        # Gloo serves a group with several threads, NCCL in order: a reduction would wait behind an exchange.
+        separate = self.communicators == "separate" or (
+            self.communicators == "auto" and backend_of(group, device) == "nccl"
+        )
+        return another_group(group, f"muon_zero {purpose}", device).group_name if separate else ""
+
+    @property
+    def process_groups(self) -> int:
+        """How many its axes use."""
+        return len({name for axis in self._axes.values() for name in axis.groups})
 
     def _over(self, names: Sequence[str], alone: str) -> Axis:
         return self.axis(*names) if names else Axis(alone)
@@ -231,6 +249,7 @@ def resolve_mesh(
     *,
     experts: int = 1,
     state_over_all: bool = False,
+    communicators: str = "shared",
 ) -> Mesh | None:
     """The ranks by axis, or None for a single process.
 
@@ -240,6 +259,7 @@ def resolve_mesh(
         sizes: of the axes.
         experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
         state_over_all: see ``Layout.state_over_all``.
+        communicators: see :class:`Mesh`.
     Raises:
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
@@ -266,7 +286,7 @@ def resolve_mesh(
         shape = _fit(sizes, dist.get_world_size())
         several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
         mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
-    return Mesh.of(_carve(mesh, experts), state_over_all=state_over_all)
+    return Mesh.of(_carve(mesh, experts), state_over_all=state_over_all, communicators=communicators)
 
 
 def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..spec import ParamSpec, decode_dtype
+from ..work import Category
 from .matrices import as_matrices, newton_schulz
 from .transfers import hand_round
 
@@ -27,7 +28,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
     layout = specs[0].layout
-    replicas = layout.copying
+    replicas = layout.copying.serving(Category.EXCHANGE)
     if replicas.alone:
         return here(updates, specs)
     count = replicas.size

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..costs import owner_work
 from ..spec import ParamSpec, decode_dtype
+from ..work import Category
 from .local import here
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
@@ -73,7 +74,7 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         made,
         [owner // width for owner in owners],
         [spec.layout.local_numel for spec in specs],
-        layout.copying,
+        layout.copying.serving(Category.EXCHANGE),
         layout.pairwise,
         like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
     )
@@ -88,7 +89,7 @@ def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequen
     """
     if not updates:  # for nobody in this company
         return []
-    axis = specs[0].layout.meeting
+    axis = specs[0].layout.meeting.serving(Category.EXCHANGE)
     if axis.alone:
         return here(updates, specs)
     ranks = range(axis.size)

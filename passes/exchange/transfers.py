@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..layout import Axis
 from ..spec import ParamSpec, decode_dtype
+from ..work import Category
 from .packing import pack, unpack
 
 __all__ = [
@@ -114,22 +115,30 @@ def piece_widths(specs: Sequence[ParamSpec]) -> list[int]:
     return [spec.layout.widest_piece for spec in specs]
 
 
-def gather(slices: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype | None = None) -> list[Tensor]:
+def gather(
+    slices: Sequence[Tensor],
+    specs: Sequence[ParamSpec],
+    dtype: torch.dtype | None = None,
+    category: Category = Category.GATHER,
+) -> list[Tensor]:
     """The weights that slices are of, ``spec.layout.shape`` each: one all-gather.
 
     Args:
         slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
         specs: of parameters that share a mesh and compute dtype.
         dtype: to send them in; default: compute dtype.
+        category: of what they are gathered for.
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    flat = all_gather(slices, shard_widths(specs), dtype, layout.shard, layout.pairwise)
+    flat = all_gather(slices, shard_widths(specs), dtype, layout.shard.serving(category), layout.pairwise)
     pieces = unpack(flat, shard_widths(specs), [spec.layout.numel for spec in specs], world=layout.shard.size)
     return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
-def gather_slices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
+def gather_slices(
+    pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
+) -> list[Tensor]:
     """This rank's slices, of the pieces that its replicas hold of them.
 
     Args:
@@ -138,22 +147,24 @@ def gather_slices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: t
         dtype: of the slices, ``spec.layout.slice_shape`` each.
     """
     layout, widths = specs[0].layout, piece_widths(specs)
-    flat = all_gather(pieces, widths, dtype, layout.replicate, layout.pairwise)
+    flat = all_gather(pieces, widths, dtype, layout.replicate.serving(category), layout.pairwise)
     # Pieces fill a slice from the front, so that only its end is padding.
     shapes = [spec.layout.slice_shape for spec in specs]
     found = unpack(flat, widths, [math.prod(shape) for shape in shapes], world=layout.replicate.size)
     return [piece.view(shape) for piece, shape in zip(found, shapes, strict=True)]
 
 
-def gather_pieces(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
+def gather_pieces(
+    pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype, category: Category = Category.GATHER
+) -> list[Tensor]:
     """Whole tensors, ``spec.layout.shape`` in ``dtype``, of the pieces that all ranks hold of them.
 
     Args:
         pieces: this rank's, ``spec.layout.local_shape``.
         specs: of sharded parameters that share a mesh.
     """
-    slices = gather_slices(pieces, specs, dtype) if specs[0].layout.cut_twice else pieces
-    return gather(slices, specs, dtype)
+    slices = gather_slices(pieces, specs, dtype, category) if specs[0].layout.cut_twice else pieces
+    return gather(slices, specs, dtype, category)
 
 
 def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
@@ -165,11 +176,11 @@ def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype:
     """
     layout = specs[0].layout
     if not layout.joined:
-        return gather_pieces(pieces, specs, dtype)
+        return gather_pieces(pieces, specs, dtype, Category.EXCHANGE)
     ranks = range(layout.meeting.size)
     numels = [[math.prod(spec.layout.meeting_shape(r)) for spec in specs] for r in ranks]
     widths = [max(column) for column in zip(*numels, strict=True)]
-    flat = all_gather(pieces, widths, dtype, layout.meeting, layout.pairwise)
+    flat = all_gather(pieces, widths, dtype, layout.meeting.serving(Category.EXCHANGE), layout.pairwise)
     padded = unpack(flat, widths * len(ranks), [numel for row in numels for numel in row])
     return [spec.layout.join(padded[k :: len(specs)]) for k, spec in enumerate(specs)]
 
@@ -204,12 +215,13 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
         specs: of parameters that share a mesh, reduce dtype and whether they are sharded; several ranks.
     """
     layout, dtype = specs[0].layout, decode_dtype(specs[0].reduce_dtype)
-    shard, replicas = layout.shard, layout.replicate
+    shard, replicas = layout.shard.serving(Category.REDUCE), layout.replicate.serving(Category.REDUCE)
     # Divide before the sum: no overflow in half precision.
     if not layout.sharded:
         widths = [spec.layout.numel for spec in specs]
         flat = pack(grads, widths, dtype=dtype, divisor=layout.divisor)
-        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", layout.everyone.group))
+        everyone = layout.everyone.serving(Category.REDUCE)
+        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", everyone.group))
     else:
         widths = shard_widths(specs)
         flat = pack(grads, widths, world=shard.size, dtype=dtype, divisor=layout.divisor)

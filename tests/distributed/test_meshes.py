@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import Ranks
 from reference import Report, full, train
 from test_training import MATRICES, STEPS, Odd, cases, data, loss
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 
 import compile_muon
 
@@ -56,6 +58,26 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
 )
 def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), (2, 2), shard_state_over="all", **settings)
+
+
+def groups_of_two(shape: tuple[int, int]) -> list[int]:
+    """How many process groups there are behind each of two optimizers on a mesh."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    found = []
+    for _ in range(2):
+        optimizer = compile_muon.MuonZero(Odd(), mesh=mesh, communicators="separate")
+        own = [group for group in _world.pg_map if group.group_desc.startswith("muon_zero")]
+        assert len({(group.group_desc, *dist.get_process_group_ranks(group)) for group in own}) == len(own)
+        # shard, replicate and both, each with one for gathers, reductions and Newton-Schulz
+        assert optimizer.metrics()["communicators"] == 9
+        found.append(len(own))
+    return found
+
+
+def test_communicators_are_made_once_for_a_mesh(ranks: Callable[[int], Ranks]) -> None:
+    for first, second in ranks(4).run(groups_of_two, shape=(2, 2)):
+        assert first == second
+    check(ranks(4), (2, 2), communicators="separate", stage=3, exchange="owner", shard_state_over="all")
 
 
 # ------------------------------------------------------------------------------------ in and out, and from mesh to mesh

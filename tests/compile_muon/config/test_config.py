@@ -293,6 +293,7 @@ BAD_FIELDS = [
     (ZeroConfig, "param_dtype", torch.complex64, "bfloat16"),
     (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
     (ZeroConfig, "shard_state_over", "replicate", "'all'"),
+    (ZeroConfig, "communicators", "own", "'separate'"),
     (CompileConfig, "enabled", "yes", "true or false"),
     (CompileConfig, "codegen", "aot_eager", "'inductor'"),
     (CompileConfig, "dump", "", "path"),
@@ -377,6 +378,7 @@ KWARGS = {
     "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
     "shard_state_over": ("all", "zero.shard_state_over", "all"),
+    "communicators": ("separate", "zero.communicators", "separate"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
     "machine": ("h200", "machine", "h200"),
 }

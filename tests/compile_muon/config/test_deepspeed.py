@@ -376,6 +376,7 @@ EVERYTHING = config_from_kwargs(
     param_dtype="fp16",
     reduce_dtype="fp32",
     shard_state_over="all",
+    communicators="shared",
     muon_params=["a.*", "b"],
 )
 CONFIGS = {

@@ -230,3 +230,21 @@ def test_a_gather_starts_one_bucket_ahead(stage, graphs, trace, world):
         assert start < found.index(("wait", Category.GATHER, bucket))
         if bucket:  # and no earlier than that
             assert start > found.index(("wait", Category.GATHER, bucket - 1))
+
+
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+def test_each_category_has_a_communicator_of_its_own(communicators, graphs, trace, world):
+    captured = graphs(0, 8, trace, world, stage=3, replicas=2, communicators=communicators)
+    groups = {}
+    for half in (Half.FORWARD, Half.BACKWARD):
+        gm, _ = captured.lowered(half, Purpose.SPECULATE, bucket_bytes=BUCKET)
+        for node in gm.graph.nodes:
+            if is_collective(node):
+                groups.setdefault(work_of(node).category, set()).add(node.args[-1])
+    gather, reduce, exchange = (groups[c] for c in (Category.GATHER, Category.REDUCE, Category.EXCHANGE))
+    assert len(gather) == 1  # over shard
+    assert len(reduce) == len(exchange) == 2  # over shard, then over replicate
+    if communicators == "separate":
+        assert not gather & reduce and not gather & exchange and not reduce & exchange
+    else:
+        assert gather < reduce == exchange
