@@ -158,6 +158,59 @@ def generated_fake(stage: int) -> list[list[str]]:
     return [graph for graph in graphs if graph]
 
 
+def generated_update(rank: int, world: int) -> list[tuple[str, str]]:
+    """Collectives, their waits and Newton-Schulz in the code of a backward that speculates, in order.
+
+    Waits have the kind of what they wait for.
+    """
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        torch.manual_seed(0)
+        model = GPT(6, 64)
+        compile_muon.MuonZero(model, stage=3, update="backward", exchange="owner", ns_method="standard")
+        compiled = torch.compile(model, backend="muon_zero", options={"bucket_mb": 0.1})
+        tokens = torch.zeros(2, 4, dtype=torch.int64)
+        with patch("compile_muon.passes.half.buckets._SMALLEST", 2**12):
+            _, sources = run_and_get_code(lambda: compiled(tokens).sum().backward())
+    finally:
+        dist.destroy_process_group()
+    (source,) = (source for source in sources if "newton_schulz" in source)
+    kinds = "all_to_all_single|reduce_scatter_tensor|all_gather_into_tensor(?:_out)?"
+    started = re.compile(rf"(\w+) = torch.ops._c10d_functional.({kinds})\.")
+    waited, ran = r"_c10d_functional.wait_tensor.default\((\w+)\)", r"= torch.ops.muon_zero.(newton_schulz).default\("
+    pattern = f"{started.pattern}|{waited}|{ran}"
+    kind_of, found = {}, []
+    for buffer, kind, waited, newton_schulz in re.findall(pattern, source):
+        kind_of[buffer] = kind
+        found.append(
+            ("run", newton_schulz) if newton_schulz else ("wait", kind_of[waited]) if waited else ("start", kind)
+        )
+    return found
+
+
+def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int], Ranks]) -> None:
+    """Each but the last starts before the last two reductions do; what is waited for last is waited for last."""
+    found = ranks(1).run(generated_update, rank=0, world=4)[0]
+    kinds = [kind if what == "start" else "" for what, kind in found]
+    exchanges = [i for i, kind in enumerate(kinds) if kind == "all_to_all_single"]
+    reductions = [i for i, kind in enumerate(kinds) if kind == "reduce_scatter_tensor"]
+    there, back = exchanges[: len(exchanges) // 2], exchanges[len(exchanges) // 2 :]
+    assert len(there) == len(back) == 4
+    assert len(reductions) > 6
+    # All but the last, which reads the last gradients, start ahead of so many reductions.
+    ahead = [sum(start < reduction for reduction in reductions) for start in there]
+    assert ahead == sorted(ahead, reverse=True)
+    assert min(ahead[:-1]) >= 2
+    runs = [i for i, (what, _) in enumerate(found) if what == "run"]
+    assert min(runs) > max(reductions)
+    assert all(before < after for before, after in zip(runs, back, strict=True))
+    # The way back of one bucket is under way during Newton-Schulz of the next, and nothing is left but waits behind it.
+    assert [what for what, _ in found[max(back) + 1 :]] == ["wait"] * len(back)
+    orders = [ranks(1).run(generated_update, rank=rank, world=4)[0] for rank in (1, 3)]
+    meetings = [[event for event in order if event[0] != "run"] for order in (found, *orders)]
+    assert meetings[0] == meetings[1] == meetings[2]
+
+
 COMBINATIONS = [*itertools.product([0, 1, 2, 3], ["backward", "step"], [3]), (1, "backward", 1), (3, "backward", 1)]
 
 

@@ -325,6 +325,20 @@ def test_a_process_group_says_its_timeout(tmp_path):
     assert found == timedelta(seconds=33), moved("ProcessGroup._get_backend().options._timeout", "is not there")
 
 
+def test_another_group_of_the_same_ranks_is_made_once(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=33))
+    try:
+        world, device = dist.group.WORLD, torch.device("cpu")
+        first, again, other = (private.another_group(world, name, device) for name in ("a", "a", "b"))
+        assert first is again, moved("distributed_c10d._world.pg_map", "does not list groups with their descriptions")
+        assert len({world.group_name, first.group_name, other.group_name}) == 3
+        assert private.timeout_of(first, device) == timedelta(seconds=33)
+        assert dist.get_backend_config(first) == dist.get_backend_config(world)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_group_has_a_store_that_can_be_shared(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

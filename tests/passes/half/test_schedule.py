@@ -158,8 +158,8 @@ def test_ranks_meet_in_the_same_order(stage, exchange, limit, size, graphs, trac
     assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
 
 
-@pytest.mark.parametrize(("size", "replicas"), [(8, 4), (16, 2)])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("size", "replicas"), [(8, 4)])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, world):
     """A replica that owns nothing of a bucket only takes what the others hand round."""
     orders = []
