@@ -156,7 +156,7 @@ MESHES = (
 )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_checkpoints_and_weights_go_from_mesh_to_mesh(
     ranks: Callable[[int], Ranks], tmp_path: Path, stage: int
 ) -> None:

@@ -33,7 +33,7 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
         ("gpt2", 0, "auto", 1),
         ("gpt2", 2, "step", 2),
         ("llama", 3, "auto", 1),
-        ("mixtral", 1, "step", 1),
+        pytest.param("mixtral", 1, "step", 1, marks=pytest.mark.campaign),
         ("mixtral", 3, "auto", 2),
         ("convnet", 1, "auto", 2),
         ("convnet", 2, "step", 1),

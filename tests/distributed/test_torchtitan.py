@@ -152,7 +152,7 @@ def same(found: Run, expected: Run) -> None:
 @pytest.mark.parametrize(
     ("world", "stage", "given"),
     [
-        (2, 0, {}),
+        pytest.param(2, 0, {}, marks=pytest.mark.campaign),
         (2, 1, {"loss": "ChunkedLossWrapper.Config(num_chunks=4)", "activation_checkpoint": "FullAC.Config()"}),
         (
             2,

@@ -114,7 +114,8 @@ def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings:
     check(ranks(2), **settings)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.campaign)])  # 4: test_meshes.py
+# Two ranks by generated code below, four on meshes in test_meshes.py.
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.campaign) for world in (2, 4))])
 @cases(PAIRWISE)
 def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
     check(ranks(world), **settings)
@@ -139,7 +140,11 @@ def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> Non
 
 @pytest.mark.parametrize(
     ("world", "codegen", "update", "micro"),
-    [(2, "inductor", "backward", 2), (3, "eager", "backward", 1), (3, "eager", "step", 2)],
+    [
+        (2, "inductor", "backward", 2),
+        (3, "eager", "step", 2),
+        pytest.param(3, "eager", "backward", 1, marks=pytest.mark.campaign),
+    ],
 )
 def test_gathered_weights_kept_for_backward(
     ranks: Callable[[int], Ranks], world: int, codegen: str, update: str, micro: int

@@ -122,7 +122,13 @@ def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, 
 
 @pytest.mark.parametrize(
     ("world", "stage", "compiled"),
-    [(2, 0, False), (2, 1, True), (2, 2, False), (2, 3, True), (3, 3, False), (1, 2, True)],
+    [
+        (2, 0, False),
+        (2, 2, False),
+        (2, 3, True),
+        (3, 3, False),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (1, 2, True))),
+    ],
 )
 def test_the_trainer_trains_as_a_plain_loop(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, compiled: bool

@@ -27,6 +27,8 @@ from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
+# Sums of small integers are exact in both, and the interpreter computes both in float32.
+EXACT = HALVES[1:] if INTERPRETED else HALVES
 DOUBLE = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
 SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (matrices, k, l), poisoned between shapes: odd, one row, a single tile, several matrices, multiples, one column more
@@ -91,7 +93,7 @@ def doubles(arena):
     return [view.double() for view in arena.views]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("processors", [1, 3])
 def test_x_times_its_transpose(processors, layout, dtype, tile, device):
@@ -105,7 +107,7 @@ def test_x_times_its_transpose(processors, layout, dtype, tile, device):
     assert torch.equal(x.flat.nan_to_num(7), before.nan_to_num(7))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_polynomial_of_symmetric_matrices(layout, dtype, tile, device):
     A = integers(layout, dtype, device, square=True, symmetric=True)
@@ -132,7 +134,7 @@ def test_only_the_lower_squares_count(tile, device):
     check(out, [of_the_lower_squares(product, tile.rows) for product in products])
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("square", "beta"), [(False, 0.0), (False, -2.0), (True, -2.0)])
 def test_general_product(square, beta, layout, dtype, tile, device):
