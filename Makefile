@@ -6,6 +6,7 @@
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
 # RANKS=4                               how many processes `make train` starts
+# LINK=1600mbit                         rates that `make bench` limits the link between ranks to (root, Linux)
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
 
@@ -17,6 +18,7 @@ TRAIN_ARGS ?=
 TEST_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+LINK ?=
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -71,7 +73,8 @@ types: $(VENV)/.compile_muon
 	cd .mypy_view && $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compile_muon
 
 bench: $(VENV)/.compile_muon
-	$(BIN)/python benchmarks/train_step.py $(BENCH_ARGS)
+	$(BIN)/python benchmarks/train_step.py \
+	    $(if $(LINK),--preset small --stages 1 3 --links unlimited $(LINK)) $(BENCH_ARGS)
 
 # Nothing is installed: a bare machine with torch and Triton will do. PYTHON given by name comes before .venv.
 gpu:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from contenders import EARLIER, NO_STAGE
+from links import UNLIMITED, bytes_per_second
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +33,7 @@ class Row:
 
     contender: str
     stage: int
+    link: str
     step_s: float
     step_min_s: float
     cpu_s: float
@@ -57,8 +59,8 @@ class Verdict:
 def summarize(records: list[dict], tokens_per_step: int) -> list[Row]:
     """Median over all timed steps of all repeats; `tokens_per_step` counts all ranks together."""
     rows = []
-    for contender, stage in dict.fromkeys((r["contender"], r["stage"]) for r in records):
-        runs = _ran(records, contender, stage)
+    for contender, stage, link in dict.fromkeys((r["contender"], r["stage"], _link(r)) for r in records):
+        runs = [run for run in _ran(records, contender, stage) if _link(run) == link]
         if not runs:
             continue
         steps = [s for run in runs for s in run["step_s"]]
@@ -69,6 +71,7 @@ def summarize(records: list[dict], tokens_per_step: int) -> list[Row]:
             Row(
                 contender=contender,
                 stage=stage,
+                link=link,
                 step_s=median,
                 step_min_s=min(steps),
                 cpu_s=statistics.median(s for run in runs for s in run["cpu_s"]),
@@ -83,7 +86,12 @@ def summarize(records: list[dict], tokens_per_step: int) -> list[Row]:
                 note=runs[0]["note"],
             )
         )
-    return sorted(rows, key=lambda row: (row.stage, list(_COLOURS).index(row.contender)))
+    links = [row.link for row in rows]
+    return sorted(rows, key=lambda row: (links.index(row.link), row.stage, list(_COLOURS).index(row.contender)))
+
+
+def _link(record: dict) -> str:
+    return record.get("link", UNLIMITED)
 
 
 def _median_of(runs: list[dict], key: str) -> float | None:
@@ -104,8 +112,46 @@ def _rounds(
     return [pair for r in both for pair in zip(r[key], others[r["heat"], r["repeat"]], strict=True)]
 
 
-def judge(rows: list[Row], records: list[dict]) -> list[Verdict]:
-    """The "Fast" bars. Against DeepSpeed, the faster of its two ways to run counts."""
+def judge(rows: list[Row], records: list[dict], ranks: int = 2) -> list[Verdict]:
+    """The "Fast" bars, on each link. Against DeepSpeed, the faster of its two ways to run counts."""
+    free = [record for record in records if _link(record) == UNLIMITED]
+    verdicts = [] if records and not free else _unlimited([row for row in rows if row.link == UNLIMITED], free)
+    for link in dict.fromkeys(_link(record) for record in records if _link(record) != UNLIMITED):
+        here = [record for record in records if _link(record) == link]
+        found = _limited([row for row in rows if row.link == link], here, free, bytes_per_second(link) / ranks)
+        verdicts += [Verdict(f"{link}: {verdict.text}", verdict.met) for verdict in found]
+    return [*verdicts, _same_training(rows)]
+
+
+def _limited(rows: list[Row], records: list[dict], free: list[dict], rate: float) -> list[Verdict]:
+    """On a link of `rate` bytes/s for each rank; `free` are the same rounds without a limit."""
+    verdicts = [
+        _ratio(records, "ours-muon", "deepspeed-muon", 3, 0.5),
+        _ratio(records, "ours-muon", "deepspeed-muon", 1, 0.7),
+        _ratio(records, "ours-muon", "fsdp2-adamw", 3, 0.85),
+    ]
+    at = {(row.contender, row.stage): row for row in rows}
+    for stage in sorted({row.stage for row in rows if row.contender == "ours-muon"}):
+        adamw, muon = at.get(("ours-adamw", stage)), at["ours-muon", stage]
+        wire = (muon.bytes_per_step or 0) / rate
+        pair = ("ours-muon", stage), ("ours-adamw", stage)
+        added, before = ([x - y for x, y in _rounds(part, *pair)] for part in (records, free))
+        if added and before:
+            more, share = statistics.median(added), statistics.median(added) / statistics.median(before)
+            text = f"ours Muon minus AdamW, stage {stage}: {more:.3f} s, {share:.2f} of that without a limit"
+            verdicts.append(Verdict(f"{text} (bar: at most 1.1; Muon's bytes alone take {wire:.3f} s)", share <= 1.1))
+        if adamw is not None:
+            wire = (adamw.bytes_per_step or 0) / rate
+            floor = max(wire, adamw.cpu_s)
+            text = f"ours AdamW, stage {stage}: {adamw.step_s / floor:.3f} of the larger of its bytes ({wire:.3f} s)"
+            text += f" and its CPU time ({adamw.cpu_s:.3f} s) (bar: at most 1.1)"
+            verdicts.append(Verdict(text, adamw.step_s <= 1.1 * floor))
+        if any(record["contender"] == EARLIER for record in records):
+            verdicts.append(_ratio(records, "ours-muon", EARLIER, stage, 1.0))
+    return verdicts
+
+
+def _unlimited(rows: list[Row], records: list[dict]) -> list[Verdict]:
     verdicts = []
     for stage, bar in ((3, 0.5), (1, 1.0)):
         theirs = [row for row in rows if row.contender in _DEEPSPEED and row.stage == stage]
@@ -115,7 +161,7 @@ def judge(rows: list[Row], records: list[dict]) -> list[Verdict]:
         verdicts.append(_ratio(records, "ours-muon", "ours-adamw", stage, 1.15))
         if any(record["contender"] == EARLIER for record in records):
             verdicts.append(_ratio(records, "ours-muon", EARLIER, stage, 1.02))
-    return [*verdicts, _same_training(rows)]
+    return verdicts
 
 
 def judge_memory(rows: list[Row]) -> list[Verdict]:
@@ -126,6 +172,7 @@ def judge_memory(rows: list[Row]) -> list[Verdict]:
 def over_compute(records: list[dict]) -> list[str]:
     """What remains of a step once forward and backward are taken off: the part that a training system decides."""
     lines = []
+    records = [record for record in records if _link(record) == UNLIMITED]
     for contender, stage in dict.fromkeys((r["contender"], r["stage"]) for r in records):
         pairs = _rounds(records, (contender, stage), ("compute-only", NO_STAGE))
         if stage != NO_STAGE and pairs:
@@ -177,6 +224,9 @@ def _same_training(rows: list[Row]) -> Verdict:
 
 def print_report(console: Console, rows: list[Row], verdicts: list[Verdict], remainders: list[str], title: str) -> None:
     table = Table(title=title)
+    several = len({row.link for row in rows}) > 1
+    if several:
+        table.add_column("link", no_wrap=True)
     table.add_column("stage", justify="right")
     table.add_column("contender", no_wrap=True)
     for heading in (
@@ -192,9 +242,10 @@ def print_report(console: Console, rows: list[Row], verdicts: list[Verdict], rem
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("how it ran")
     for previous, row in zip([None, *rows], rows, strict=False):
-        if previous is not None and previous.stage != row.stage:
+        if previous is not None and (previous.link, previous.stage) != (row.link, row.stage):
             table.add_section()
         table.add_row(
+            *([row.link] if several else []),
             _stage(row),
             row.contender,
             f"{row.step_s:.3f}",
@@ -238,7 +289,7 @@ def as_json(rows: list[Row], verdicts: list[Verdict], remainders: list[str]) -> 
 
 
 def draw(rows: list[Row], title: str, path: Path) -> None:
-    """Three bar charts, grouped by stage: step time (with the fastest step as a tick), memory, bytes sent."""
+    """Bar charts, grouped by stage: step time on each link (the fastest step as a tick), memory, bytes sent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -246,17 +297,22 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
 
     stages = sorted({row.stage for row in rows})
     names = [name for name in _COLOURS if any(row.contender == name for row in rows)]
+    links = {link: [row for row in rows if row.link == link] for link in dict.fromkeys(row.link for row in rows)}
+    first = next(iter(links.values()))
     panels = [
-        ("step time, s (median; tick: fastest)", "step_s", 1.0),
-        ("peak memory per rank, MiB", "peak_bytes", 2**20),
-        ("sent per rank and step, MB", "bytes_per_step", 1e6),
+        *(
+            (f"step time, s (median; tick: fastest), link {link}", "step_s", 1.0, group)
+            for link, group in links.items()
+        ),
+        ("peak memory per rank, MiB", "peak_bytes", 2**20, first),
+        ("sent per rank and step, MB", "bytes_per_step", 1e6, first),
     ]
-    panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in rows)]
+    panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in panel[3])]
     figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5))
     width = 0.8 / len(names)
-    for axis, (label, field, unit) in zip(axes, panels, strict=True):
+    for axis, (label, field, unit, shown) in zip(axes, panels, strict=True):
         for place, stage in enumerate(stages):
-            group = [row for row in rows if row.stage == stage and getattr(row, field) is not None]
+            group = [row for row in shown if row.stage == stage and getattr(row, field) is not None]
             for index, row in enumerate(group):
                 x = place + (index - (len(group) - 1) / 2) * width
                 bar = axis.bar(x, getattr(row, field) / unit, width * 0.92, color=_COLOURS[row.contender])

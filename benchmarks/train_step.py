@@ -5,13 +5,15 @@
     python benchmarks/train_step.py --preset tiny --stages 1 3       # a minute, to see that it works
     python benchmarks/train_step.py --preset 1b --device cuda --ranks 1 --stages 0 --dtype bfloat16    # one GPU
     python benchmarks/train_step.py --contenders ours-muon --earlier FOLDER    # beside another version of this package
+    python benchmarks/train_step.py --preset small --stages 1 3 --links unlimited 1600mbit  # make bench LINK=1600mbit
 
 Every contender trains the same GPT from the same weights on the same bytes, in rank processes of its own.
 The contenders of a stage are started one after another, warmed up, and then take turns, a step each, in an
 order shuffled anew every round, while the others wait. A slow minute of the machine hits all alike, and
 ratios are medians over the rounds of two steps taken in the same round. The slowest rank's time counts.
 "compile" is the first step's time over a median step's: cold with an empty Inductor cache, warm with
-the cache of the first repeat. Bytes are the kernel's count of what a rank's sockets sent.
+the cache of the first repeat. Bytes are the kernel's count of what a rank's sockets sent. With --links every
+round has a turn at each rate, which is what all ranks have of the loopback together; it needs root and Linux.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ import torch
 from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE
 from gpt import PRESETS
 from launch import RankFailed, Ranks, Trial, record_of
+from links import UNLIMITED, bytes_per_second, enter, limit, problem
 from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize
 from rich.console import Console
 
@@ -67,6 +70,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="weigh each alone; times are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one step")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
+    parser.add_argument(
+        "--links", nargs="+", default=[UNLIMITED], help=f"rates of the loopback, 1600mbit or {UNLIMITED}"
+    )
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/train_step_PRESET….json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
     options = parser.parse_args(argv)
@@ -77,6 +83,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if not (options.earlier / "compile_muon" / "__init__.py").is_file():
             parser.error(f"--earlier {options.earlier}: holds no compile_muon; pip install --no-deps --target it first")
         options.contenders = [*options.contenders, EARLIER]
+    try:
+        limited = [link for link in options.links if bytes_per_second(link) < float("inf")]
+    except ValueError as error:
+        parser.error(f"--links: {error}")
+    if limited and (why := problem()):
+        parser.error(f"--links {' '.join(limited)}: {why}")
+    if limited and (options.memory or options.device != "cpu"):
+        parser.error("--links times ranks on CPU: leave out --memory, and --device")
     sequences = PRESETS[options.preset].batch
     if sequences % options.micro_batches:
         parser.error(f"--micro-batches {options.micro_batches} does not divide a rank's {sequences} sequences")
@@ -95,6 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         variant += "_earlier"
     if options.memory:
         variant += "_memory"
+    if limited:
+        variant += "_links"
     options.json = options.json or _RESULTS / f"train_step_{variant}.json"
     options.png = options.png or options.json.with_suffix(".png")
     return options
@@ -158,15 +174,22 @@ class Heat:
                 ranks = Ranks(trial, folder, self._work / "inductor" / slug, self._options.threads)
                 self._alive.append(stack.enter_context(ranks))
                 self._attempt(ranks, self._warm_up)
+            links = self._options.links
             for number in range(1, self._options.steps + 1):
-                turns = order.sample(self._alive, len(self._alive))
-                seconds = {_name(ranks.trial): self._attempt(ranks, Ranks.step) for ranks in turns}
-                texts = [f"{name} {value:.3f} s" for name, value in sorted(seconds.items()) if value is not None]
-                self._console.print(f"  round {number}: {', '.join(texts)}", highlight=False, soft_wrap=True)
+                for link in links:
+                    if len(links) > 1 or link != UNLIMITED:
+                        limit(link)
+                    turns = order.sample(self._alive, len(self._alive))
+                    seconds = {_name(ranks.trial): self._attempt(ranks, Ranks.step) for ranks in turns}
+                    texts = [f"{name} {value:.3f} s" for name, value in sorted(seconds.items()) if value is not None]
+                    where = f", {link}" if len(links) > 1 else ""
+                    self._console.print(f"  round {number}{where}: {', '.join(texts)}", highlight=False, soft_wrap=True)
+            if links != [UNLIMITED]:
+                limit(UNLIMITED)
             for ranks in list(self._alive):
                 record = self._attempt(ranks, lambda ranks: ranks.record(self._options.warmup))
                 if record is not None:
-                    self._records.append(record)
+                    self._records += by_link(record, links)
         return self._records
 
     def _warm_up(self, ranks: Ranks) -> None:
@@ -183,6 +206,15 @@ class Heat:
             self._console.print(f"[red]{_name(ranks.trial)} failed: {failure}[/red]", soft_wrap=True)
             self._console.print("\n".join(failure.log), markup=False, soft_wrap=True)
             return None
+
+
+def by_link(record: dict, links: list[str]) -> list[dict]:
+    """The record of each link, of steps that went round them."""
+    split = ("step_s", "cpu_s")
+    return [
+        record | {"link": link} | {key: record[key][place :: len(links)] for key in split}
+        for place, link in enumerate(links)
+    ]
 
 
 def _name(trial: Trial) -> str:
@@ -235,6 +267,8 @@ def _processor() -> str:
 def main(argv: list[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the ranks are stopped too
+    if options.links != [UNLIMITED]:
+        enter([__file__, *(sys.argv[1:] if argv is None else argv)])
     console = Console(width=None if sys.stdout.isatty() else 170)
     heats = plan_heats(options, console)
     if not heats:
@@ -248,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         records = run_all(heats, options, console, work)
     shape = PRESETS[options.preset]
     rows = summarize(records, shape.context * shape.batch * options.ranks)
-    verdicts = judge_memory(rows) if options.memory else judge(rows, records)
+    verdicts = judge_memory(rows) if options.memory else judge(rows, records, options.ranks)
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)
     backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
     title = (

@@ -209,7 +209,47 @@ def test_a_contender_that_fails_is_out_and_named(tmp_path: Path) -> None:
     assert "ours-muon stage 1 failed" in done.stdout
 
 
+def test_bars_of_a_link_are_beside_the_same_rounds_without(benchmark) -> None:
+    report, train_step = benchmark("report"), benchmark("train_step")
+    speeds = {
+        "ours-muon": [5.0, 6.0],
+        "ours-adamw": [4.0, 4.9],
+        "fsdp2-adamw": [6.0, 8.0],
+        "deepspeed-muon": [9.0, 12.5],
+    }
+    head = {"stage": 3, "heat": 3, "repeat": 0, "error": None, "first_step_s": 9.0, "losses": [2.0], "note": ""}
+    head |= {"peak_bytes": None, "socket_bytes_per_step": 49e6, "counted_bytes_per_step": 49e6}
+    both = ["unlimited", "160mbit"]  # 10 MB/s for each of two ranks: 4.9 s
+    records = [
+        record
+        for name, (free, slow) in speeds.items()
+        for record in train_step.by_link(
+            head | {"contender": name, "step_s": [free, slow] * 3, "cpu_s": [1.0] * 6}, both
+        )
+    ]
+    assert {record["link"]: record["step_s"] for record in records[:2]} == {
+        "unlimited": [5.0] * 3,
+        "160mbit": [6.0] * 3,
+    }
+    rows = report.summarize(records, 1)
+    assert [(row.contender, row.link) for row in rows] == [(name, link) for link in both for name in sorted_as(rows)]
+    found = {v.text.split(" (")[0]: v.met for v in report.judge(rows, records, 2) if v.text.startswith("160mbit")}
+    assert found == {
+        "160mbit: ours-muon / deepspeed-muon, stage 3: 0.480": True,
+        "160mbit: ours-muon / deepspeed-muon, stage 1: not measured": None,
+        "160mbit: ours-muon / fsdp2-adamw, stage 3: 0.750": True,
+        "160mbit: ours Muon minus AdamW, stage 3: 1.100 s, 1.10 of that without a limit": True,
+        "160mbit: ours AdamW, stage 3: 1.000 of the larger of its bytes": True,
+    }
+
+
+def sorted_as(rows: list[Any]) -> list[str]:
+    return list(dict.fromkeys(row.contender for row in rows))
+
+
 def test_train_step_says_what_is_wrong() -> None:
+    said = run("train_step.py", "--preset", "tiny", "--links", "fast").stderr
+    assert "--links: 'fast' is no rate: give one as 1600mbit, or unlimited" in said
     assert "does not divide a rank's 4 sequences" in run(
         "train_step.py", "--preset", "tiny", "--micro-batches", "3"
     ).stderr  # fmt: skip
