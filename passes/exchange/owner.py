@@ -19,20 +19,27 @@ from .transfers import all_to_all, hand_round
 __all__ = ["assign_owners", "owner"]
 
 
-def assign_owners(specs: Sequence[ParamSpec]) -> tuple[int, ...]:
+def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Owner of each parameter among all ranks that hold a piece: longest processing time first, by the operations of
     the standard form.
+
+    Of ranks with the same load, the one that has least of the bucket: what is exchanged together arrives as fast as the
+    fullest owner's link lets it, and gathers are padded to what that has.
 
     Owners are counted company by company: ``c * meeting.size + m`` has the places ``c`` along ``layout.copying`` and
     ``m`` along ``layout.meeting``. Deterministic (ties go to the earlier parameter), so every rank computes the same
     table.
 
+    Args:
+        buckets: indices of parameters that are exchanged together.
     Raises:
         ValueError: a parameter without ``muon``.
     """
     settings = [spec.muon_settings for spec in specs]
     work = [muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps) for muon in settings]
     load: dict[int, float] = defaultdict(float)
+    bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    share: dict[tuple[int | None, int], float] = defaultdict(float)
     owners = [0] * len(specs)
     known: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for index in sorted(range(len(specs)), key=lambda i: (-work[i], i)):
@@ -42,11 +49,19 @@ def assign_owners(specs: Sequence[ParamSpec]) -> tuple[int, ...]:
         if kind not in known:
             known[kind] = [layout.owner_ranks(owner) for owner in range(width * layout.copying.size)]
         ranks = known[kind]
-        # Ties go round the copies first: what replicas share less of is the link between them.
-        chosen = min(range(len(ranks)), key=lambda owner: (load[ranks[owner][0]], owner % width, owner))
-        owners[index] = chosen
-        for rank in ranks[chosen]:
+        bucket = bucket_of.get(index)
+
+        def order(
+            owner: int, ranks: list[tuple[int, ...]] = ranks, bucket: int | None = bucket, width: int = width
+        ) -> tuple[float, ...]:
+            first = ranks[owner][0]
+            # Ties go round the copies: what replicas share less of is the link between them.
+            return load[first], share[bucket, first], owner % width, owner
+
+        owners[index] = min(range(len(ranks)), key=order)
+        for rank in ranks[owners[index]]:
             load[rank] += work[index]
+            share[bucket, rank] += work[index]
     return tuple(owners)
 
 

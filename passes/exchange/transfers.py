@@ -84,7 +84,7 @@ def hand_round(
     held = [[i for i, holder in enumerate(holders) if holder == rank] for rank in range(axis.size)]
     filled = [sum(numels[i] for i in indices) for indices in held]
     own = [numels[i] for i in held[axis.index]]
-    if axis.size * max(filled) > 2 * sum(filled):
+    if pairwise or axis.size * max(filled) > 2 * sum(filled):
         padding = [0] * axis.size
         flat = pack(list(mine) * axis.size, own * axis.size, dtype=like.dtype) if own else like.new_empty(0)
         gathered = all_to_all(flat, filled, [sum(own)] * axis.size, axis.group)
@@ -92,7 +92,7 @@ def hand_round(
         padding = [max(filled) - size for size in filled]
         # The padding is a tensor of its own: a rank that holds nothing sends only that.
         filler = like.new_zeros(padding[axis.index])
-        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, pairwise)
+        gathered = all_gather([*mine, filler], [*own, padding[axis.index]], like.dtype, axis, pairwise=False)
     slots = [slot for rank in range(axis.size) for slot in (*((i, numels[i]) for i in held[rank]), (-1, padding[rank]))]
     sizes = [size for _, size in slots]
     pieces = unpack(gathered, sizes, sizes)

@@ -19,12 +19,12 @@ __all__ = ["lower_directions"]
 def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
     """Replace every ``orthogonalize`` marker of ``gm``, which must be read by nothing but the output.
 
-    Owners are balanced over all of them; an exchange brings about ``cap_bytes`` of matrices to each rank.
+    Owners are balanced in each exchange and over all of them; one brings about ``cap_bytes`` of matrices to each rank.
     """
     markers = Orthogonalize.all(gm)
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, cap_bytes)
-    owners = assign_owners(specs)
+    owners = assign_owners(specs, buckets)
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
         table = [owners[i] for i in bucket]

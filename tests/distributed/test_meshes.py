@@ -214,7 +214,7 @@ def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Rank
 
 
 def told(over: str) -> tuple[str, dict[str, float]]:
-    model, optimizer = model_on((2, -1), 3, over)
+    model, optimizer = model_on((2, -1), 3, over, exchange="owner")
     advance(model, optimizer, range(1))
     return str(optimizer.summary()), optimizer.metrics()
 
