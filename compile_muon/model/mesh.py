@@ -56,6 +56,7 @@ class Mesh:
         given: all of them, each dimension of two or more ranks.
         names: of its dimensions, some of ``("replicate", "shard", "expert", "tensor")`` in this order.
         state_over_all: see ``Layout.state_over_all``.
+        backend: of the ranks that a plan is for, where these are not there; None for that of :attr:`everyone`.
     """
 
     given: DeviceMesh
@@ -117,7 +118,7 @@ class Mesh:
         # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same
         # time: its threads write the name of the last collective without a lock, and this name is too long for the
         # string itself. And its reduce-scatter is an all-reduce, of which each rank keeps its part.
-        return backend_of(self.everyone, torch.device(self.device_type)) == "gloo"
+        return (self.backend or backend_of(self.everyone, torch.device(self.device_type))) == "gloo"
 
     def axis(self, *names: str, called: str = "") -> Axis:
         """Several dimensions as one, row by row.
