@@ -62,6 +62,7 @@ class Mesh:
     given: DeviceMesh
     names: tuple[str, ...]
     state_over_all: bool = False
+    backend: str | None = None
     _axes: dict[tuple[str, ...], Axis] = field(default_factory=dict, repr=False, compare=False)
     _placed: dict[bool, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
@@ -207,7 +208,7 @@ class Mesh:
         return found
 
 
-def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
+def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
     """Where a model on the meta device is to get its memory: where its ranks meet, or torch's default device."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if found is None else found.type
@@ -225,7 +226,7 @@ def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | No
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Mesh | None,
     process_group: dist.ProcessGroup | None,
     device: torch.device,
     sizes: MeshConfig | None,
@@ -236,7 +237,8 @@ def resolve_mesh(
     """The ranks by axis, or None for a single process.
 
     Args:
-        mesh, process_group: at most one of the two; default: all ranks of the default process group.
+        mesh, process_group: at most one of the two; default: all ranks of the default process group. A :class:`Mesh`
+            says beside its dimensions what backend to plan for.
         device: of the model.
         sizes: of the axes.
         experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
@@ -245,6 +247,10 @@ def resolve_mesh(
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
     """
+    backend = None
+    if isinstance(mesh, Mesh):
+        backend = mesh.backend
+        mesh = mesh.given
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None and sizes is not None:
@@ -267,7 +273,8 @@ def resolve_mesh(
         shape = _fit(sizes, dist.get_world_size())
         several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
         mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
-    return Mesh.of(_carve(mesh, experts), state_over_all=state_over_all)
+    found = Mesh.of(_carve(mesh, experts), state_over_all=state_over_all)
+    return None if found is None else replace(found, backend=backend)
 
 
 def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:

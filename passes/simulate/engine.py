@@ -45,6 +45,8 @@ class Played:
         frame: name that forward and backward of a frame share.
         user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
         drops: categories of memory that are let go ahead of it.
+        eager: nothing compiles it: every node is a kernel of its own.
+        counted: its bytes are traffic, as an optimizer counts its own.
     """
 
     gm: GraphModule
@@ -52,6 +54,8 @@ class Played:
     frame: str = "frame"
     user_outputs: int = 0
     drops: tuple[str, ...] = ()
+    eager: bool = False
+    counted: bool = True
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
@@ -127,7 +131,7 @@ def simulate(
     traffic = Traffic()
     took: dict[str, float] = defaultdict(float)
     for played in graphs:
-        found = kernels(played.gm, codegen)
+        found = kernels(played.gm, "eager" if played.eager else codegen)
         began = player.now
         player.run(played, found)
         took[played.title] += player.now - began
@@ -135,7 +139,8 @@ def simulate(
             memory.drop(category)
         roots = {node: root for root, members in found.items() for node in members}
         memory.run(played.gm, played.half, played.frame, played.user_outputs, roots)
-        traffic = traffic + measure_traffic(played.gm, groups)
+        if played.counted:
+            traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
     return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak)
 

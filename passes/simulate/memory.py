@@ -31,6 +31,7 @@ _OF_WORK = {
     Category.REFRESH: GATHERED,
     Category.REDUCE: GRADIENTS,
     Category.EXCHANGE: EXCHANGE,
+    Category.SURVEY: OTHER,
 }
 
 
