@@ -9,7 +9,7 @@ a moment; what allocators round up and keep does not count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,7 @@ class Memory:
         self._live: Counter[str] = Counter(resident)
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
+        self._returned: dict[tuple[str, Half], list[_Storage]] = {}
         self.peak = Held(dict(self._live))
 
     def drop(self, category: str) -> None:
@@ -91,6 +92,7 @@ class Memory:
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         outputs = _outputs(gm)
         saved = outputs[user_outputs:] if half is Half.FORWARD else []
+        kept, passed_on = {base(node) for node in outputs}, {base(node) for node in saved}
         found: dict[Node, _Storage] = {}
         made: dict[int, list[_Storage]] = {}
         last: dict[Node, int] = {}
@@ -99,16 +101,15 @@ class Memory:
                 continue
             memory = base(node)
             if memory.op == "call_function" and memory not in found and _owns(memory):
-                found[memory] = _Storage(_category(memory, half, saved, outputs), nbytes(memory))
+                found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory))
                 made.setdefault(place[_maker(memory)], []).append(found[memory])
         found |= self._taken(gm, half, frame)
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
                 last[base(shown)] = max(last.get(base(shown), -1), _until(node, roots, place))
-        kept = {base(node) for node in outputs if base(node).op == "call_function"}
         freed: dict[int, list[_Storage]] = {}
         for memory, storage in found.items():
-            if memory not in kept:
+            if memory not in kept or memory.op == "placeholder":
                 freed.setdefault(last.get(memory, place[memory]), []).append(storage)
         for node, i in place.items():
             self._step(node, made.get(i, ()), freed.get(i, ()))
@@ -118,6 +119,13 @@ class Memory:
                 if value is not None:
                     value.readers += 1
             self._saved[frame] = values
+        # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
+        for storage in self._returned.get((frame, half), ()):
+            self._live[storage.category] -= storage.nbytes
+        left = kept - passed_on
+        self._returned[frame, half] = [
+            found[memory] for memory in left if memory.op == "call_function" and memory in found
+        ]
 
     def _taken(self, gm: GraphModule, half: Half, frame: str) -> dict[Node, _Storage]:
         """What the inputs of a backward graph show of what its forward saved: the same values in the same order."""
@@ -166,13 +174,13 @@ def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) 
     return place[roots.get(reader, reader)]
 
 
-def _category(memory: Node, half: Half, saved: Sequence[Node], outputs: Sequence[Node]) -> str:
+def _category(memory: Node, half: Half, saved: Collection[Node], returned: Collection[Node]) -> str:
     work = work_of(memory)
     if work is not None:
         return _OF_WORK[work.category]
-    if any(base(node) is memory for node in saved):
+    if memory in saved:
         return ACTIVATIONS
     if half is not Half.BACKWARD:
         return OTHER
     reduced = any((of := work_of(user)) is not None and of.category is Category.REDUCE for user in memory.users)
-    return GRADIENTS if reduced or any(base(node) is memory for node in outputs) else OTHER
+    return GRADIENTS if reduced or memory in returned else OTHER

@@ -388,6 +388,13 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     assert longer.peak.by_category == {"other": 48, "activations": 16}
 
 
+def test_gradients_of_the_next_micro_batch_replace_those_there_are() -> None:
+    draw = Drawing()
+    backward = Played(draw.done(draw.neg(draw.input(4))), Half.BACKWARD)
+    assert play(backward).peak.by_category == {"gradients": 16}
+    assert play(*[backward] * 3).peak.by_category == {"gradients": 32}
+
+
 def test_what_is_dropped_is_not_live_any_more() -> None:
     draw, work = Drawing(), Work(Category.EXCHANGE, 0)
     first = draw.done(draw.call(_aten.neg.default, draw.input(4), work=work))

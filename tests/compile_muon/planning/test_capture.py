@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.fx import Interpreter, Node
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from compile_muon import MuonZero
 from compile_muon.config import FrameOptions, config_from_kwargs
@@ -20,6 +22,8 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.half import buckets
 from compile_muon.passes.half.schedule import SCHEDULE
 from compile_muon.passes.machine import Link
+from compile_muon.passes.simulate import simulate
+from compile_muon.passes.simulate.cost import workspace_bytes
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.runtime import frame
@@ -176,6 +180,40 @@ def test_gathered_weights_that_are_kept_are_live_through_backward() -> None:
     kept = step(3, options=FrameOptions(codegen="eager", reshard_after_forward=False, bucket_bytes=2**16))
     peak = kept.simulated(SLOW).peak.by_category["gathered"]
     assert peak > 2 * captured(3).simulated(SLOW).peak.by_category.get("gathered", 0)
+
+
+class Weighed(Interpreter):
+    """Runs a graph on zeros, lets go of what is not read any more, and weighs what is there beside the inputs."""
+
+    def run(self, *args: Tensor) -> object:
+        self.inputs = {_memory(x) for x in args}
+        self.peak = 0
+        return super().run(*args)
+
+    def run_node(self, n: Node) -> object:
+        result = super().run_node(n)
+        held = {_memory(x): x.untyped_storage().nbytes() for x in tree_leaves((dict(self.env), result)) if _memory(x)}
+        self.peak = max(self.peak, sum(nbytes for key, nbytes in held.items() if key not in self.inputs))
+        return result
+
+
+def _memory(value: object) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_peak_memory_is_what_a_run_holds(half: int) -> None:
+    """One rank, forward and backward each by itself; what Newton-Schulz holds inside is not weighed."""
+    found = captured(0, world=1)
+    played = found.graphs[half]
+    weighed = Weighed(played.gm)
+    values = [node.meta["val"] for node in played.gm.graph.find_nodes(op="placeholder")]
+    weighed.run(*(torch.zeros(value.shape, dtype=value.dtype) for value in values))
+    alone = simulate([played], SLOW, groups={}, ranks=1, codegen="eager").peak
+    inside = max(
+        (workspace_bytes(n, SLOW) for n in played.gm.graph.nodes if "newton_schulz" in str(n.target)), default=0
+    )
+    assert alone.total == weighed.peak + inside
 
 
 def test_inductors_graphs_are_decomposed_and_fused() -> None:
