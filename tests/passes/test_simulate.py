@@ -171,6 +171,16 @@ def test_what_starts_later_shares_from_then_on() -> None:
     assert ends(play(gm, groups={INNER: [0, 2], OUTER: [1, 3]})) == [6, 8]
 
 
+def test_hops_take_nothing_of_a_link() -> None:
+    """The first sends alone while the second, issued at 2, makes its hops until 5; then both share."""
+    slow = replace(ROUND, links=(Link(None, 4.0, 3.0),))
+    draw = Drawing()
+    one = draw.gather(draw.input(4))
+    computed = draw.neg(draw.input(2))
+    other = draw.gather(draw.input(4), OUTER)
+    assert ends(play(draw.done(draw.wait(one), draw.wait(other), computed), machine=slow)) == [9, 11]
+
+
 def test_who_gives_nothing_waits_for_what_it_takes() -> None:
     draw = Drawing()
     x = draw.input(0)
