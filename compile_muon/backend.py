@@ -31,7 +31,7 @@ from compile_muon.passes.torch_private import (
 )
 from compile_muon.runtime.frame import BackwardGraph, Codegen, ForwardGraph
 
-__all__ = ["muon_zero"]
+__all__ = ["compile_frame", "muon_zero"]
 
 _IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
 
@@ -146,8 +146,13 @@ def muon_zero(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '
             "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first"
         )
-    frame = _Frame(frame_options, f"frame{next(_frame_numbers):04d}")
-    if frame_options.codegen == "eager":
+    return compile_frame(gm, example_inputs, frame_options)
+
+
+def compile_frame(gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions) -> Callable[..., Any]:
+    """The same of options that were read."""
+    frame = _Frame(options, f"frame{next(_frame_numbers):04d}")
+    if options.codegen == "eager":
         return _compile_eager(gm, example_inputs, frame)
     return _compile_inductor(gm, example_inputs, frame)
 

@@ -32,7 +32,7 @@ from compile_muon.config import (
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.materialize import Values
-from compile_muon.model.mesh import resolve_mesh, target_device
+from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
 from compile_muon.model.roles import planned_roles
@@ -142,7 +142,7 @@ class MuonZero(Optimizer):
         model: nn.Module,
         config: Config,
         *,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | Mesh | None = None,
         process_group: dist.ProcessGroup | None = None,
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
@@ -157,7 +157,7 @@ class MuonZero(Optimizer):
         self,
         model: nn.Module,
         config: Config,
-        mesh: DeviceMesh | None,
+        mesh: DeviceMesh | Mesh | None,
         process_group: dist.ProcessGroup | None,
         norm_group: dist.ProcessGroup | DeviceMesh | None,
         weights: str | os.PathLike | None,

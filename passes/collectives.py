@@ -17,6 +17,7 @@ from .work import Category, work_of
 
 __all__ = [
     "Traffic",
+    "bytes_received",
     "bytes_sent",
     "collectives",
     "is_collective",
@@ -115,9 +116,20 @@ def _axis(name: str) -> Axis:
     return Axis("other", group.size(), group.rank(), name)
 
 
-def bytes_sent(node: Node, kind: str) -> int:
-    """What this rank sends in one collective, as in :class:`Traffic`."""
-    return round(_sent(node, kind, _axis(node.args[-1])))
+def bytes_sent(node: Node, kind: str, axis: Axis | None = None) -> int:
+    """What this rank sends in one collective, as in :class:`Traffic`.
+
+    Args:
+        axis: of its group; default: asked of the group itself.
+    """
+    return round(_sent(node, kind, _axis(node.args[-1]) if axis is None else axis))
+
+
+def bytes_received(node: Node, axis: Axis) -> int:
+    """What others send this rank in an all-to-all, of which it may take more than it gives."""
+    sizes = [_size(size) for peer, size in enumerate(node.args[1]) if peer != axis.index]
+    value = tensor_value(node.args[0])
+    return sum(sizes) * math.prod(_size(size) for size in value.shape[1:]) * value.element_size()
 
 
 def matrices(node: Node) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
@@ -46,6 +47,8 @@ class PassOptions:
         bucket_bytes: size cap of fused collectives.
         exchange_bytes: what exchanges under way may hold.
         reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
+        stand_in: makes what runs in place of a lowered graph, which then is not compiled; no setting, but for those who
+            want the graphs of a step and not its results.
     """
 
     dump: Path | None = None
@@ -53,6 +56,9 @@ class PassOptions:
     bucket_bytes: int = 25 * 2**20
     exchange_bytes: int = 512 * 2**20
     reshard_after_forward: bool = True
+    stand_in: Callable[[GraphModule, PassContext], Callable[[list[Any]], Any]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
 
 @dataclass

@@ -28,6 +28,7 @@ __all__ = [
     "current_backward",
     "decomposition_table",
     "expected_size",
+    "fake_group",
     "fake_mode_of",
     "flop_formula",
     "flattened",
@@ -153,6 +154,18 @@ def another_group(group: Any, description: str, device: torch.device) -> torch.d
         use_local_synchronization=True,
         group_desc=description,
     )
+
+
+@contextlib.contextmanager
+def fake_group(rank: int, world: int) -> Iterator[None]:
+    """Inside this block the default process group is one of ``world`` ranks, whose collectives send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:

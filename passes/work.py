@@ -24,6 +24,8 @@ class Category(str, Enum):
     EXCHANGE = "exchange"
     #: weights that are resident, once a step
     REFRESH = "refresh"
+    #: norms and whether everything is finite, once a step
+    SURVEY = "survey"
 
 
 @dataclass(frozen=True)

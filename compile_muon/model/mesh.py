@@ -57,12 +57,14 @@ class Mesh:
         names: of its dimensions, some of ``("replicate", "shard", "expert", "tensor")`` in this order.
         state_over_all: see ``Layout.state_over_all``.
         communicators: "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`.
+        backend: of the ranks that a plan is for, where these are not there; None for that of :attr:`everyone`.
     """
 
     given: DeviceMesh
     names: tuple[str, ...]
     state_over_all: bool = False
     communicators: str = "shared"
+    backend: str | None = None
     _axes: dict[tuple[str, ...], Axis] = field(default_factory=dict, repr=False, compare=False)
     _placed: dict[bool, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
@@ -119,7 +121,7 @@ class Mesh:
         # PyTorch's Gloo corrupts the heap when two functional all-gathers, or one and a reduction, end at the same
         # time: its threads write the name of the last collective without a lock, and this name is too long for the
         # string itself. And its reduce-scatter is an all-reduce, of which each rank keeps its part.
-        return backend_of(self.everyone, torch.device(self.device_type)) == "gloo"
+        return (self.backend or backend_of(self.everyone, torch.device(self.device_type))) == "gloo"
 
     def axis(self, *names: str, called: str = "") -> Axis:
         """Several dimensions as one, row by row.
@@ -142,7 +144,7 @@ class Mesh:
         device = torch.device(self.device_type)
         # Gloo serves a group with several threads, NCCL in order: a reduction would wait behind an exchange.
         separate = self.communicators == "separate" or (
-            self.communicators == "auto" and backend_of(group, device) == "nccl"
+            self.communicators == "auto" and (self.backend or backend_of(group, device)) == "nccl"
         )
         return another_group(group, f"muon_zero {purpose}", device).group_name if separate else ""
 
@@ -224,7 +226,7 @@ class Mesh:
         return found
 
 
-def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
+def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
     """Where a model on the meta device is to get its memory: where its ranks meet, or torch's default device."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = "cpu" if found is None else found.type
@@ -242,7 +244,7 @@ def target_device(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | No
 
 
 def resolve_mesh(
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh | Mesh | None,
     process_group: dist.ProcessGroup | None,
     device: torch.device,
     sizes: MeshConfig | None,
@@ -254,7 +256,8 @@ def resolve_mesh(
     """The ranks by axis, or None for a single process.
 
     Args:
-        mesh, process_group: at most one of the two; default: all ranks of the default process group.
+        mesh, process_group: at most one of the two; default: all ranks of the default process group. A :class:`Mesh`
+            says beside its dimensions what backend to plan for.
         device: of the model.
         sizes: of the axes.
         experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
@@ -264,6 +267,10 @@ def resolve_mesh(
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
     """
+    backend = None
+    if isinstance(mesh, Mesh):
+        backend = mesh.backend
+        mesh = mesh.given
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None and sizes is not None:
@@ -286,7 +293,8 @@ def resolve_mesh(
         shape = _fit(sizes, dist.get_world_size())
         several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
         mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
-    return Mesh.of(_carve(mesh, experts), state_over_all=state_over_all, communicators=communicators)
+    found = Mesh.of(_carve(mesh, experts), state_over_all=state_over_all, communicators=communicators)
+    return None if found is None else replace(found, backend=backend)
 
 
 def _fit(sizes: MeshConfig | None, world: int) -> dict[str, int]:

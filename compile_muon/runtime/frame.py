@@ -59,6 +59,8 @@ def lower_and_compile(
     specs = _specs(gm)
     gm = run_passes(gm, HALF_PASSES, ctx)
     traffic = measure_traffic(gm, {axis for spec in specs for axis in spec.layout.axes})
+    if ctx.options.stand_in is not None:
+        return ctx.options.stand_in(gm, ctx), traffic
     appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
     return codegen(gm, [*inputs, *appended]), traffic
 

@@ -359,3 +359,12 @@ def test_flop_formulas_are_found_by_overload():
     assert formula(a, b, out_val=a @ b) == 2 * 2 * 3 * 5, moved("flop_registry", "counts aten.mm otherwise")
     assert private.flop_formula(torch.ops.aten.add.Tensor) is None
     assert private.flop_formula("output") is None
+
+
+def test_a_fake_group_sends_nothing_and_is_gone_behind_its_block():
+    with private.fake_group(2, 5):
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (2, 5, "fake")
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        assert x.tolist() == [1, 1, 1], moved("the fake process group", "sends")
+    assert not dist.is_initialized()

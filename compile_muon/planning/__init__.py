@@ -1,0 +1,5 @@
+"""What a training step will be, before any rank runs it."""
+
+from compile_muon.planning.capture import Captured, capture_step
+
+__all__ = ["Captured", "capture_step"]

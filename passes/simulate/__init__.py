@@ -1,0 +1,11 @@
+"""One training step of one rank, played from its lowered graphs: how long it takes, and what it holds.
+
+``aliases`` says which nodes share memory, ``fusion`` which of them run as one kernel, ``cost`` how long a kernel takes,
+``memory`` what is live, and ``engine`` puts kernels on one stream and collectives on others. docs/machines.md is the
+same for users.
+"""
+
+from .engine import Event, Played, Timeline, simulate, to_chrome_trace
+from .memory import Held
+
+__all__ = ["Event", "Held", "Played", "Timeline", "simulate", "to_chrome_trace"]

@@ -1,0 +1,245 @@
+"""The graphs of a step without the other ranks, and what the simulator says of them: tests of the schedule."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import Interpreter, Node
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+from compile_muon import MuonZero
+from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.errors import MuonZeroError
+from compile_muon.machines import load_machine
+from compile_muon.passes import HALF_PASSES, Half
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.half import buckets
+from compile_muon.passes.half.schedule import SCHEDULE
+from compile_muon.passes.machine import Link
+from compile_muon.passes.simulate import simulate
+from compile_muon.passes.simulate.cost import workspace_bytes
+from compile_muon.passes.torch_private import fake_group
+from compile_muon.planning import Captured, capture_step
+from compile_muon.runtime import frame
+from compile_muon.runtime.survey import Survey
+
+WIDTH, LAYERS, WORLD = 48, 4, 4
+TOKENS = torch.arange(16).reshape(2, 8)
+
+#: where sending takes about as long as computing
+SLOW = replace(load_machine("cpu"), cores=0, links=(Link(None, 1e9, 1e-6),))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.embedding(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def step(stage: int, *, world: int = WORLD, rank: int = 0, options: FrameOptions | None = None, **settings) -> Captured:
+    settings = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard", **settings}
+    axes, backend = settings.pop("axes", None), settings.pop("backend", None)
+    return capture_step(
+        GPT,
+        (TOKENS,),
+        world=world,
+        rank=rank,
+        config=config_from_kwargs(stage=stage, **settings),
+        options=options or FrameOptions(codegen="eager", bucket_bytes=2**16),
+        axes=axes,
+        backend=backend,
+    )
+
+
+captured = functools.cache(step)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several collectives of each kind, of a model that would fit into one."""
+    monkeypatch.setattr(buckets, "_SMALLEST", 2**12)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
+    found = captured(stage)
+    assert [g.half for g in found.graphs[:2]] == [Half.FORWARD, Half.BACKWARD]
+    assert [g.frame for g in found.graphs[2:]] == ["survey", "commit", "refresh"]
+    timeline = found.simulated(SLOW)
+    assert timeline.traffic.matrices > 0
+    causes = {"reduce", "exchange", "survey"} | ({"gather"} if stage == 3 else {"refresh"} if stage else set())
+    assert {event.category for event in timeline.events} >= causes
+    assert ("gather" in timeline.exposed) == (stage == 3)
+    assert timeline.seconds == pytest.approx(timeline.busy + sum(timeline.exposed.values()))
+
+
+def test_micro_batches_come_one_behind_the_other() -> None:
+    once, thrice = captured(2), captured(2, gradient_accumulation_steps=3)
+    assert [g.half for g in thrice.graphs[:6]] == [Half.FORWARD, Half.BACKWARD] * 3
+    assert thrice.graphs[0].gm is thrice.graphs[2].gm
+    assert thrice.simulated(SLOW).traffic.matrices == once.simulated(SLOW).traffic.matrices
+
+
+def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
+    found = captured(1, update="step")
+    frames = [g.frame for g in found.graphs[2:]]
+    assert frames == ["survey", "step0", "commit", "refresh"]
+    assert found.simulated(SLOW).traffic.matrices == captured(1).simulated(SLOW).traffic.matrices
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_schedule_hides_exchanges(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it every collective is waited for where it starts."""
+    scheduled = captured(stage).simulated(SLOW)
+    monkeypatch.setattr(frame, "HALF_PASSES", tuple(p for p in HALF_PASSES if p is not SCHEDULE))
+    plain = step(stage).simulated(SLOW)
+    assert plain.traffic == scheduled.traffic
+    assert plain.busy == pytest.approx(scheduled.busy)
+    assert scheduled.exposed.get("exchange", 0.0) < 0.8 * plain.exposed["exchange"]
+    assert scheduled.seconds < plain.seconds
+
+
+def test_gloo_gathers_pairwise_and_nccl_does_not() -> None:
+    kinds = {
+        backend: dict(captured(3, backend=backend).simulated(SLOW).traffic.collectives) for backend in (None, "nccl")
+    }
+    assert "all_gather" not in kinds[None]
+    assert kinds["nccl"]["all_gather"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that is run, refresh included; collectives of the fake group return anything, and nobody answers.
+
+    One exchange, of which every rank owns something: the fake group cannot send nothing.
+    """
+    monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
+    expected = step(stage, backend="nccl", options=FrameOptions(codegen="eager")).simulated(SLOW).traffic
+    monkeypatch.setattr(MuonZero, "_refused", lambda *args: False)
+    monkeypatch.setattr(Survey, "held", lambda survey, world: survey.names("ready"))
+    torch.compiler.reset()
+    with fake_group(0, WORLD):
+        model = GPT()
+        settings = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard"}
+        optimizer = MuonZero(model, stage=stage, **settings)
+        compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+        before = optimizer.traffic
+        compiled(TOKENS).backward()
+        optimizer.step()
+        counted = optimizer.traffic
+    torch.compiler.reset()
+    assert before == Traffic()
+    assert counted == expected
+
+
+def test_axes_have_groups_of_their_own() -> None:
+    found = step(3, axes={"replicate": 2, "shard": 2}, rank=1)
+    ranks = {axis.name: members for axis, members in found.groups.items()}
+    assert ranks["shard"] == (0, 1)
+    assert ranks["replicate"] == (1, 3)
+    assert {name for name, _ in found.simulated(SLOW).traffic.by_axis} >= {"shard", "replicate"}
+
+
+def test_residents_are_what_a_rank_holds() -> None:
+    whole = 4 * sum(param.numel() for param in GPT().parameters())
+    matrices = 4 * sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2)
+    state = 2 * whole - matrices  # a momentum for each matrix, two moments for the rest
+    assert captured(0).resident == {"parameters": whole, "optimizer": state}
+    assert captured(3).resident == {"parameters": whole // WORLD, "optimizer": state // WORLD}
+    assert captured(1).resident == {"parameters": whole + whole // WORLD, "optimizer": state // WORLD}
+
+
+def test_gathered_weights_that_are_kept_are_live_through_backward() -> None:
+    kept = step(3, options=FrameOptions(codegen="eager", reshard_after_forward=False, bucket_bytes=2**16))
+    peak = kept.simulated(SLOW).peak.by_category["gathered"]
+    assert peak > 2 * captured(3).simulated(SLOW).peak.by_category.get("gathered", 0)
+
+
+class Weighed(Interpreter):
+    """Runs a graph on zeros, lets go of what is not read any more, and weighs what is there beside the inputs."""
+
+    def run(self, *args: Tensor) -> object:
+        self.inputs = {_memory(x) for x in args}
+        self.peak = 0
+        return super().run(*args)
+
+    def run_node(self, n: Node) -> object:
+        result = super().run_node(n)
+        held = {_memory(x): x.untyped_storage().nbytes() for x in tree_leaves((dict(self.env), result)) if _memory(x)}
+        self.peak = max(self.peak, sum(nbytes for key, nbytes in held.items() if key not in self.inputs))
+        return result
+
+
+def _memory(value: object) -> int:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_peak_memory_is_what_a_run_holds(half: int) -> None:
+    """One rank, forward and backward each by itself; what Newton-Schulz holds inside is not weighed."""
+    found = captured(0, world=1)
+    played = found.graphs[half]
+    weighed = Weighed(played.gm)
+    values = [node.meta["val"] for node in played.gm.graph.find_nodes(op="placeholder")]
+    weighed.run(*(torch.zeros(value.shape, dtype=value.dtype) for value in values))
+    alone = simulate([played], SLOW, groups={}, ranks=1, codegen="eager").peak
+    inside = max(
+        (workspace_bytes(n, SLOW) for n in played.gm.graph.nodes if "newton_schulz" in str(n.target)), default=0
+    )
+    assert alone.total == weighed.peak + inside
+
+
+def test_inductors_graphs_are_decomposed_and_fused() -> None:
+    found = step(3, options=FrameOptions())
+    targets = {node.target for node in found.graphs[0].gm.graph.nodes}
+    assert torch.ops.aten.gelu.default not in targets
+    assert torch.ops.aten.gelu.default in {node.target for node in captured(3).graphs[0].gm.graph.nodes}
+    assert found.simulated(SLOW).busy < replace(found, codegen="eager").simulated(SLOW).busy
+
+
+def test_one_rank_meets_nobody() -> None:
+    found = step(0, world=1)
+    timeline = found.simulated(SLOW)
+    assert (found.groups, timeline.exposed, timeline.traffic.bytes_sent) == ({}, {}, 0)
+    assert timeline.traffic.matrices == 4 * LAYERS
+
+
+def test_a_process_that_trains_already_is_refused() -> None:
+    with fake_group(0, 2), pytest.raises(MuonZeroError, match="has one"):
+        step(1)
+
+
+def test_the_process_group_is_gone_behind_it_even_if_the_model_fails() -> None:
+    def broken() -> nn.Module:
+        raise RuntimeError("no model")
+
+    with pytest.raises(RuntimeError, match="no model"):
+        capture_step(broken, (TOKENS,), world=2)
+    assert not dist.is_initialized()
