@@ -30,6 +30,7 @@ from compile_muon.passes.layout import Axis
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.simulate import Played, Timeline, simulate
 from compile_muon.passes.torch_private import expected_size, fake_group, group_named
+from compile_muon.passes.work import Category
 from compile_muon.planning.update import commit_graph, refresh_graph, survey_graph
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.step_graph import StepGraphs
@@ -197,7 +198,8 @@ def _nbytes(tensor: Tensor | None) -> int:
 
 def _groups(accounts: Sequence[Account], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:
     """Of the parameters' axes, and of what the model sends itself."""
-    axes = {axis.group: axis for account in accounts for axis in account.spec.layout.axes}
+    own = dict.fromkeys(axis for account in accounts for axis in account.spec.layout.axes)
+    axes = {served.group: served for axis in own for served in map(axis.serving, Category)}
     for played in graphs:
         for node, _ in collectives(played.gm):
             name = node.args[-1]

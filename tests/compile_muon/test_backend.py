@@ -200,8 +200,8 @@ def test_dump_folder(tmp_path):
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     for graph, passes in {
         "joint": ["before", "deduplicate", "recompute"],
-        "forward": ["before", "deduplicate", "lower", "verify"],
-        "backward.speculate": ["before", "deduplicate", "insert_orthogonalize", "lower", "verify"],
+        "forward": ["before", "deduplicate", "lower", "schedule", "verify"],
+        "backward.speculate": ["before", "deduplicate", "insert_orthogonalize", "lower", "schedule", "verify"],
     }.items():
         found = [n.split(".")[-2] for n in names if f".{graph}" in n]
         assert [f.split("_", 1)[1] for f in found][: len(passes)] == passes, (graph, names)
