@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.backend import compile_frame
@@ -26,13 +26,15 @@ from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import PassContext
 from compile_muon.passes.collectives import collectives
+from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.simulate import Played, Timeline, simulate
 from compile_muon.passes.torch_private import expected_size, fake_group, group_named
 from compile_muon.passes.work import Category
 from compile_muon.planning.update import commit_graph, refresh_graph, survey_graph
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.replicas import gathers
 from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = ["Captured", "capture_step"]
@@ -73,18 +75,22 @@ class Captured:
 class _Recorder:
     """Stands in for generated code, see :attr:`PassOptions.stand_in`."""
 
-    graphs: list[Played] = field(default_factory=list)
+    graphs: list[tuple[Played, Mapping[Node, Account | None]]] = field(default_factory=list)
 
     def __call__(self, gm: GraphModule, ctx: PassContext) -> Callable[[list[Any]], Any]:
         inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
         (outputs,) = gm.graph.output_node().args
         played = Played.of(gm, ctx)
+        states = {
+            node: inputs[node.args[1]] for node in gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
+        }
 
         def run(args: list[Any]) -> list[Any]:
-            self.graphs.append(played)
+            accounts = {node: account_of(args[place]) for node, place in states.items()}
+            self.graphs.append((played, accounts))
             given, results = list(args), []
             for node in outputs:
-                if isinstance(node, torch.fx.Node):
+                if isinstance(node, Node):
                     results.append(given[inputs[node]] if node in inputs else _zeros(node.meta["val"]))
                 else:
                     results.append(node)
@@ -172,16 +178,22 @@ def _capture(
     muon = [account for account in trained if account.spec.muon is not None]
     adamw = [account for account in trained if account.spec.muon is None]
     everyone = None if mesh is None else mesh.everyone.group_name
-    recorder.graphs.append(survey_graph(muon, adamw, everyone))
     late = [account for account in muon if account.speculations.current is None]
+    micro_batches = len(recorder.graphs)
     if late:
         StepGraphs().orthogonalize(late, [account.local_grad for account in late], options)
-    recorder.graphs += [commit_graph(muon, adamw), refresh_graph(trained)]
+    number = {account: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
+    graphs = [
+        replace(played, awaits={node: number[a] for node, a in read.items() if a is not None and a in number})
+        for played, read in recorder.graphs
+    ]
+    graphs.insert(micro_batches, survey_graph(muon, adamw, everyone))
+    graphs += [commit_graph(muon, adamw), refresh_graph(trained)]
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
         "optimizer": sum(_nbytes(a.momentum) for a in muon) + sum(2 * _nbytes(a.local) for a in adamw),
     }
-    return Captured(tuple(recorder.graphs), _groups(accounts, recorder.graphs), world, resident, options.codegen)
+    return Captured(tuple(graphs), _groups(accounts, graphs), world, resident, options.codegen)
 
 
 def _loss(result: Any) -> Tensor:
