@@ -125,6 +125,7 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
         ),
         ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "exchange": "owner", "tied": True}),
         ((2, 2), ("shard", "tensor"), {"stage": 3, "update": "backward", "codegen": "inductor"}),
+        pytest.param((2, 2), ("replicate", "tensor"), {"stage": 2, "codegen": "inductor"}, marks=pytest.mark.campaign),
         pytest.param(
             (2, 2, 2),
             ("replicate", "shard", "tensor"),
@@ -254,6 +255,8 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
             {"stage": 3, "update": "backward", "codegen": "inductor", "marked": True},
             marks=pytest.mark.campaign,
         ),
+        pytest.param((2, 2), ("replicate", "expert"), {"stage": 1, "codegen": "inductor"}, marks=pytest.mark.campaign),
+        pytest.param((2, 2), ("expert", "tensor"), {"stage": 2, "codegen": "inductor"}, marks=pytest.mark.campaign),
         pytest.param(
             (2, 2, 2),
             ("replicate", "shard", "expert"),
