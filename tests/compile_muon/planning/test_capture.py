@@ -24,6 +24,7 @@ from compile_muon.passes.half.schedule import SCHEDULE
 from compile_muon.passes.machine import Link
 from compile_muon.passes.simulate import simulate
 from compile_muon.passes.simulate.cost import workspace_bytes
+from compile_muon.passes.simulate.engine import COMPUTE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.runtime import frame
@@ -124,6 +125,20 @@ def test_the_schedule_hides_exchanges(stage: int, monkeypatch: pytest.MonkeyPatc
     assert plain.busy == pytest.approx(scheduled.busy)
     assert scheduled.exposed.get("exchange", 0.0) < 0.8 * plain.exposed["exchange"]
     assert scheduled.seconds < plain.seconds
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_resident_weights_come_under_forward(stage: int) -> None:
+    """What the step before has started: a layer is computed while the weights of those behind it are under way."""
+    found = captured(stage)
+    numbers = [number for played in found.graphs for number in played.awaits.values()]
+    assert {*numbers} == {*range(max(numbers) + 1)} and max(numbers) >= 3
+    timeline = found.simulated(SLOW)
+    gathers = [event for event in timeline.events if event.category == "refresh" and event.stream != COMPUTE]
+    assert len(gathers) == max(numbers) + 1
+    computed = [e for e in timeline.events if e.stream == COMPUTE and gathers[0].end <= e.start < gathers[-1].end]
+    assert any(event.category == "product" for event in computed)
+    assert timeline.exposed["refresh"] < sum(event.end - event.start for event in gathers)
 
 
 def test_gloo_gathers_pairwise_and_nccl_does_not() -> None:
