@@ -38,6 +38,8 @@ class Candidate:
 def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     """Every stage on one axis of all ranks, and with a replica in each node; and what ``config`` says.
 
+    At stage 0 every rank is a replica, so axes make no difference.
+
     Raises:
         ConfigError: the mesh of ``config`` does not make up ``world`` ranks, or splits parameters.
     """
@@ -51,9 +53,11 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     if 1 < node < world and world % node == 0:
         meshes.append({"replicate": world // node, "shard": node})
     found = [
-        Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked)) for stage in range(4) for axes in meshes
+        Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
+        for stage in range(4)
+        for axes in (meshes if stage else meshes[:1])
     ]
-    if asked not in meshes:
+    if not any(candidate.asked for candidate in found):
         found.append(Candidate(config.zero.stage, asked, True))
     return found
 
