@@ -45,7 +45,7 @@ from compile_muon.runtime.board import backend_of
 from compile_muon.runtime.commit import commit_adamw, commit_muon
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.place import Place
-from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.stages import Outlook, Stages
@@ -360,10 +360,10 @@ class MuonZero(Optimizer):
             scales = [self._scales[a.name] for a in muon]
             with self._ledger.range("step commit muon"):
                 commit_muon(muon, directions, scales, self._group_of("muon") if muon else {})
-            directions.clear()  # their memory is free for what the refresh gathers
+            directions.clear()
             with self._ledger.range("step commit adamw"):
                 commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
-            self._ledger.count(refresh_replicas([*muon, *rest]))
+            self._ledger.count(start_refresh([*muon, *rest]))
         self._ledger.close([*muon, *rest])
 
     def _model_problem(self) -> UnsupportedModelError | None:
@@ -655,7 +655,7 @@ class MuonZero(Optimizer):
         for account in self._muon:
             account.speculations.drop()
         self._sync_momentum()
-        self._ledger.count(refresh_replicas(self._ledger.accounts))
+        self._ledger.count(start_refresh(self._ledger.accounts))
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -13,6 +13,7 @@ from .half.annotate import ANNOTATE
 from .half.gradients import reduced_grads
 from .half.insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .half.lower import LOWER
+from .half.refresh import AWAIT_REFRESH
 from .half.schedule import SCHEDULE
 from .half.verify import VERIFY
 from .joint.deduplicate import DEDUPLICATE
@@ -36,4 +37,12 @@ __all__ = [
 ]
 
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
-HALF_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, INSERT_ORTHOGONALIZE, LOWER, SCHEDULE, VERIFY, ANNOTATE)
+HALF_PASSES: tuple[GraphPass, ...] = (
+    DEDUPLICATE,
+    INSERT_ORTHOGONALIZE,
+    LOWER,
+    SCHEDULE,
+    AWAIT_REFRESH,
+    VERIFY,
+    ANNOTATE,
+)

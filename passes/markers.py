@@ -10,9 +10,7 @@ numbers. State travels as tensor arguments (never as a handle), static facts as 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar, cast
 
@@ -22,10 +20,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from .exchange import transfers
 from .exchange.orthogonalize import orthogonalize_group
+from .holder import holder_of
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype
 
-__all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard", "watch"]
+__all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard"]
 
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -36,6 +35,9 @@ def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("muon_zero::unshard", mutates_args=())
 def unshard(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec: str) -> Tensor:
+    holder = holder_of(state)
+    if holder is not None:
+        holder.await_refresh()
     return _no_alias(transfers.unshard(shard, replica, ParamSpec.decode(spec)), shard, replica)
 
 
@@ -75,26 +77,9 @@ def _save_for_reduce(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, ou
 
 def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     state, hyper = ctx.saved_tensors  # type: ignore[attr-defined]
-    with watched(state):
+    holder = holder_of(state)
+    with nullcontext() if holder is None else holder.reducing():
         return REDUCE_GRAD(grad, state, hyper, ctx.spec), None, None, None, None  # type: ignore[attr-defined]
-
-
-_WATCH = "_muon_zero_watch"
-
-
-def watch(state: Tensor, around: Callable[[], AbstractContextManager[object]]) -> None:
-    """Have the bound method ``around`` called for a context in which eager backwards reduce; held weakly.
-
-    Graphs are traced with other tensors than ``state`` itself, so nothing of it gets into one.
-    """
-    setattr(state, _WATCH, weakref.WeakMethod(around))
-
-
-def watched(state: Tensor) -> AbstractContextManager[object]:
-    """The context that :func:`watch` asked for, if it did."""
-    reference = getattr(state, _WATCH, None)
-    around = None if reference is None else reference()
-    return nullcontext() if around is None else around()
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)

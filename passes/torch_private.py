@@ -67,9 +67,11 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> C
     """Inductor's code generation for one forward or backward graph."""
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
-    # Inductor's reordering for peak memory moves the start of every collective down to its wait: nothing overlaps.
+    # Inductor's reordering for peak memory moves the start of every collective down to its wait, and what waits for a
+    # refresh anywhere: nothing overlaps.
     config = torch._inductor.config
-    sends = any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in gm.graph.nodes)
+    ours = ("_c10d_functional", "muon_zero")
+    sends = any(getattr(node.target, "namespace", "") in ours for node in gm.graph.nodes)
     with config.patch(reorder_for_peak_memory=config.reorder_for_peak_memory and not sends):
         return implementation(gm, inputs, **kwargs)
 

@@ -16,7 +16,7 @@ from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import buckets, refresh_by_owner
+from compile_muon.runtime.replicas import buckets, start_refresh_by_owner
 from compile_muon.runtime.shards import local_tensor, user_attributes
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
@@ -251,4 +251,4 @@ def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
             if layout.sharded:
                 full = full[layout.local_rows]
             account.local.detach().copy_(full)
-    refresh_by_owner(accounts)
+    start_refresh_by_owner(accounts)

@@ -21,7 +21,7 @@ from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import refresh_by_owner
+from compile_muon.runtime.replicas import start_refresh_by_owner
 
 __all__ = ["Values"]
 
@@ -168,7 +168,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
-        refresh_by_owner(accounts)
+        start_refresh_by_owner(accounts)
 
 
 class _Edits(TorchDispatchMode):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.backend import compile_frame
@@ -25,6 +26,7 @@ from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import collectives
+from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.simulate import Played, Timeline, simulate
@@ -33,6 +35,7 @@ from compile_muon.passes.work import Category
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.update import commit_graph, refresh_graph, survey_graph
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import gathers
 from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = [
@@ -118,7 +121,7 @@ def capture_step(
         accounts = sharded.accounts
         trained = [account for account in accounts if account.param.grad is not None]
         ready = {account.name for account in trained if account.speculations.current is not None}
-        graphs = [visit.played for visit in recorder.visits]
+        graphs = [(visit.played, visit.states) for visit in recorder.visits]
         return captured(sharded, graphs, trained, ready, options)
 
 
@@ -209,7 +212,7 @@ def run_micro_batches(
 
 def captured(
     sharded: Sharded,
-    graphs: Sequence[Played],
+    graphs: Sequence[tuple[Played, Mapping[int, str]]],
     trained: Sequence[Account],
     ready: Collection[str],
     options: FrameOptions,
@@ -217,13 +220,16 @@ def captured(
     """A step of these forward and backward graphs, and of what comes behind them.
 
     Args:
+        graphs: and of each, the name of the parameter by the position of its state among the inputs.
         trained: the parameters that have a gradient.
         ready: names of those whose directions the graphs make.
     """
     muon = [account for account in trained if account.spec.muon is not None]
     adamw = [account for account in trained if account.spec.muon is None]
     everyone = None if sharded.mesh is None else sharded.mesh.everyone.group_name
-    played = [*graphs, survey_graph(muon, adamw, everyone)]
+    number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
+    played = [replace(graph, awaits=_awaits(graph, states, number)) for graph, states in graphs]
+    played.append(survey_graph(muon, adamw, everyone))
     late = [account for account in muon if account.name not in ready]
     if late:
         step = Recorder(tensors=fake_mode_of([account.local for account in late]))
@@ -237,6 +243,14 @@ def captured(
     }
     ranks = 1 if sharded.mesh is None else sharded.mesh.size
     return Captured(tuple(played), _groups(accounts, played), ranks, resident, options.codegen)
+
+
+def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:
+    """The nodes that wait for a refresh, and which they wait for."""
+    inputs = {node: i for i, node in enumerate(played.gm.graph.find_nodes(op="placeholder"))}
+    waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
+    names = {node: states.get(inputs[node.args[1]], "") for node in waits}
+    return {node: number[name] for node, name in names.items() if name in number}
 
 
 def _loss(result: Any) -> Tensor:

@@ -92,7 +92,7 @@ class Trace:
                 key = (id(visit.ctx.source), request)
                 if key not in known:
                     known[key] = _lowered(visit, request, named, self.options)
-                graphs.append(known[key])
+                graphs.append((known[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
             trained = [account for account in sharded.accounts if account.name in self.trained]
             return captured(sharded, graphs, trained, ready, self.options)

@@ -14,14 +14,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import Half
-from compile_muon.passes.exchange.transfers import gather_pieces, gather_slices
+from compile_muon.passes.exchange.packing import pack, unpack
+from compile_muon.passes.exchange.transfers import gather_slices
 from compile_muon.passes.inline import inline
 from compile_muon.passes.simulate import Played
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import fresh_context
 from compile_muon.passes.work import Category, Work
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import buckets
+from compile_muon.runtime.replicas import gathered_alone, gathers, last_gather
 from compile_muon.runtime.survey import not_finite, squares
 
 __all__ = ["commit_graph", "refresh_graph", "survey_graph"]
@@ -48,13 +49,23 @@ class _Sketch:
 
     def add(
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[torch.fx.Node], work: Work | None = None
-    ) -> None:
+    ) -> list[torch.fx.Node]:
         with fresh_context(self._fake):
-            inline(self._gm, self._output, function, inputs, work)
+            return inline(self._gm, self._output, function, inputs, work)
 
-    def done(self, name: str, *, counted: bool = True, drops: tuple[str, ...] = ()) -> Played:
+    def done(
+        self, name: str, *, counted: bool = True, drops: tuple[str, ...] = (), finished_by_forward: bool = False
+    ) -> Played:
         self._gm.recompile()
-        return Played(self._gm, Half.STEP, name, drops=drops, eager=True, counted=counted)
+        return Played(
+            self._gm,
+            Half.STEP,
+            name,
+            drops=drops,
+            eager=True,
+            counted=counted,
+            finished_by_forward=finished_by_forward,
+        )
 
 
 def survey_graph(muon: Sequence[Account], adamw: Sequence[Account], group: str | None) -> Played:
@@ -106,22 +117,46 @@ def _write_adamw(param: Tensor, gradient: Tensor, first: Tensor, second: Tensor)
     return [param.addcdiv_(first, denominator, value=-0.1)]
 
 
-def _refresh(specs: Sequence[ParamSpec], *tensors: Tensor) -> list[Tensor]:
-    """As ``replicas._refresh`` of tensors: the pieces, then the replicas that take them."""
-    pieces, replicas = tensors[: len(specs)], tensors[len(specs) :]
-    gather = gather_pieces if specs[0].layout.replicated_weight else gather_slices
-    found = gather(pieces, specs, decode_dtype(specs[0].compute_dtype))
-    return [replica.copy_(weight) for replica, weight in zip(replicas, found, strict=True)]
+def _start(specs: Sequence[ParamSpec], *tensors: Tensor) -> list[Tensor]:
+    """As ``replicas.Refresh.start`` of tensors: what is under way, of the pieces and the replicas that take them."""
+    pieces, replicas = list(tensors[: len(specs)]), tensors[len(specs) :]
+    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    axis, widths = last_gather(specs)
+    if gathered_alone(specs[0]):
+        into = replicas[0].view(-1)
+        sending = pieces[0].to(dtype).view(-1)
+        return [_c10d.all_gather_into_tensor_out(sending, axis.size, axis.group, out=into)]
+    if layout.cut_twice and layout.replicated_weight:
+        pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
+    copies = axis.size if layout.pairwise else 1
+    flat = pack(pieces * copies, widths * copies, dtype=dtype)
+    if layout.pairwise:
+        splits = [sum(widths)] * axis.size
+        return [_c10d.all_to_all_single(flat, splits, splits, axis.group)]
+    return [_c10d.all_gather_into_tensor(flat, axis.size, axis.group)]
+
+
+def _finish(specs: Sequence[ParamSpec], under_way: Tensor, *replicas: Tensor) -> list[Tensor]:
+    """As ``replicas.Refresh.finish``."""
+    received = _c10d.wait_tensor(under_way)
+    if gathered_alone(specs[0]):
+        return [received]
+    axis, widths = last_gather(specs)
+    found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
+    return [replica.copy_(flat.view(replica.shape)) for replica, flat in zip(replicas, found, strict=True)]
 
 
 def refresh_graph(accounts: Sequence[Account]) -> Played:
-    """What ``refresh_replicas`` gathers, bucket by bucket; directions are let go ahead of it."""
+    """What ``start_refresh`` gathers, and behind all that, how each gather is finished by whoever reads a weight."""
     sketch = _Sketch()
-    resident = [account for account in accounts if account.replica is not None]
-    for number, bucket in enumerate(buckets(resident, lambda spec: spec.compute_dtype)):
+    started = []
+    for number, bucket in enumerate(gathers(accounts)):
         specs = [account.spec for account in bucket]
+        work = Work(Category.REFRESH, number)
         pieces = sketch.inputs(f"piece_{number}", [account.local for account in bucket])
-        replicas = [account.replica for account in bucket if account.replica is not None]
-        inputs = [*pieces, *sketch.inputs(f"replica_{number}", replicas)]
-        sketch.add(partial(_refresh, specs), inputs, Work(Category.REFRESH, number))
-    return sketch.done("refresh", drops=("exchange",))
+        replicas = sketch.inputs(f"replica_{number}", [a.replica for a in bucket if a.replica is not None])
+        (under_way,) = sketch.add(partial(_start, specs), [*pieces, *replicas], work)
+        started.append((specs, under_way, replicas, work))
+    for specs, under_way, replicas, work in started:
+        sketch.add(partial(_finish, specs), [under_way, *replicas], work)
+    return sketch.done("refresh", drops=("exchange",), finished_by_forward=True)

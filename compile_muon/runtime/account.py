@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from compile_muon.passes.markers import watch
+from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
@@ -26,10 +26,9 @@ from compile_muon.runtime.visits import Visits
 
 if TYPE_CHECKING:
     from compile_muon.runtime.ledger import Ledger
+    from compile_muon.runtime.replicas import Refresh
 
 __all__ = ["Account", "account_of"]
-
-_ATTRIBUTE = "_muon_zero_account"
 
 
 @dataclass(eq=False)
@@ -52,7 +51,8 @@ class Account:
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
-        refreshed_at: edits of the parameter when its replica was last gathered.
+        refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
+        refresh: what is gathering the replica, until it is waited for.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Account:
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
     refreshed_at: int = -1
+    refresh: Refresh | None = None
     key: bytes = field(init=False)
     momentum_buffer: Tensor = field(init=False)
     _watched: bool = False
@@ -79,11 +80,11 @@ class Account:
         self.text = self.spec.encode()
         self.refreshed_at = edits_of(self.param)
         self.momentum_buffer = like_parameter(self.param, self.momentum.detach())
-        setattr(self.momentum, _ATTRIBUTE, weakref.ref(self))
-        watch(self.momentum, self.reducing)
+        hold(self.momentum, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
         """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
+        self.await_refresh()
         ledger = copy.deepcopy(self.ledger, memo)
         param, replica = copy.deepcopy(self.param, memo), copy.deepcopy(self.replica, memo)
         momentum = self.momentum.detach().clone()
@@ -130,6 +131,17 @@ class Account:
         """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
         # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
         return will_execute(accumulator_of(self.param))
+
+    def await_refresh(self, read: Tensor | None = None) -> None:
+        """Return when the replica is that of the shards at the latest :func:`~.replicas.start_refresh`.
+
+        Args:
+            read: the replica, or a copy, which then is written anew.
+        """
+        if self.refresh is not None:
+            self.refresh.finish()
+        if read is not None and self.replica is not None and read.data_ptr() != self.replica.data_ptr():
+            read.copy_(self.replica)
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
@@ -178,5 +190,4 @@ class Account:
 
 def account_of(tensor: object) -> Account | None:
     """The account whose ``momentum`` this very tensor is, or None."""
-    reference = getattr(tensor, _ATTRIBUTE, None) if isinstance(tensor, torch.Tensor) else None
-    return None if reference is None else reference()
+    return cast("Account | None", holder_of(tensor))

@@ -56,6 +56,7 @@ class Copies:
             if account.spec.layout.parted:
                 continue  # ranks have different parts
             if account.replica is not None:
+                account.await_refresh()
                 # Resident weights follow their shards when they are read next; who edited none must not wait for that.
                 stale += [len(held)] if edits_of(account.param) != account.refreshed_at else []
                 held[account.name] = account.replica

@@ -1,22 +1,46 @@
-"""Resident weights (stages 1 and 2) and slices of them: a bucketed all-gather per step, or after an edit of a shard."""
+"""Resident weights (stages 1 and 2) and slices of them: gathered anew after each step, or after an edit of a shard.
+
+A refresh is started where every rank is, in ``step()``, and waited for where a weight is read: in the forward that
+follows, weight by weight, while those behind it are under way. Who reads a weight alone, as rank 0 that evaluates,
+waits for what all ranks have started.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.exchange.transfers import gather_pieces, gather_slices, piece_widths, shard_widths
+from compile_muon.passes.exchange.packing import pack, unpack
+from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
+from compile_muon.passes.half.buckets import group_neighbours
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import edits_of
 
-__all__ = ["buckets", "keep_fresh", "refresh_by_owner", "refresh_replicas"]
+__all__ = [
+    "Refresh",
+    "buckets",
+    "gathered_alone",
+    "gathers",
+    "keep_fresh",
+    "last_gather",
+    "start_refresh",
+    "start_refresh_by_owner",
+]
 
 _BUCKET_BYTES = 25 * 2**20
+
+# From this on a weight is gathered by itself, straight to where it is resident, and no buffer is held until it is read.
+# A collective of a mebibyte is not worth less for being alone (as in ``passes.half.buckets``).
+_ALONE_BYTES = 2**20
 
 
 def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
@@ -25,50 +49,145 @@ def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -
     Args:
         dtype_of: the dtype they would have in the buffer.
     """
-    kinds: dict[tuple[object, ...], list[Account]] = {}
-    for account in accounts:
-        spec = account.spec
-        kinds.setdefault((spec.layout.company, dtype_of(spec)), []).append(account)
-    for members in kinds.values():
-        bucket: list[Account] = []
-        size = 0
-        for account in members:
-            nbytes = account.spec.layout.numel * decode_dtype(dtype_of(account.spec)).itemsize
-            if bucket and size + nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(account)
-            size += nbytes
-        yield bucket
+    for group in group_neighbours([account.spec for account in accounts], dtype_of, _BUCKET_BYTES):
+        yield [accounts[index] for index in group]
+
+
+def gathers(accounts: Sequence[Account]) -> list[list[Account]]:
+    """The parameters that are refreshed by one collective each, in the order in which they start.
+
+    By what all ranks know alike: they meet in this order.
+    """
+    place = {account: number for number, account in enumerate(accounts) if account.replica is not None}
+    alone = [[account] for account in place if gathered_alone(account.spec)]
+    others = [account for account in place if not gathered_alone(account.spec)]
+    shared = buckets(others, lambda spec: spec.compute_dtype)
+    return sorted([*alone, *shared], key=lambda bucket: place[bucket[0]])
+
+
+def gathered_alone(spec: ParamSpec) -> bool:
+    """Whether the weight is gathered straight to where it is resident: ranks hold equal parts of it, in order."""
+    layout = spec.layout
+    parts = layout.shard.size * (layout.replicate.size if layout.cut_twice else 1)
+    nbytes = layout.numel * decode_dtype(spec.compute_dtype).itemsize
+    even = layout.shape[0] % parts == 0 and nbytes >= _ALONE_BYTES
+    return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
+
+
+def last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
+    """The axis that the gather which ends in the resident weights goes over, and what each rank sends of each."""
+    layout = specs[0].layout
+    if layout.replicated_weight:
+        return layout.shard.serving(Category.REFRESH), shard_widths(specs)
+    return layout.replicate.serving(Category.REFRESH), piece_widths(specs)
+
+
+@dataclass(eq=False)
+class Refresh:
+    """One gather into what is resident of some weights, under way.
+
+    Args:
+        name: of its range.
+        sent: what this rank sends.
+        work: to be waited for.
+        sending: kept until then.
+        received: every rank's bucket, one behind the other; None where it goes to the resident weight itself.
+    """
+
+    accounts: Sequence[Account]
+    name: str
+    sent: int
+    work: dist.Work
+    sending: Tensor
+    received: Tensor | None
+
+    @classmethod
+    def start(cls, accounts: Sequence[Account], name: str, sent: int) -> Refresh:
+        """Start the gather that the resident weights of ``accounts`` share; collective."""
+        specs = [account.spec for account in accounts]
+        layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+        pieces = [account.local.detach() for account in accounts]
+        axis, widths = last_gather(specs)
+        group = group_named(axis.group)
+        received: Tensor | None = None
+        if gathered_alone(specs[0]):
+            (account,), (piece,) = accounts, pieces
+            assert account.replica is not None
+            sending = piece.to(dtype)
+            work = dist.all_gather_into_tensor(account.replica.detach(), sending, group, async_op=True)
+        else:
+            if layout.cut_twice and layout.replicated_weight:
+                pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
+            copies = axis.size if layout.pairwise else 1
+            sending = pack(pieces * copies, widths * copies, dtype=dtype)
+            received = sending.new_empty(axis.size * sum(widths))
+            if layout.pairwise:
+                work = dist.all_to_all_single(received, sending, group=group, async_op=True)
+            else:
+                work = dist.all_gather_into_tensor(received, sending, group, async_op=True)
+        found = cls(accounts, name, sent, work, sending, received)
+        for account in accounts:
+            account.refresh = found
+            account.refreshed_at = edits_of(account.param)
+            assert account.replica is not None
+            # What autograd has saved of it is not what it was, from here on.
+            torch.autograd.graph.increment_version(account.replica)
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait, and write what came to the resident weights."""
+        ledger = self.accounts[0].ledger
+        with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.sent):
+            self.work.wait()
+            if self.received is not None:
+                self._unpack(self.received)
+            for account in self.accounts:
+                account.refresh = None
+
+    def _unpack(self, received: Tensor) -> None:
+        axis, widths = last_gather([account.spec for account in self.accounts])
+        replicas = [account.replica for account in self.accounts if account.replica is not None]
+        found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
+        for account, replica, flat in zip(self.accounts, replicas, found, strict=True):
+            weight = flat.view(replica.shape)
+            rows = _own_rows(account, replica)
+            replica[: rows.start].copy_(weight[: rows.start])
+            replica[rows.stop :].copy_(weight[rows.stop :])
+
+
+def _own_rows(account: Account, replica: Tensor) -> slice:
+    """The rows of ``replica`` that are the shard's own memory, and may have been edited since it was sent."""
+    local = account.local
+    row = account.spec.layout.row_numel * replica.element_size()
+    if not local.numel() or local.dtype is not replica.dtype:
+        return slice(0, 0)
+    first, rest = divmod(local.data_ptr() - replica.data_ptr(), row)
+    inside = not rest and 0 <= first < len(replica)
+    return slice(first, first + len(local)) if inside else slice(0, 0)
 
 
 @torch.no_grad()
-def refresh_replicas(accounts: Sequence[Account]) -> Traffic:
-    """Gather the pieces of ``accounts`` into what is resident of their weights; collective over their group."""
+def start_refresh(accounts: Sequence[Account]) -> Traffic:
+    """Start to gather what is resident of the weights of ``accounts``; collective over their group.
+
+    Returns:
+        What this rank sends.
+    """
     total = Traffic()
-    resident = [account for account in accounts if account.replica is not None]
-    for number, bucket in enumerate(buckets(resident, lambda spec: spec.compute_dtype)):
+    for account in accounts:
+        account.await_refresh()
+    for number, bucket in enumerate(gathers(accounts)):
         sent = _traffic([account.spec for account in bucket])
-        with bucket[0].ledger.range(f"refresh {number}", Category.REFRESH.value, sent.bytes_sent):
-            _refresh(bucket)
+        name = f"refresh {number}"
+        with bucket[0].ledger.range(f"{name} launch", Category.REFRESH.value, sent.bytes_sent):
+            Refresh.start(bucket, name, sent.bytes_sent)
         total = total + sent
     return total
 
 
-def _refresh(bucket: Sequence[Account]) -> None:
-    """Gather parameters that share a buffer."""
-    specs = [account.spec for account in bucket]
-    pieces = [account.local.detach() for account in bucket]
-    gather = gather_pieces if specs[0].layout.replicated_weight else gather_slices
-    found = gather(pieces, specs, decode_dtype(specs[0].compute_dtype))
-    for account, weight in zip(bucket, found, strict=True):
-        assert account.replica is not None
-        account.replica.copy_(weight)
-        account.refreshed_at = edits_of(account.param)
-
-
 def _traffic(specs: Sequence[ParamSpec]) -> Traffic:
-    """Of parameters that share a buffer."""
+    """Of parameters that share a collective."""
     layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
     total = Traffic()
     if layout.replicated_weight:
@@ -84,10 +203,10 @@ def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool)
     return Traffic(sent, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, sent),))
 
 
-def refresh_by_owner(accounts: Sequence[Account]) -> None:
-    """:func:`refresh_replicas` for parameters of one optimizer or several, each of which counts its traffic."""
+def start_refresh_by_owner(accounts: Sequence[Account]) -> None:
+    """:func:`start_refresh` for parameters of one optimizer or several, each of which counts its traffic."""
     for ledger in {id(account.ledger): account.ledger for account in accounts}.values():
-        ledger.count(refresh_replicas([account for account in accounts if account.ledger is ledger]))
+        ledger.count(start_refresh([account for account in accounts if account.ledger is ledger]))
 
 
 def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None:
@@ -97,4 +216,4 @@ def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None
         among: the parameters to gather then; default: all of the optimizer.
     """
     if account.replica is not None and edits_of(account.param) != account.refreshed_at:
-        account.ledger.count(refresh_replicas(account.ledger.accounts if among is None else among))
+        account.ledger.count(start_refresh(account.ledger.accounts if among is None else among))

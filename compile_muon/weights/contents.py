@@ -18,7 +18,7 @@ from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.place import Place
-from compile_muon.runtime.replicas import refresh_by_owner
+from compile_muon.runtime.replicas import start_refresh_by_owner
 
 __all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
 
@@ -134,7 +134,7 @@ class Weights:
 
     def refresh(self) -> None:
         """Shards were written: gather the resident weights anew; collective."""
-        refresh_by_owner(self.accounts)
+        start_refresh_by_owner(self.accounts)
 
 
 def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:

@@ -270,6 +270,6 @@ SCHEDULE = GraphPass(
     "schedule",
     _schedule,
     requires=("lower",),
-    conflicts=("verify",),
+    conflicts=("await_refresh", "verify"),
     halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP),
 )

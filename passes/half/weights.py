@@ -12,6 +12,7 @@ from ..joint.recompute import is_view_or_cast
 from ..markers import Unshard
 from ..work import Category, Work
 from .buckets import group_neighbours
+from .refresh import note_resident
 
 __all__ = ["lower_weights"]
 
@@ -21,6 +22,8 @@ def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
     output = gm.graph.output_node()
     gathered = []
     for read in Unshard.all(gm):
+        if read.replica is not None:
+            note_resident(read.replica, read.state)
         if read.spec.layout.gathered:
             gathered.append(read)
         else:

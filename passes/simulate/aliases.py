@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from ..collectives import is_collective, is_wait
+from ..half.refresh import AWAIT_REFRESH_OP
 from ..torch_private import expected_size
 
 __all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]
@@ -82,7 +83,7 @@ def base(node: Node) -> Node:
 
 def is_free(node: Node) -> bool:
     """Whether ``node`` computes nothing on the device: views, items of lists, sizes, waits, graph ends."""
-    if node.op != "call_function" or is_wait(node) or is_collective(node):
+    if node.op != "call_function" or is_wait(node) or is_collective(node) or node.target is AWAIT_REFRESH_OP:
         return True
     if getattr(node.target, "namespace", "") == "profiler":  # ranges
         return True

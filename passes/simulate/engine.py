@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -47,6 +48,8 @@ class Played:
         drops: categories of memory that are let go ahead of it.
         eager: nothing compiles it: every node is a kernel of its own.
         counted: its bytes are traffic, as an optimizer counts its own.
+        finished_by_forward: its gathers are waited for by forward graphs of the step behind it.
+        awaits: of a forward graph: its nodes that wait for such a gather, and the number of each.
     """
 
     gm: GraphModule
@@ -56,6 +59,8 @@ class Played:
     drops: tuple[str, ...] = ()
     eager: bool = False
     counted: bool = True
+    finished_by_forward: bool = False
+    awaits: Mapping[Node, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
@@ -115,7 +120,9 @@ def simulate(
     codegen: str = "inductor",
     one_stream: bool = False,
 ) -> Timeline:
-    """Play ``graphs`` one behind the other.
+    """Play ``graphs`` one behind the other, as a step among others like it.
+
+    What is finished by forward comes first: the step before has started it.
 
     Args:
         machine: that every rank of the job runs on.
@@ -130,7 +137,7 @@ def simulate(
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
     took: dict[str, float] = defaultdict(float)
-    for played in graphs:
+    for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
         found = kernels(played.gm, "eager" if played.eager else codegen)
         began = player.now
         player.run(played, found)
@@ -141,6 +148,7 @@ def simulate(
         memory.run(played.gm, played.half, played.frame, played.user_outputs, roots)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
+    player.finish_refreshes()
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
     return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak)
 
@@ -220,17 +228,37 @@ class _Player:
         self._wires = _Wires()
         self._events: list[Event] = []
         self._sent: list[_Sent] = []
+        self._refreshes: dict[int, list[Callable[[], None]]] = {}
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
+        late = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
+            if node in played.awaits:
+                self._finish_refresh(played.awaits[node])
+                continue
             if node in found:
-                self._compute(node, kernel_seconds(found[node], self.machine))
-            elif node in sending:
-                sent[node] = self._issue(node, sending[node], played.title)
+                act = partial(self._compute, node, kernel_seconds(found[node], self.machine))
             elif is_wait(node) and node.args[0] in sent:
-                self._wait(node, sent[node.args[0]])
+                act = partial(self._wait, node, sent[node.args[0]])
+            else:
+                if node in sending:
+                    sent[node] = self._issue(node, sending[node], played.title)
+                continue
+            if node in late:
+                self._refreshes.setdefault(late[node], []).append(act)
+            else:
+                act()
+
+    def _finish_refresh(self, number: int) -> None:
+        for act in self._refreshes.pop(number, ()):
+            act()
+
+    def finish_refreshes(self) -> None:
+        """Those that no forward has waited for."""
+        for number in list(self._refreshes):
+            self._finish_refresh(number)
 
     def _compute(self, root: Node, seconds: float) -> None:
         start, self.now = self.now, self.now + seconds
@@ -272,6 +300,17 @@ class _Player:
         for sent in self._sent:
             self._events.append(Event(sent.name, _cause(work_of(sent.node)), sent.stream, sent.start, sent.end))
         return self._events
+
+
+def _finishing(played: Played) -> dict[Node, int]:
+    """The nodes of each refresh from its last wait on, with its number."""
+    found: dict[int, list[Node]] = {}
+    for node in played.gm.graph.nodes:
+        work = work_of(node)
+        if work is not None and (is_wait(node) or work.bucket in found):
+            # A gather over a second axis starts behind the wait for the first.
+            found[work.bucket] = [node] if is_wait(node) else [*found[work.bucket], node]
+    return {node: number for number, nodes in found.items() for node in nodes}
 
 
 def _is_all_to_all(node: Node) -> bool:

@@ -30,15 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 __all__ = ["Outcome", "RankError", "Ranks", "single_process"]
 
 # what the other ranks get after one has failed, before they are stopped
 _GRACE_SECONDS = 5.0
-
-# Ranks with more process groups than this are started anew. Each of Gloo's groups polls a hundred times a second on
-# threads of its own, and none can be destroyed: DTensor keeps the plans, and so the groups, of every mesh it has seen.
-_MOST_GROUPS = 40
 
 
 class RankError(AssertionError):
@@ -51,7 +48,6 @@ class Outcome:
 
     value: Any = None
     failure: str | None = None
-    groups: int = 0  # process groups that the rank holds afterwards
 
 
 def _module(path: str) -> ModuleType:
@@ -69,7 +65,7 @@ def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
     try:
         value = getattr(_module(path), name)(**kwargs)
         pickle.dumps(value)
-        return Outcome(value, groups=len(_world.pg_map))
+        return Outcome(value)
     except BaseException:
         return Outcome(failure=traceback.format_exc())
     finally:
@@ -88,7 +84,18 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
             task = connection.recv()
         except EOFError:  # the session is over
             os._exit(0)
+        _forget_groups()  # no rank uses them any more: all have answered
         connection.send(_run(*task))
+
+
+def _forget_groups() -> None:
+    """Destroy what the last task made: each group polls a hundred times a second, and tests make hundreds of them."""
+    _clear_sharding_prop_cache()  # DTensor takes a mesh it has seen for an equal one, and so its groups
+    for group in list(_world.pg_map):
+        # Those named by a count: the next group of a name made from its ranks would find this one's addresses.
+        if group is not dist.group.WORLD and group.group_name.isdigit():
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 class Ranks:
@@ -148,7 +155,7 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + grace)
         silent = Outcome(failure="no answer: stuck, or waiting for a rank that failed")
         outcomes = [found.get(rank, silent) for rank in range(self.world)]
-        if any(outcome.failure is not None or outcome.groups > _MOST_GROUPS for outcome in outcomes):
+        if any(outcome.failure is not None for outcome in outcomes):
             self.close()
         return outcomes
 

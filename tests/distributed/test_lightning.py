@@ -190,7 +190,10 @@ def of_all_ranks(per_rank: Sequence[list[float]]) -> list[float]:
 
 @pytest.mark.parametrize(
     ("world", "stage", "compiled"),
-    [(2, 0, False), (2, 1, True), (2, 2, False), (2, 3, True), (3, 3, False), (1, 2, True)],
+    [
+        *((2, 0, False), (2, 2, False), (2, 3, True), (1, 2, True)),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (3, 3, False))),
+    ],
 )
 def test_a_fit_trains_as_a_plain_loop(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, compiled: bool

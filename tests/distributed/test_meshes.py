@@ -196,7 +196,7 @@ def kept(folder: str, stage: int, over: str) -> tuple[dict[str, Tensor], list[fl
     return everything(model, optimizer), losses, sum(numels), sum(param.numel() for param in held)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
     """Resident weights in another dtype than the masters; models that were never whole on a rank."""
     folder = {over: str(tmp_path / over) for over in ("shard", "all")}

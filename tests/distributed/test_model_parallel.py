@@ -103,10 +103,14 @@ def check(group: Ranks, **settings: Any) -> None:
     (
         (0, "step", "replicate", 2),
         (1, "backward", "owner", 2),
-        (2, "backward", "replicate", 1),
         (3, "step", "owner", 1),
     ),
-    campaign=((0, "backward", "owner", 1), (2, "step", "owner", 1), (3, "backward", "owner", 2)),
+    campaign=(
+        (0, "backward", "owner", 1),
+        (2, "step", "owner", 1),
+        (2, "backward", "replicate", 1),
+        (3, "backward", "owner", 2),
+    ),
 )
 def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), sizes=(2, 2), names=("shard", "tensor"), **settings)

@@ -30,7 +30,7 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "update", "micro"),
     [
-        ("gpt2", 0, "auto", 1),
+        pytest.param("gpt2", 0, "auto", 1, marks=pytest.mark.campaign),
         ("gpt2", 2, "step", 2),
         ("llama", 3, "auto", 1),
         pytest.param("mixtral", 1, "step", 1, marks=pytest.mark.campaign),

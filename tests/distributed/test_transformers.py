@@ -126,8 +126,7 @@ def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, 
         (2, 0, False),
         (2, 2, False),
         (2, 3, True),
-        (3, 3, False),
-        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (1, 2, True))),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (1, 2, True), (3, 3, False))),
     ],
 )
 def test_the_trainer_trains_as_a_plain_loop(

@@ -112,6 +112,7 @@ def there_and_back(stage: int, folder: str) -> None:
     assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer._muon, moments, strict=True))
     for account in other_optimizer._ledger.accounts:  # what the model computes with is new, too
         if account.replica is not None:
+            account.await_refresh()
             assert torch.equal(account.replica, expected[account.name].to(account.replica.dtype)), account.name
     train(other, other_optimizer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ _KINDS = {
     "_c10d_functional::all_reduce_": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
 }
+#: torch.distributed's own functions, and what functional collectives call: with the result ahead of the input
+_DIRECT = {"c10d::_allgather_base_": "all_gather", "c10d::alltoall_base_": "all_to_all"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ def _bytes(kind: str, numel: int, size: int, kept: int, world: int) -> float:
         return (numel - kept) * size
     share = {"all_gather": world - 1, "reduce_scatter": (world - 1) / world, "all_reduce": 2 * (world - 1) / world}
     return numel * size * share[kind]
+
+
+def _direct(events: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Kind and arguments of collectives that no functional one called."""
+    calls = [event for event in events if event.get("name") in _KINDS]
+    for event in events:
+        kind = _DIRECT.get(event.get("name", ""))
+        inside = any(
+            call["tid"] == event["tid"] and call["ts"] <= event["ts"] <= call["ts"] + call["dur"] for call in calls
+        )
+        if kind is not None and not inside:
+            yield kind, event["args"]
 
 
 def _kept(arguments: dict[str, Any], numel: int, shapes: list[tuple[int, ...]], world: int, rank: int) -> int:
@@ -85,6 +99,11 @@ def _account(events: list[dict[str, Any]], world: int, rank: int) -> Trace:
     newton_schulz = [event["args"] for event in events if event.get("name") == "muon_zero::newton_schulz"]
     shapes = [(1, *shape)[-3:] for arguments in newton_schulz for shape in arguments["Input Dims"][0]]
     reductions = _reductions(events, world)
+
+    def add(kind: str, numel: int, kept: int, dtype: str) -> None:
+        sent[kind] = sent.get(kind, 0.0) + _bytes(kind, numel, _ITEMSIZE[dtype], kept, world)
+        elements[kind] = elements.get(kind, 0) + numel
+
     for index, event in enumerate(events):
         arguments = event.get("args", {})
         kind = "reduce_scatter" if index in reductions else _KINDS.get(event.get("name", ""))
@@ -92,9 +111,10 @@ def _account(events: list[dict[str, Any]], world: int, rank: int) -> Trace:
             continue
         numel = torch.Size(arguments["Input Dims"][0]).numel()
         kept = _kept(arguments, numel, shapes, world, rank) if kind == "all_to_all" else 0
-        size = _ITEMSIZE[arguments["Input type"][0]]
-        sent[kind] = sent.get(kind, 0.0) + _bytes(kind, numel, size, kept, world)
-        elements[kind] = elements.get(kind, 0) + numel
+        add(kind, numel, kept, arguments["Input type"][0])
+    for kind, arguments in _direct(events):  # equal splits
+        numel = torch.Size(arguments["Input Dims"][1]).numel()
+        add(kind, numel, numel // world, arguments["Input type"][1])
     return Trace(sent, elements, tuple(shapes))
 
 

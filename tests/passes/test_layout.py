@@ -23,7 +23,7 @@ from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
-from compile_muon.runtime.replicas import refresh_replicas
+from compile_muon.runtime.replicas import start_refresh
 
 JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
 NAMES = ("replicate", "shard")
@@ -210,7 +210,7 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=NAMES)
         model = torch.nn.Sequential(torch.nn.Linear(36, 24, bias=False), torch.nn.Linear(24, 12, bias=False))
         optimizer = MuonZero(model, mesh=mesh, stage=stage, shard_state_over="all", param_dtype="bf16")
-        sent = refresh_replicas(optimizer._ledger.accounts)
+        sent = start_refresh(optimizer._ledger.accounts)
     assert {tuple(a.replica.shape) for a in optimizer._ledger.accounts} == (
         {(24, 36), (12, 24)} if stage < 3 else {(8, 36), (4, 24)}
     )

@@ -1,0 +1,40 @@
+"""Whose state a tensor is: the way from the ops in a graph, which get tensors alone, to the runtime."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Holder", "hold", "holder_of"]
+
+_ATTRIBUTE = "_muon_zero_holder"
+
+
+class Holder(Protocol):
+    """What the ops ask of whoever keeps the state of a parameter."""
+
+    def await_refresh(self, read: Tensor | None = None) -> None:
+        """Return when what is resident of the weight is that of the shards, and ``read``, which stands for it, too."""
+
+    def reducing(self) -> AbstractContextManager[object]:
+        """Around the reduction of an eager backward."""
+
+
+_Holder = TypeVar("_Holder", bound=Holder)
+
+
+def hold(state: Tensor, holder: Holder) -> None:
+    """Have ``holder``, which is held weakly, found by this very tensor.
+
+    Graphs are traced with other tensors than ``state`` itself, so nothing of it gets into one.
+    """
+    setattr(state, _ATTRIBUTE, weakref.ref(holder))
+
+
+def holder_of(state: object) -> Holder | None:
+    """Who :func:`hold` this tensor, or None."""
+    reference = getattr(state, _ATTRIBUTE, None) if isinstance(state, Tensor) else None
+    return None if reference is None else reference()

@@ -1,0 +1,70 @@
+"""Waits for resident weights in forward graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from compile_muon import MuonZero
+from compile_muon.passes import HALF_PASSES, Half
+from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
+from compile_muon.passes.holder import hold, holder_of
+
+LAYERS = 4
+
+
+def lowered(world, trace, stage, half=Half.FORWARD, passes=HALF_PASSES):
+    torch.manual_seed(0)
+    with world(1, 2):
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(LAYERS))
+        model = nn.Sequential(nn.Embedding(8, 16), *layers)
+        MuonZero(model, stage=stage, ns_dtype="float32")
+        return trace(model, torch.arange(4)).lowered(half, passes=passes)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_is_waited_for_where_it_is_first_read(world, trace, stage):
+    nodes = list(lowered(world, trace, stage).graph.nodes)
+    waits = [node for node in nodes if node.target is AWAIT_REFRESH_OP]
+    assert len(waits) == 2 * LAYERS + 1
+    for wait in waits:
+        replica, state = wait.args
+        readers = [node for node in replica.users if node is not wait]
+        first = min(map(nodes.index, readers))
+        between = nodes[nodes.index(wait) + 1 : first]
+        assert all(node.target is AWAIT_REFRESH_OP for node in between), "others run while this one is waited for"
+    places = [nodes.index(wait) for wait in waits]
+    products = [place for place, node in enumerate(nodes) if "mm" in str(node.target)]
+    assert len(products) == LAYERS
+    # All but the first layer's are waited for when a layer has been computed.
+    assert sum(place > products[0] for place in places) >= 2 * (LAYERS - 1)
+
+
+@pytest.mark.parametrize(("stage", "half"), [(0, Half.FORWARD), (3, Half.FORWARD)])
+def test_nothing_waits_where_nothing_is_resident(world, trace, stage, half):
+    assert not lowered(world, trace, stage, half).graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
+
+
+def test_the_op_asks_who_holds_the_state():
+    class Asked:
+        count = 0
+
+        def await_refresh(self, read):
+            assert read is replica
+            self.count += 1
+
+        def reducing(self):
+            raise AssertionError
+
+    asked, state, replica = Asked(), torch.zeros(2), torch.zeros(3)
+    AWAIT_REFRESH_OP(replica, state)  # nobody's
+    hold(state, asked)
+    before = replica._version
+    AWAIT_REFRESH_OP(replica, state)
+    assert asked.count == 1
+    assert replica._version == before, "an edit in each forward makes autograd refuse what earlier ones saved"
+    assert holder_of(state) is asked
+    del asked
+    assert holder_of(state) is None, "a state must not keep its holder alive"
+    AWAIT_REFRESH_OP(replica, state)
