@@ -38,7 +38,7 @@ from compile_muon.planning.capture import (
 from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.runtime.account import Account
 
-__all__ = ["Trace", "trace_step"]
+__all__ = ["Target", "Trace", "trace_step"]
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,14 @@ def test_numbers_are_those_of_the_simulated_steps(tiny_gpt: ModuleType) -> None:
     assert found.to_json()["simulated"] is True
 
 
+def test_a_config_of_adamw_is_its_own_comparison(tiny_gpt: ModuleType) -> None:
+    asked = question(world=1)
+    found = make_plan(replace(asked, config=with_adamw(asked.config)))
+    for figures in found.worlds[0].candidates:
+        assert (figures.price_seconds, figures.newton_schulz_seconds, figures.owners_idle) == (0.0, 0.0, None)
+        assert (figures.mesh, figures.sent, figures.exposed) == ({"shard": 1}, {}, {})
+
+
 def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch(tiny_gpt: ModuleType) -> None:
     """So it is simulated once."""
     for count in (1, 2):
