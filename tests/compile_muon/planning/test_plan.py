@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,6 +25,7 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.simulate import Event, Held, Timeline
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import candidates, planned_for, with_adamw
+from compile_muon.planning.charts import check_charts
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
 from compile_muon.planning.report_html import page
@@ -343,7 +345,13 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
         load_subject(str(tmp_path), Batch(16, 8))
 
 
+def test_without_matplotlib_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
+        check_charts()
+
+
 def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[transformers\]'"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
         load_subject(str(tmp_path), Batch(16, 8))
