@@ -62,12 +62,12 @@ def compare(module: ModuleType, trace: Trace, target: Target, rank: int) -> Time
     return found
 
 
-@pytest.mark.parametrize(("stage", "axes"), [(0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(("stage", "axes"), [(0, 1), (1, 0), (1, 1), (3, 0), (3, 1)])
 def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int, tiny_gpt: ModuleType) -> None:
     compare(tiny_gpt, traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_micro_batches(stage: int, tiny_gpt: ModuleType) -> None:
     """At stage 1 all but the last keep whole gradients; the trace is of that stage, and the others reduce each."""
     settings = (("gradient_accumulation_steps", 3),)
@@ -94,7 +94,7 @@ def test_settings_that_change_the_graphs(settings: tuple, changes: tuple, tiny_g
 
 
 def test_owners_by_formula_are_those_of_the_graphs(tiny_gpt: ModuleType) -> None:
-    """All but one in four matrices are larger, so ranks have one or several."""
+    """Four sizes of matrices, so ranks have one or several."""
     target = Target(4, configured(1), AXES[0], "nccl")
     work = traced().owner_work(target)
     graphs = [traced().captured(target, rank=rank).simulated(SLOW).traffic.matrices for rank in range(4)]
