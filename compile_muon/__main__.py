@@ -1,4 +1,4 @@
-"""Command line: `python -m compile_muon doctor`, `... calibrate`, `... convert` and `... checkpoint`."""
+"""Command line: `python -m compile_muon doctor`, `... calibrate`, `... plan`, `... convert` and `... checkpoint`."""
 
 import argparse
 import os
@@ -24,6 +24,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_argument("--out", type=Path, required=True, help="JSON file to write, for the setting machine")
     calibrate.add_argument("--ranks", type=int, help="to start; under torchrun there are some already")
     calibrate.add_argument("--quick", action="store_true", help="few and small sizes, to see whether it works here")
+    planner = commands.add_parser("plan", help="simulate a training step: memory, bytes and seconds by stage and mesh")
+    planner.add_argument("model", metavar="MODEL", help="module:function, or a config of Hugging Face")
+    planner.add_argument("--config", type=Path, required=True, help="a config, as initialize() takes it")
+    planner.add_argument("--world", type=int, nargs="+", required=True, metavar="N", help="numbers of ranks")
+    planner.add_argument("--machine", required=True, help="a name, or a file that calibrate wrote")
+    planner.add_argument("--tokens", type=int, required=True, help="of a rank and micro-batch")
+    planner.add_argument("--sequence", type=int, help="tokens of a sequence (default: all of them are one)")
+    planner.add_argument("--html", type=Path, help="page to write, with charts")
+    planner.add_argument("--json", type=Path, help="file to write the numbers to")
+    planner.add_argument("--trace", type=Path, help="file to write timelines to, for Perfetto")
     converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
     converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
     add_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
@@ -36,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compile_muon.machines.calibrate import run as run_calibrate
 
         return run_calibrate(chosen.out, chosen.ranks, chosen.quick)
+    if chosen.command == "plan":
+        from compile_muon.planning.command import run as run_plan
+
+        return run_plan(chosen)
     if chosen.command == "convert":
         return run_convert(chosen.file)
     if chosen.command == "checkpoint":

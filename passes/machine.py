@@ -88,6 +88,8 @@ class Machine:
         product_starts: dtype -> seconds that a product takes beside its operations; ``kernel_seconds`` of others.
         rate_fractions: ``((smallest dimension, fraction of the rate), ...)``, for ``rates`` that are published peaks;
             empty where they are what products reach.
+        attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for
+            what products of its smallest dimension reach.
         bandwidths: ``((bytes that a kernel moves, bytes/s), ...)`` of those that caches serve; above the last one it
             is ``memory_bandwidth``.
         start_seconds: what a collective takes before its first hop.
@@ -107,6 +109,7 @@ class Machine:
     memory_fraction: float = 1.0
     product_starts: Mapping[str, float] = field(default_factory=dict)
     rate_fractions: Table = ()
+    attention_fraction: float | None = None
     bandwidths: Table = ()
     start_seconds: float = 0.0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -152,11 +155,20 @@ class Machine:
         A dtype that :attr:`rates` lacks is taken as the one there of the nearest item size, and a wider one as slower
         by the ratio of the two.
         """
+        fraction = _interpolated(self.rate_fractions, size) if self.rate_fractions else 1.0
+        return self._listed_rate(size, dtype) * fraction
+
+    def attention_rate(self, size: float, dtype: str) -> float:
+        """Operations/s of fused attention, the smallest dimension of whose products is ``size``."""
+        if self.attention_fraction is None or getattr(torch, dtype).itemsize != 2:
+            return self.rate(size, dtype)
+        return self._listed_rate(math.inf, dtype) * self.attention_fraction
+
+    def _listed_rate(self, size: float, dtype: str) -> float:
         wanted = getattr(torch, dtype).itemsize
         sizes = {name: getattr(torch, name).itemsize for name in self.rates}
         known = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / wanted)))
-        fraction = _interpolated(self.rate_fractions, size) if self.rate_fractions else 1.0
-        return _interpolated(self.rates[known], size) * fraction * min(1.0, sizes[known] / wanted)
+        return _interpolated(self.rates[known], size) * min(1.0, sizes[known] / wanted)
 
     def product_seconds(self, m: int, n: int, k: int, *, batch: int = 1, dtype: str) -> float:
         """Of ``batch`` products (m, k) @ (k, n): by their operations or by the bytes they move, whichever is longer."""
@@ -391,6 +403,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "memory_fraction": _fraction,
     "product_starts": _starts,
     "rate_fractions": _fractions,
+    "attention_fraction": lambda path, value: None if value is None else _fraction(path, value),
     "bandwidths": _table,
     "start_seconds": _number,
     "collectives": _kinds,

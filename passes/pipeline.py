@@ -74,6 +74,7 @@ class PassContext:
             backward.
         timings: seconds per pass, filled by the runner.
         exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
+        source: the graph as it was ahead of the half passes, where something stands in for it; else None.
     """
 
     half: Half
@@ -83,6 +84,7 @@ class PassContext:
     user_outputs: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     exchange_bytes: int = 0
+    source: GraphModule | None = None
 
     @property
     def title(self) -> str:

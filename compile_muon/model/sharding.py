@@ -27,7 +27,7 @@ from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.shards import contiguous_stride, local_tensor, user_attributes
+from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
     from compile_muon.integrations.moe import ExpertPlan
@@ -47,7 +47,7 @@ def _broadcast(model: nn.Module, specs: dict[str, ParamSpec], everyone: dist.Pro
 
 
 def _spread(tensor: Tensor, groups: list[dist.ProcessGroup]) -> None:
-    if tensor.is_meta:
+    if not has_memory(tensor):
         return
     whole = tensor.detach().contiguous()
     for group in groups:
@@ -65,6 +65,8 @@ def _view_alone(rows: Tensor) -> Tensor:
     """
     if not rows.numel():
         return rows.clone()
+    if not has_memory(rows):
+        return rows.detach()
     # As bytes: DLPack does not know every dtype.
     return torch.from_dlpack(rows.reshape(-1).view(torch.uint8)).view(rows.dtype).view(rows.shape)
 

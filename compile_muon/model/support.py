@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_muon.errors import UnsupportedModelError
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.shards import has_memory, local_tensor
 
 __all__ = ["check_supported", "wrapper_types"]
 
@@ -116,7 +116,7 @@ def _check_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
     spans = sorted(
         (str(p.device), p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in local.items()
-        if p.numel() and p.is_contiguous() and not p.is_meta  # strided ones may interleave without sharing an element
+        if p.numel() and p.is_contiguous() and has_memory(p)  # strided ones may interleave without sharing an element
     )
     for (device, _, end, name), (next_device, start, _, other) in itertools.pairwise(spans):
         if device == next_device and start < end:

@@ -8,15 +8,16 @@ does is the graph of :mod:`.update`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.backend import compile_frame
@@ -24,20 +25,29 @@ from compile_muon.config import Config, FrameOptions
 from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes import PassContext
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.simulate import Played, Timeline, simulate
-from compile_muon.passes.torch_private import expected_size, fake_group, group_named
+from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
+from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.update import commit_graph, refresh_graph, survey_graph
-from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import gathers
 from compile_muon.runtime.step_graph import StepGraphs
 
-__all__ = ["Captured", "capture_step"]
+__all__ = [
+    "Captured",
+    "Job",
+    "Sharded",
+    "capture_step",
+    "captured",
+    "fresh_compiler",
+    "run_micro_batches",
+    "simulated_job",
+]
 
 
 @dataclass(frozen=True)
@@ -71,47 +81,9 @@ class Captured:
         )
 
 
-@dataclass
-class _Recorder:
-    """Stands in for generated code, see :attr:`PassOptions.stand_in`."""
-
-    graphs: list[tuple[Played, Mapping[Node, Account | None]]] = field(default_factory=list)
-
-    def __call__(self, gm: GraphModule, ctx: PassContext) -> Callable[[list[Any]], Any]:
-        inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        (outputs,) = gm.graph.output_node().args
-        played = Played.of(gm, ctx)
-        states = {
-            node: inputs[node.args[1]] for node in gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
-        }
-
-        def run(args: list[Any]) -> list[Any]:
-            accounts = {node: account_of(args[place]) for node, place in states.items()}
-            self.graphs.append((played, accounts))
-            given, results = list(args), []
-            for node in outputs:
-                if isinstance(node, Node):
-                    results.append(given[inputs[node]] if node in inputs else _zeros(node.meta["val"]))
-                else:
-                    results.append(node)
-            args.clear()
-            return results
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-
-def _zeros(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        sizes, strides = map(expected_size, value.shape), map(expected_size, value.stride())
-        made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)
-        return made.zero_()
-    return expected_size(value)
-
-
 def capture_step(
     model_factory: Callable[[], nn.Module],
-    batch: Sequence[Any],
+    batch: Sequence[Any] | Mapping[str, Any],
     *,
     world: int,
     rank: int = 0,
@@ -127,8 +99,10 @@ def capture_step(
     factory draws them.
 
     Args:
-        model_factory: makes the model, on the meta device or with values.
-        batch: arguments of ``model(...)``, whose result, or the sum of all floating tensors in it, is the loss.
+        model_factory: makes the model, with values, on the meta device, or of fake tensors (:mod:`.models`), of which
+            nothing is given memory.
+        batch: arguments of ``model(...)``, by position or name; its result, or the sum of all floating tensors in it,
+            is the loss.
         config: of the optimizer; its micro-batches are ``gradient_accumulation_steps``, 1 where unknown.
         options: of torch.compile; "inductor" gives the graphs that Inductor gets.
         axes: sizes of the axes of the mesh, in order: ``{"replicate": 2, "shard": 4}``; default: one, of all ranks.
@@ -138,62 +112,145 @@ def capture_step(
         MuonZeroError: there is a process group already.
         ConfigError, UnsupportedModelError: as :class:`MuonZero`.
     """
-    if dist.is_initialized():
-        raise MuonZeroError("capture_step simulates a process group, and this process has one; call it ahead of that")
     config = Config() if config is None else config
-    recorder = _Recorder()
+    recorder = Recorder()
     options = replace(FrameOptions() if options is None else options, stand_in=recorder)
+    with simulated_job(world, rank) as job, fresh_compiler():
+        sharded = job.sharded(model_factory(), config, axes=axes, backend=backend, init=init)
+        run_micro_batches(sharded, batch, options, recorder)
+        accounts = sharded.accounts
+        trained = [account for account in accounts if account.param.grad is not None]
+        ready = {account.name for account in trained if account.speculations.current is not None}
+        graphs = [(visit.played, visit.states) for visit in recorder.visits]
+        return captured(sharded, graphs, trained, ready, options)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model as one rank has it.
+
+    Args:
+        model: it.
+        optimizer: its MuonZero.
+        mesh: the ranks; None for one.
+    """
+
+    model: nn.Module
+    optimizer: MuonZero
+    mesh: Mesh | None
+
+    @property
+    def accounts(self) -> list[Account]:
+        """One for each parameter."""
+        return self.optimizer._ledger.accounts
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks that are not there, in place of this process' default group.
+
+    Args:
+        world: how many.
+    """
+
+    world: int
+
+    def sharded(
+        self,
+        model: nn.Module,
+        config: Config,
+        *,
+        axes: Mapping[str, int] | None,
+        backend: str | None,
+        init: Callable[..., Any] | None = None,
+    ) -> Sharded:
+        """``model``, sharded in place; arguments as of :func:`capture_step`."""
+        device = next(model.parameters()).device.type
+        device = "cpu" if device == "meta" else device
+        shape = {"shard": self.world} if axes is None else axes
+        given = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+        mesh = Mesh.of(given)
+        if mesh is not None:
+            mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
+        return Sharded(model, MuonZero.from_config(model, config, mesh=mesh or given, init=init), mesh)
+
+
+@contextmanager
+def simulated_job(world: int, rank: int) -> Iterator[Job]:
+    """Inside this block this process is ``rank`` of ``world`` ranks, of which the others do not exist.
+
+    Raises:
+        MuonZeroError: there is a process group already.
+    """
+    if dist.is_initialized():
+        raise MuonZeroError("a plan simulates a process group, and this process has one; make it ahead of that")
+    with fake_group(rank, world):
+        yield Job(world)
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Compiled code of before is dropped, and so is what is compiled inside this block."""
     torch.compiler.reset()
     try:
-        with fake_group(rank, world):
-            return _capture(model_factory(), batch, world, config, options, recorder, axes, backend, init)
+        yield
     finally:
         torch.compiler.reset()
 
 
-def _capture(
-    model: nn.Module,
-    batch: Sequence[Any],
-    world: int,
-    config: Config,
-    options: FrameOptions,
-    recorder: _Recorder,
-    axes: Mapping[str, int] | None,
-    backend: str | None,
-    init: Callable[..., Any] | None,
-) -> Captured:
-    device = next(model.parameters()).device.type
-    device = "cpu" if device == "meta" else device
-    shape = {"shard": world} if axes is None else axes
-    given = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
-    mesh = Mesh.of(given)
-    if mesh is not None:
-        mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
-    optimizer = MuonZero.from_config(model, config, mesh=mesh or given, init=init)
+def run_micro_batches(
+    sharded: Sharded, batch: Sequence[Any] | Mapping[str, Any], options: FrameOptions, recorder: Recorder
+) -> None:
+    """Forward and backward as often as a step has them, none of whose graphs run."""
+    model = sharded.model
+    recorder.tensors = fake_mode_of([account.local for account in sharded.accounts])
     compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options))
-    for _ in range(config.zero.gradient_accumulation_steps or 1):
-        _loss(compiled(*batch)).backward()
-    accounts = optimizer._ledger.accounts
-    trained = [account for account in accounts if account.param.grad is not None]
+    for _ in range(sharded.optimizer.config.zero.gradient_accumulation_steps or 1):
+        result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
+        _loss(result).backward()
+
+
+def captured(
+    sharded: Sharded,
+    graphs: Sequence[tuple[Played, Mapping[int, str]]],
+    trained: Sequence[Account],
+    ready: Collection[str],
+    options: FrameOptions,
+) -> Captured:
+    """A step of these forward and backward graphs, and of what comes behind them.
+
+    Args:
+        graphs: and of each, the name of the parameter by the position of its state among the inputs.
+        trained: the parameters that have a gradient.
+        ready: names of those whose directions the graphs make.
+    """
     muon = [account for account in trained if account.spec.muon is not None]
     adamw = [account for account in trained if account.spec.muon is None]
-    everyone = None if mesh is None else mesh.everyone.group_name
-    late = [account for account in muon if account.speculations.current is None]
-    micro_batches = len(recorder.graphs)
+    everyone = None if sharded.mesh is None else sharded.mesh.everyone.group_name
+    number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
+    played = [replace(graph, awaits=_awaits(graph, states, number)) for graph, states in graphs]
+    played.append(survey_graph(muon, adamw, everyone))
+    late = [account for account in muon if account.name not in ready]
     if late:
-        StepGraphs().orthogonalize(late, [account.local_grad for account in late], options)
-    number = {account: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
-    graphs = [
-        replace(played, awaits={node: number[a] for node, a in read.items() if a is not None and a in number})
-        for played, read in recorder.graphs
-    ]
-    graphs.insert(micro_batches, survey_graph(muon, adamw, everyone))
-    graphs += [commit_graph(muon, adamw), refresh_graph(trained)]
+        step = Recorder(tensors=fake_mode_of([account.local for account in late]))
+        StepGraphs().orthogonalize(late, [account.local for account in late], replace(options, stand_in=step))
+        played += [visit.played for visit in step.visits]
+    played += [commit_graph(muon, adamw), refresh_graph(trained)]
+    accounts = sharded.accounts
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
         "optimizer": sum(_nbytes(a.momentum) for a in muon) + sum(2 * _nbytes(a.local) for a in adamw),
     }
-    return Captured(tuple(graphs), _groups(accounts, graphs), world, resident, options.codegen)
+    ranks = 1 if sharded.mesh is None else sharded.mesh.size
+    return Captured(tuple(played), _groups(accounts, played), ranks, resident, options.codegen)
+
+
+def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:
+    """The nodes that wait for a refresh, and which they wait for."""
+    inputs = {node: i for i, node in enumerate(played.gm.graph.find_nodes(op="placeholder"))}
+    waits = played.gm.graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
+    names = {node: states.get(inputs[node.args[1]], "") for node in waits}
+    return {node: number[name] for node, name in names.items() if name in number}
 
 
 def _loss(result: Any) -> Tensor:

@@ -57,6 +57,8 @@ def lower_and_compile(
 ) -> tuple[Callable[[list[Any]], Any], Traffic]:
     """Run the half passes and generate code; also count what one run sends."""
     specs = _specs(gm)
+    if ctx.options.stand_in is not None:
+        ctx.source = copy.deepcopy(gm)
     gm = run_passes(gm, HALF_PASSES, ctx)
     traffic = measure_traffic(gm, {axis for spec in specs for axis in spec.layout.axes})
     if ctx.options.stand_in is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["contiguous_stride", "edits_of", "like_parameter", "local_tensor", "user_attributes"]
+__all__ = ["contiguous_stride", "edits_of", "has_memory", "like_parameter", "local_tensor", "user_attributes"]
 
 #: What a DTensor keeps among the attributes of its own.
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
@@ -25,6 +26,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The shard behind a DTensor; a plain tensor is its own shard."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is anything behind it: not on the meta device, and not fake, as in plans."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def edits_of(tensor: Tensor) -> int:

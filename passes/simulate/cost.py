@@ -40,8 +40,9 @@ def kernel_kind(root: Node) -> str:
 def kernel_seconds(members: list[Node], machine: Machine) -> float:
     """Of one kernel of :func:`~.fusion.kernels`.
 
-    Products by :meth:`Machine.product_seconds`, convolutions and attention by their operations at the rate of their
-    smallest dimension, Newton-Schulz by its products; everything else by the bytes it reads and writes.
+    Products by :meth:`Machine.product_seconds`, attention by its operations at :meth:`Machine.attention_rate`,
+    convolutions at the rate of their smallest dimension, Newton-Schulz by its products; everything else by the bytes it
+    reads and writes.
     """
     root = members[-1]
     if root.target is _NEWTON_SCHULZ:
@@ -57,7 +58,8 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     value = tensor_value(root.args[0])
     dtype = _name(value.dtype)
     start = machine.product_starts.get(dtype, machine.kernel_seconds)
-    return max(start + work / machine.rate(_smallest(root), dtype), moved)
+    rate = machine.attention_rate if "attention" in str(root.target) else machine.rate
+    return max(start + work / rate(_smallest(root), dtype), moved)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -85,7 +87,8 @@ def _smallest(node: Node) -> int:
         value = source.meta.get("val")
         if isinstance(value, torch.Tensor) and value.ndim >= 3:
             if "attention" in str(node.target):
-                sizes += value.shape[-2:]
+                # The backward also takes the logarithms of its sums, [batch, heads, sequence].
+                sizes += value.shape[-2:] if value.ndim >= 4 else ()
             elif "convolution" in str(node.target):
                 sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
     return max(1, min((int(size) for size in sizes), default=1))

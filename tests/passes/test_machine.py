@@ -54,6 +54,14 @@ def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
     assert replace(NODES, rate_fractions=((1.0, 0.5),)).rate(256, "bfloat16") == pytest.approx(2e12)
 
 
+def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
+    fused = replace(NODES, attention_fraction=0.25, rate_fractions=((1.0, 0.5),))
+    assert [fused.attention_rate(size, "bfloat16") for size in (1, 64, 4096)] == [8e12] * 3
+    assert fused.attention_rate(64, "float32") == fused.rate(64, "float32")
+    assert NODES.attention_rate(64, "bfloat16") == NODES.rate(64, "bfloat16")
+    assert Machine.from_json(fused.to_json()) == fused
+
+
 def test_a_dtype_without_rates_takes_those_of_its_size() -> None:
     assert NODES.rate(1024, "float16") == NODES.rate(1024, "bfloat16")
     assert NODES.rate(1024, "float64") == NODES.rate(1024, "float32") / 2
@@ -183,6 +191,7 @@ LINK = GOOD["links"][0]
         (GOOD | {"kernel_seconds": False}, "kernel_seconds"),
         (GOOD | {"memory_fraction": 1.1}, "memory_fraction"),
         (GOOD | {"memory_fraction": 0}, "memory_fraction"),
+        (GOOD | {"attention_fraction": 1.5}, "attention_fraction"),
         (GOOD | {"rate_fractions": [[1, 2]]}, "rate_fractions[0][1]"),
         (GOOD | {"bandwidths": [[2, 1], [1, 1]]}, "bandwidths[1]"),
         (GOOD | {"bandwidths": [[1, 1], [1, 1]]}, "bandwidths[1]"),

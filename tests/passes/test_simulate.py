@@ -236,6 +236,18 @@ def test_attention_on_cpus_counts_as_on_gpus() -> None:
     assert kernel_seconds(only_kernel(gm), ROUND) == operations(node) / 2
 
 
+def test_attention_goes_by_its_heads_and_not_by_how_many_there_are() -> None:
+    """The logarithms that backward takes are [batch, heads, sequence]; products have no dimension of 2."""
+    machine = replace(ROUND, rates={"float32": ((2, 1.0), (4, 2.0))})
+    draw = Drawing()
+    q, k, v, out, grad = (draw.input(1, 2, 8, 4) for _ in range(5))
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    node = draw.call(backward, grad, q, k, v, out, draw.input(1, 2, 8), 0.0, False)
+    gm = draw.done(node)
+    assert operations(node) > 0
+    assert kernel_seconds(only_kernel(gm), machine) == operations(node) / 2
+
+
 def newton_schulz(shape, method, dtype="float32", backend="auto"):
     draw = Drawing()
     coefficients = [2.0, -1.5, 0.5] * 3

@@ -1,0 +1,85 @@
+"""What a plan compares: ZeRO stages on meshes, as settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from compile_muon.config import Config
+from compile_muon.config.settings import MuonConfig
+from compile_muon.errors import config_error
+from compile_muon.kernels import resolve_coefficients, resolve_dtype
+from compile_muon.model.mesh import axis_sizes
+from compile_muon.passes.machine import Machine
+
+__all__ = ["Candidate", "candidates", "planned_for", "with_adamw"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to shard.
+
+    Args:
+        stage: of ZeRO.
+        axes: size by name, in order.
+        asked: whether it is what the config says.
+    """
+
+    stage: int
+    axes: Mapping[str, int]
+    asked: bool
+
+    def config(self, config: Config) -> Config:
+        """``config`` with this stage; the mesh is given beside it."""
+        zero = replace(config.zero, stage=self.stage, check_replicas=None)
+        return replace(config, zero=zero, mesh=None)
+
+
+def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
+    """Every stage on one axis of all ranks, and with a replica in each node; and what ``config`` says.
+
+    At stage 0 every rank is a replica, so axes make no difference.
+
+    Raises:
+        ConfigError: the mesh of ``config`` does not make up ``world`` ranks, or splits parameters.
+    """
+    asked = axis_sizes(config, world) or {"shard": 1}
+    split = next((name for name in ("tensor", "expert") if name in asked), None)
+    if split is not None:
+        field = "mesh.tensor" if split == "tensor" else "expert_parallel.size"
+        raise config_error(field, asked[split], "a plan has the whole model on every rank", "leave it out")
+    node = next((link.within for link in machine.links if link.within), world)
+    meshes: list[dict[str, int]] = [{"shard": world}]
+    if 1 < node < world and world % node == 0:
+        meshes.append({"replicate": world // node, "shard": node})
+    found = [
+        Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
+        for stage in range(4)
+        for axes in (meshes if stage else meshes[:1])
+    ]
+    if not any(candidate.asked for candidate in found):
+        found.append(Candidate(config.zero.stage, asked, True))
+    return found
+
+
+def planned_for(config: Config, machine: Machine, name: str) -> Config:
+    """``config`` as it resolves on ``machine``, wherever the plan is made.
+
+    Args:
+        name: of the machine, as :func:`~compile_muon.machines.load_machine` takes it.
+    """
+    ns = config.muon.ns
+    if machine.device == "cuda":
+        # On this machine they would resolve to what CPUs have, and be refused where there are no GPUs.
+        chosen = resolve_coefficients(ns.coefficients, ns.steps)
+        dtype = str(resolve_dtype(ns.dtype, "cuda", chosen, ns.method)).removeprefix("torch.")
+        ns = replace(ns, dtype=dtype, backend="aten" if ns.backend == "aten" else "auto")
+    muon = replace(config.muon, ns=ns) if config.algorithm == "muon" else config.muon
+    return replace(config, muon=muon, machine=config.machine or name)
+
+
+def with_adamw(config: Config) -> Config:
+    """The same training with every parameter under AdamW."""
+    update = "auto" if config.zero.update == "backward" else config.zero.update
+    zero = replace(config.zero, exchange="auto", update=update)
+    return replace(config, algorithm="adamw", muon=MuonConfig(), muon_params=None, zero=zero)

@@ -1,0 +1,179 @@
+"""The charts of a plan, as SVG that goes into a page: no reference leaves it, and it has the page's text colour."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from compile_muon.errors import config_error
+from compile_muon.passes.simulate import Event, Timeline
+from compile_muon.passes.simulate.engine import COMPUTE
+from compile_muon.planning.plan import Figures, World, mesh_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["check_charts", "memory_chart", "time_chart", "timeline_chart"]
+
+#: of text and axes while it is drawn; becomes the page's colour
+_INK = "#010203"
+_COLOURS = {
+    "parameters": "#4c78a8",
+    "optimizer": "#72b7b2",
+    "gathered": "#9d755d",
+    "activations": "#f58518",
+    "gradients": "#e45756",
+    "exchange": "#b279a2",
+    "other": "#9a9a9a",
+    "kernels": "#8cbf88",
+    "product": "#54a24b",
+    "kernel": "#8cbf88",
+    "copy": "#bab0ac",
+    "newton_schulz": "#eeca3b",
+    "gather": "#9d755d",
+    "reduce": "#e45756",
+    "refresh": "#4c78a8",
+    "survey": "#72b7b2",
+    "model": "#ff9da6",
+}
+#: of a step: what is closer than this is drawn as one
+_FINEST = 1 / 1500
+
+
+def check_charts() -> None:
+    """Matplotlib is there.
+
+    Raises:
+        ConfigError: with what to install.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        problem = "is drawn by Matplotlib, which is not installed"
+        raise config_error("--html", "page", problem, "pip install 'compile_muon[plan]'") from None
+
+
+def memory_chart(world: World) -> str:
+    """Bytes by category of each candidate, against the device's."""
+    bars = [{name: nbytes / 2**30 for name, nbytes in f.memory.items()} for f in world.candidates]
+    limit = world.candidates[0].limit_bytes / 2**30
+    return _stacked(world.candidates, bars, "GiB, where most are live", limit)
+
+
+def time_chart(world: World) -> str:
+    """Milliseconds of a step of each candidate: kernels, Newton-Schulz, and what is waited for."""
+    bars = []
+    for f in world.candidates:
+        kernels = f.step_seconds - f.exposed_seconds - f.newton_schulz_seconds
+        parts = {"kernels": kernels, "newton_schulz": f.newton_schulz_seconds, **f.exposed}
+        bars.append({name: seconds * 1e3 for name, seconds in parts.items()})
+    marks = [f.adamw_seconds * 1e3 for f in world.candidates]
+    return _stacked(world.candidates, bars, "ms of a step; | with AdamW alone", marks=marks)
+
+
+def timeline_chart(timeline: Timeline) -> str:
+    """What each stream does when."""
+    merged = _merged(timeline)
+    figure, axes = _axes(0.45 * len(merged) + 1.3)
+    seen: dict[str, None] = {}
+    for row, (_, spans) in enumerate(merged):
+        for category, bars in spans.items():
+            label = "" if category in seen else category.replace("_", " ")
+            seen[category] = None
+            colour = _COLOURS.get(category, _COLOURS["other"])
+            axes.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in bars], (row - 0.4, 0.8), color=colour, label=label)
+    axes.set_yticks(range(len(merged)), [name for name, _ in merged])
+    axes.invert_yaxis()
+    axes.set_xlim(0, timeline.seconds * 1e3)
+    axes.set_xlabel("ms")
+    return _svg(figure, axes)
+
+
+def _merged(timeline: Timeline) -> list[tuple[str, dict[str, list[tuple[float, float]]]]]:
+    """Name of each stream, and by category from when to when it is at work, gaps too small to see filled."""
+    streams: dict[str, list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        streams[event.stream].append(event)
+    found = []
+    for stream in [COMPUTE, *(name for name in streams if name != COMPUTE)]:
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for event in sorted(streams[stream], key=lambda event: event.start):
+            bars = spans.setdefault(event.category, [])
+            if bars and event.start - bars[-1][1] < _FINEST * timeline.seconds:
+                bars[-1] = (bars[-1][0], max(bars[-1][1], event.end))
+            else:
+                bars.append((event.start, event.end))
+        found.append((stream if stream == COMPUTE else ", ".join(sorted(spans)), spans))
+    return found
+
+
+def _stacked(
+    candidates: Sequence[Figures],
+    bars: Sequence[Mapping[str, float]],
+    label: str,
+    limit: float | None = None,
+    marks: Sequence[float] = (),
+) -> str:
+    """Horizontal bars of several parts, one for each candidate.
+
+    Args:
+        limit: a line across all.
+        marks: a tick for each.
+    """
+    figure, axes = _axes(0.32 * len(bars) + 1.3)
+    places = range(len(bars))
+    begun = [0.0] * len(bars)
+    for name in dict.fromkeys(name for bar in bars for name in bar):
+        widths = [bar.get(name, 0.0) for bar in bars]
+        colour = _COLOURS.get(name, _COLOURS["other"])
+        axes.barh(places, widths, left=begun, color=colour, label=name.replace("_", " "), height=0.7)
+        begun = [start + width for start, width in zip(begun, widths, strict=True)]
+    if limit is not None:
+        axes.axvline(limit, color=_INK, linestyle="--", label=f"device, {limit:.1f}")
+    for place, mark in zip(places, marks, strict=False):
+        axes.plot([mark, mark], [place - 0.45, place + 0.45], color=_INK, linewidth=1.5)
+    axes.set_yticks(places, [f"{f.stage}, {mesh_text(f.mesh)}" for f in candidates])
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    return _svg(figure, axes)
+
+
+def _axes(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    figure.patch.set_visible(False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for spine in axes.spines.values():
+        spine.set_color(_INK)
+    axes.tick_params(colors=_INK)
+    axes.xaxis.label.set_color(_INK)
+    return figure, axes
+
+
+def _svg(figure: Figure, axes: Axes) -> str:
+    import matplotlib
+
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=7, frameon=False, labelcolor=_INK, fontsize=8)
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon", "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return _inline(text.getvalue())
+
+
+def _inline(svg: str) -> str:
+    """As part of an HTML page: without prolog, metadata and namespaces, which HTML knows, and in the page's colour."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    for size in ("width", "height"):  # as wide as the page is
+        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
+    return svg.replace(_INK, "currentColor")

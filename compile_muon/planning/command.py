@@ -1,0 +1,81 @@
+"""`python -m compile_muon plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from compile_muon.config import load_config, read_options
+from compile_muon.errors import MuonZeroError, config_error
+from compile_muon.machines import load_machine
+from compile_muon.passes.simulate import to_chrome_trace
+from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.plan import Plan, Question, make_plan
+from compile_muon.planning.report_table import report
+
+__all__ = ["run"]
+
+
+def run(chosen: Namespace) -> int:
+    """Make the plan that the command line asks for, print it, and write the files; 2 if something given is wrong."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        files = {option: _writable(option, getattr(chosen, option)) for option in ("html", "json", "trace")}
+        question = _question(chosen)
+        if files["html"]:
+            from compile_muon.planning.charts import check_charts
+
+            check_charts()
+        plan = make_plan(question, lambda text: notes.print(text, style="dim"))
+    except MuonZeroError as error:
+        notes.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 2
+    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(report(plan))
+    if files["json"]:
+        files["json"].write_text(json.dumps(plan.to_json(), indent=1))
+    if files["trace"]:
+        files["trace"].write_text(json.dumps(traces(plan)))
+    if files["html"]:
+        from compile_muon.planning.report_html import page
+
+        files["html"].write_text(page(plan), encoding="utf-8")
+    return 0
+
+
+def _writable(option: str, path: Path | None) -> Path | None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise config_error(f"--{option}", str(path), "is not a file in a folder that exists", "make the folder first")
+    return path
+
+
+def _question(chosen: Namespace) -> Question:
+    for world in chosen.world:
+        if world < 1:
+            raise config_error("--world", world, "is no number of ranks", "give at least 1")
+    batch = Batch(chosen.tokens, chosen.tokens if chosen.sequence is None else chosen.sequence)
+    machine = load_machine(chosen.machine, "--machine")
+    config = planned_for(load_config(chosen.config), machine, chosen.machine)
+    options = read_options(config.compile.options())
+    subject = load_subject(chosen.model, batch)
+    return Question(subject, batch, config, options, machine, _once(chosen.world))
+
+
+def _once(worlds: Sequence[int]) -> list[int]:
+    return list(dict.fromkeys(worlds))
+
+
+def traces(plan: Plan) -> dict[str, Any]:
+    """What Perfetto reads: a process for each number of ranks."""
+    events: list[dict[str, Any]] = []
+    for pid, (world, timeline) in enumerate(zip(plan.worlds, plan.timelines, strict=True)):
+        name = f"{world.ranks} ranks, {world.candidates[world.shown].name} (simulated)"
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        events += [{**event, "pid": pid} for event in to_chrome_trace(timeline)["traceEvents"]]
+    return {"traceEvents": events}

@@ -1,0 +1,159 @@
+"""The model of a plan, by the name of a function or a Hugging Face config, built of fake tensors, without memory.
+
+Fake tensors say that they are on the CPU. What is traced of them is what is traced of real ones; on the meta device
+attention would be traced as the products it consists of, with all its probabilities in memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from compile_muon.errors import ConfigError, config_error
+
+__all__ = ["Batch", "Subject", "load_subject"]
+
+#: arguments of ``forward`` that get the tokens once more
+_TARGETS = ("labels", "targets")
+_KINDS = "give module:function, a folder with a config.json of Transformers, or that file"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank computes at a time.
+
+    Args:
+        tokens: in all.
+        sequence: of them in one sequence.
+    Raises:
+        ConfigError: they are not positive, or no whole number of sequences.
+    """
+
+    tokens: int
+    sequence: int
+
+    def __post_init__(self) -> None:
+        for field, value in (("--tokens", self.tokens), ("--sequence", self.sequence)):
+            if value < 1:
+                raise config_error(field, value, "is not positive", "give at least 1")
+        if self.tokens % self.sequence:
+            problem = f"is no whole number of sequences of {self.sequence} tokens"
+            nearest = max(1, round(self.tokens / self.sequence)) * self.sequence
+            raise config_error("--tokens", self.tokens, problem, f"use {nearest}, or another --sequence")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tensor of tokens."""
+        return self.tokens // self.sequence, self.sequence
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that can be built as often as needed.
+
+    Args:
+        name: as given.
+        build: a new one, of fake tensors.
+        batch: arguments of its forward by name, fake too.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Mapping[str, Any]
+
+
+def load_subject(name: str, batch: Batch) -> Subject:
+    """The model that users call ``name``.
+
+    Raises:
+        ConfigError: there is none, it cannot be built without values, or its forward takes no tokens.
+    """
+    function = _of_transformers(name, batch) if Path(name).exists() else _imported(name)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def build() -> nn.Module:
+        try:
+            with mode:
+                model = function()
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever a model's code raises
+            remedy = "build it of nn.Modules, and read no value of a tensor on the way"
+            raise config_error("MODEL", name, f"cannot be built without values: {first_line(error)}", remedy) from error
+        if not isinstance(model, nn.Module):
+            raise config_error("MODEL", name, f"returns a {type(model).__name__}", "return an nn.Module")
+        with mode:
+            _leave_meta(model)
+        return model
+
+    with mode:
+        tokens = torch.zeros(batch.shape, dtype=torch.int64)
+    return Subject(name, build, _arguments(name, build(), tokens))
+
+
+def first_line(error: BaseException) -> str:
+    """Its type, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _arguments(name: str, model: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+    """The first argument of ``forward`` gets the tokens, and so do targets; Transformers gets no cache."""
+    named = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not named:
+        raise config_error("MODEL", name, "has a forward without arguments", "let it take tokens [batch, sequence]")
+    found: dict[str, Any] = {argument: tokens for argument in (named[0], *(a for a in named if a in _TARGETS))}
+    return found | ({"use_cache": False} if "use_cache" in named else {})
+
+
+def _imported(name: str) -> Callable[[], nn.Module]:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise config_error("MODEL", name, "is neither a function nor a file", _KINDS)
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever the module does when it is imported
+        remedy = "check the name, and that its folder is on PYTHONPATH"
+        raise config_error("MODEL", name, f"cannot be imported: {first_line(error)}", remedy) from error
+    if not callable(found):
+        raise config_error("MODEL", name, f"{module} has no function of that name", "give one that returns the model")
+    return found
+
+
+def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        remedy = "pip install 'compile_muon[plan]', or give module:function"
+        raise config_error("MODEL", name, "is read by Transformers, which is not installed", remedy) from None
+    try:
+        config = AutoConfig.from_pretrained(os.path.abspath(name), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise config_error("MODEL", name, f"is no config of Transformers: {first_line(error)}", _KINDS) from error
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and batch.sequence > longest:
+        problem = f"is longer than the {longest} positions of the model"
+        raise config_error("--sequence", batch.sequence, problem, f"use at most {longest}")
+    return lambda: AutoModelForCausalLM.from_config(config)
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Parameters and buffers on the meta device as fake ones on the CPU; what is tied stays tied."""
+    known: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param.device.type == "meta":
+                made = nn.Parameter(torch.empty_like(param, device="cpu"), requires_grad=param.requires_grad)
+                module._parameters[name] = known.setdefault(id(param), made)  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                module._buffers[name] = known.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))

@@ -1,0 +1,310 @@
+"""The numbers of a plan: each candidate simulated, once as configured and once with AdamW alone, and the one to take.
+
+Every number is simulated; docs/planning.md says what each means, and is the contract of the JSON file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from compile_muon.config import Config, FrameOptions
+from compile_muon.errors import MuonZeroError, config_error
+from compile_muon.passes.machine import Machine
+from compile_muon.passes.simulate import Timeline
+from compile_muon.planning.candidates import Candidate, candidates, with_adamw
+from compile_muon.planning.models import Batch, Subject, first_line
+from compile_muon.planning.trace import Target, Trace, trace_step
+
+__all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
+
+#: of the fastest step: a candidate that is slower by less is as fast
+_AS_FAST = 0.01
+#: of the step: less than this exposed is not worth a word
+_EXPOSED = 0.005
+#: of the memory: more than this is tight
+_TIGHT = 0.9
+#: of the mean: owners with more are uneven
+_UNEVEN = 1.25
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Args:
+        subject: the model.
+        batch: of a rank at a time.
+        config: as the plan is to follow it, see :func:`~.candidates.planned_for`.
+        options: of torch.compile.
+        machine: that every rank has.
+        worlds: numbers of ranks.
+    """
+
+    subject: Subject
+    batch: Batch
+    config: Config
+    options: FrameOptions
+    machine: Machine
+    worlds: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One candidate. Seconds and bytes of a step of one rank: of those that own most, the first.
+
+    Args:
+        stage, mesh, asked: see :class:`~.candidates.Candidate`.
+        rank: that was simulated.
+        fits: whether ``peak_bytes`` are no more than ``limit_bytes``, what the device has.
+        memory: bytes by category, where most are live.
+        sent: bytes by axis.
+        step_seconds: of the step, all micro-batches.
+        exposed_seconds: of it, waited for collectives; ``exposed`` by cause.
+        tokens_per_second: of one rank.
+        newton_schulz_seconds: of the step; ``newton_schulz_share`` as a fraction of it.
+        owners_idle: ranks without a matrix to orthogonalize; None where every rank does all.
+        owners_uneven: the most that a rank has to orthogonalize, over the mean.
+        adamw_seconds, adamw_exposed_seconds: of the step with AdamW for every parameter.
+        price_seconds, price_exposed_seconds: what Muon adds to those; ``price_share`` as a fraction of AdamW's step.
+        warnings: in words.
+    """
+
+    stage: int
+    mesh: Mapping[str, int]
+    asked: bool
+    rank: int
+    fits: bool
+    peak_bytes: int
+    limit_bytes: int
+    memory: Mapping[str, int]
+    sent: Mapping[str, int]
+    step_seconds: float
+    exposed_seconds: float
+    exposed: Mapping[str, float]
+    tokens_per_second: float
+    newton_schulz_seconds: float
+    newton_schulz_share: float
+    owners_idle: int | None
+    owners_uneven: float
+    adamw_seconds: float
+    adamw_exposed_seconds: float
+    price_seconds: float
+    price_exposed_seconds: float
+    price_share: float
+    warnings: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"stage {self.stage}, {mesh_text(self.mesh)}"
+
+
+@dataclass(frozen=True)
+class World:
+    """All candidates of a number of ranks.
+
+    Args:
+        choice: which of them to take; None if none fits.
+        why: that one, in a sentence.
+    """
+
+    ranks: int
+    candidates: Sequence[Figures]
+    choice: int | None
+    why: str
+
+    @property
+    def shown(self) -> int:
+        """The candidate whose timeline is shown: the choice, or what comes closest to fitting."""
+        if self.choice is not None:
+            return self.choice
+        return min(range(len(self.candidates)), key=lambda i: self.candidates[i].peak_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Args:
+        parameters: elements.
+        tokens, sequence: of a rank and micro-batch, and of them in one sequence.
+        micro_batches: of a step.
+        memory_bytes: of a device.
+        took_seconds: to make it.
+        timelines: of the candidate shown of each world.
+    """
+
+    model: str
+    machine: str
+    parameters: int
+    tokens: int
+    sequence: int
+    micro_batches: int
+    memory_bytes: int
+    took_seconds: float
+    worlds: Sequence[World]
+    timelines: Sequence[Timeline] = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``--json`` writes; ``simulated`` is always true."""
+        found = {"simulated": True, **asdict(self)}
+        del found["timelines"]
+        return found
+
+
+def mesh_text(axes: Mapping[str, int]) -> str:
+    """``{"replicate": 8, "shard": 8}`` as "replicate 8 x shard 8"."""
+    return " x ".join(f"{name} {size}" for name, size in axes.items())
+
+
+def make_plan(question: Question, progress: Callable[[str], None] = lambda text: None) -> Plan:
+    """Trace the model, and simulate every candidate of every world.
+
+    Args:
+        progress: told about every part that takes long.
+    Raises:
+        ConfigError: settings that fit no world, or a model that cannot be traced.
+    """
+    began = time.perf_counter()
+    config, machine = question.config, question.machine
+    chosen = {world: candidates(config, world, machine) for world in question.worlds}
+    try:
+        trace = trace_step(question.subject.build, question.subject.batch, config, question.options)
+    except MuonZeroError:
+        raise
+    except Exception as error:  # whatever the model or the compiler raises
+        problem = f"its forward and backward cannot be traced: {first_line(error)}"
+        remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
+        raise config_error("MODEL", question.subject.name, problem, remedy) from error
+    progress(f"traced in {time.perf_counter() - began:.0f} s")
+    worlds, timelines = [], []
+    for world, several in chosen.items():
+        played: list[tuple[Figures, Timeline]] = []
+        for candidate in several:
+            known = next((both for both in played if _same_step(candidate, both[0], config)), None)
+            figures, timeline = known or _simulated(trace, question, candidate, world)
+            figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
+            played.append((figures, timeline))
+            progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
+        worlds.append(_world(world, [figures for figures, _ in played]))
+        timelines.append(played[worlds[-1].shown][1])
+    return Plan(
+        model=question.subject.name,
+        machine=machine.name,
+        parameters=sum(param.numel() for param in question.subject.build().parameters()),
+        tokens=question.batch.tokens,
+        sequence=question.batch.sequence,
+        micro_batches=config.zero.gradient_accumulation_steps or 1,
+        memory_bytes=machine.memory_bytes,
+        took_seconds=time.perf_counter() - began,
+        worlds=worlds,
+        timelines=timelines,
+    )
+
+
+def _same_step(candidate: Candidate, known: Figures, config: Config) -> bool:
+    """Stages 1 and 2 only differ in what they keep of a gradient between micro-batches."""
+    one = (config.zero.gradient_accumulation_steps or 1) == 1
+    return one and (candidate.stage, known.stage) == (2, 1) and candidate.axes == known.mesh
+
+
+def _simulated(trace: Trace, question: Question, candidate: Candidate, world: int) -> tuple[Figures, Timeline]:
+    machine = question.machine
+    config = candidate.config(question.config)
+    backend = "nccl" if machine.device == "cuda" else "gloo"
+    target = Target(world, config, candidate.axes, backend)
+    owned = trace.owner_work(target)
+    rank = max(range(world), key=owned.__getitem__)
+    step = trace.captured(target, rank=rank).simulated(machine)
+    plain = step
+    if config.algorithm == "muon":
+        adamw = Target(world, with_adamw(config), candidate.axes, backend)
+        plain = trace.captured(adamw, rank=rank).simulated(machine)
+    limit = machine.shared_by(world).memory_bytes
+    tokens = question.batch.tokens * (config.zero.gradient_accumulation_steps or 1)
+    newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
+    exposed, plain_exposed = sum(step.exposed.values()), sum(plain.exposed.values())
+    mean = sum(owned) / world
+    figures = Figures(
+        stage=candidate.stage,
+        mesh=dict(candidate.axes),
+        asked=candidate.asked,
+        rank=rank,
+        fits=step.peak.total <= limit,
+        peak_bytes=step.peak.total,
+        limit_bytes=limit,
+        memory={name: nbytes for name, nbytes in step.peak.by_category.items() if nbytes},
+        sent=dict(step.traffic.by_axis),
+        step_seconds=step.seconds,
+        exposed_seconds=exposed,
+        exposed=dict(step.exposed),
+        tokens_per_second=tokens / step.seconds,
+        newton_schulz_seconds=newton_schulz,
+        newton_schulz_share=newton_schulz / step.seconds,
+        owners_idle=sum(not work for work in owned) if mean else None,
+        owners_uneven=max(owned) / mean if mean else 1.0,
+        adamw_seconds=plain.seconds,
+        adamw_exposed_seconds=plain_exposed,
+        price_seconds=step.seconds - plain.seconds,
+        price_exposed_seconds=exposed - plain_exposed,
+        price_share=step.seconds / plain.seconds - 1,
+    )
+    return _warned(figures), step
+
+
+def _warned(figures: Figures) -> Figures:
+    found = []
+    step = figures.step_seconds
+    if not figures.fits:
+        found.append(f"does not fit: {gib(figures.peak_bytes)} GiB of {gib(figures.limit_bytes)}")
+    elif figures.peak_bytes > _TIGHT * figures.limit_bytes:
+        found.append(f"tight: {gib(figures.peak_bytes)} GiB of {gib(figures.limit_bytes)}, without the allocator's own")
+    for cause, seconds in sorted(figures.exposed.items(), key=lambda item: -item[1]):
+        if seconds > _EXPOSED * step:
+            found.append(f"{cause} exposed: {seconds * 1e3:.1f} ms of {step * 1e3:.0f}")
+    if figures.owners_idle:
+        found.append("1 rank owns nothing" if figures.owners_idle == 1 else f"{figures.owners_idle} ranks own nothing")
+    if figures.owners_uneven > _UNEVEN:
+        found.append(f"owners are uneven: one orthogonalizes {figures.owners_uneven:.1f} times the mean")
+    return replace(figures, warnings=tuple(found))
+
+
+def gib(nbytes: float) -> str:
+    """Bytes as GiB, one digit."""
+    return f"{nbytes / 2**30:.1f}"
+
+
+def _world(ranks: int, found: Sequence[Figures]) -> World:
+    fitting = [figures for figures in found if figures.fits]
+    if not fitting:
+        least = min(found, key=lambda figures: figures.peak_bytes)
+        why = (
+            f"nothing fits: {least.name} needs least, {gib(least.peak_bytes)} GiB of {gib(least.limit_bytes)}; "
+            "use fewer tokens at a time, more ranks, or activation checkpointing"
+        )
+        return World(ranks, found, None, why)
+    fastest = min(figures.step_seconds for figures in fitting)
+    close = [figures for figures in fitting if figures.step_seconds <= fastest * (1 + _AS_FAST)]
+    best = min(close, key=lambda figures: (figures.stage, len(figures.mesh), figures.step_seconds))
+    why = (
+        f"{best.name}: {best.step_seconds * 1e3:,.1f} ms, {gib(best.peak_bytes)} GiB of {gib(best.limit_bytes)}; "
+        f"{_among(best, close, fitting, found)}"
+    )
+    return World(ranks, found, found.index(best), why)
+
+
+def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], found: Sequence[Figures]) -> str:
+    """Why it was chosen."""
+    if len(found) == 1:
+        return "it is the only one"
+    fit = "all fit" if len(fitting) == len(found) else f"{len(fitting)} of {len(found)} fit"
+    if len(fitting) == 1:
+        return f"only it fits of {len(found)}"
+    if len(close) > 1:
+        return f"{fit}, {len(close)} of them are as fast within {_AS_FAST:.0%}, and it has the lowest stage of these"
+    second = min((f for f in fitting if f is not best), key=lambda figures: figures.step_seconds)
+    slower = second.step_seconds / best.step_seconds - 1
+    return f"{fit}, and it is the fastest; next is {second.name}, {slower:.0%} slower"

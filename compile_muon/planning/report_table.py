@@ -1,0 +1,69 @@
+"""A plan as tables for the terminal, and how each of its numbers is written; pages write them the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from compile_muon.planning.plan import Figures, Plan, World, gib, mesh_text
+
+__all__ = ["COLUMNS", "headline", "report", "rows"]
+
+#: title of a column, and its text
+COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+    ("stage", lambda f: f"{f.stage}{' *' * f.asked}"),
+    ("mesh", lambda f: mesh_text(f.mesh)),
+    ("GiB", lambda f: gib(f.peak_bytes) + " !" * (not f.fits)),
+    ("of them", lambda f: _by_size(f.memory, gib)),
+    ("GB sent", lambda f: _by_size(f.sent, lambda nbytes: f"{nbytes / 1e9:.2f}") or "0"),
+    ("step ms", lambda f: f"{f.step_seconds * 1e3:,.1f}"),
+    ("exposed ms", lambda f: f"{f.exposed_seconds * 1e3:,.1f}"),
+    ("tokens/s", lambda f: f"{f.tokens_per_second:,.0f}"),
+    ("NS", lambda f: f"{f.newton_schulz_share:.1%}"),
+    ("owners", lambda f: f"{f.owners_uneven:.2f}"),
+    ("over AdamW", lambda f: f"{f.price_seconds * 1e3:+,.1f} ms ({f.price_share:+.1%})"),
+    ("of it exposed", lambda f: f"{f.price_exposed_seconds * 1e3:+,.1f} ms"),
+)
+LEGEND = (
+    "* what the config says. ! does not fit. GB sent: by a rank, per axis. NS: Newton-Schulz, of the step. owners: the "
+    "most that one orthogonalizes, over the mean. over AdamW: what the step takes more than with AdamW alone."
+)
+
+
+def _by_size(values: Mapping[str, int], text: Callable[[float], str]) -> str:
+    ordered = sorted(values.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {text(value)}" for name, value in ordered if text(value).strip("0."))
+
+
+def headline(plan: Plan) -> str:
+    """What was asked."""
+    micro = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    return (
+        f"{plan.model}: {plan.parameters / 1e9:,.2f} G parameters; {plan.tokens:,} tokens a rank and micro-batch in "
+        f"sequences of {plan.sequence:,}{micro}; {plan.machine}, {gib(plan.memory_bytes)} GiB. Everything is simulated"
+    )
+
+
+def rows(world: World) -> list[list[str]]:
+    """The text of every cell."""
+    return [[text(figures) for _, text in COLUMNS] for figures in world.candidates]
+
+
+def report(plan: Plan) -> RenderableType:
+    """All of a plan."""
+    parts: list[RenderableType] = [Text(headline(plan))]
+    for world in plan.worlds:
+        table = Table(title=f"{world.ranks} ranks (simulated)", title_justify="left")
+        for title, _ in COLUMNS:
+            table.add_column(title, justify="left" if title in ("mesh", "of them", "GB sent") else "right")
+        for place, cells in enumerate(rows(world)):
+            table.add_row(*cells, style="bold" if place == world.choice else "")
+        parts += [table, Text(f"→ {world.why}"), *_warnings(world), Text("")]
+    return Group(*parts, Text(LEGEND, style="dim"))
+
+
+def _warnings(world: World) -> Sequence[Text]:
+    return [Text(f"  {warning}", style="yellow") for warning in world.candidates[world.shown].warnings]

@@ -1,0 +1,220 @@
+"""One trace of a model, of which the graphs of every stage, mesh and algorithm are made without tracing it again.
+
+Tracing is most of what a capture takes, and what it makes hardly depends on the ranks: a parameter stands in the graphs
+as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
+a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
+its shards into the inputs, and the half passes lower that. The result is what :func:`~.capture.capture_step` finds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from compile_muon.config import Config, FrameOptions
+from compile_muon.passes import HALF_PASSES, BackwardRequest, PassContext, Purpose, run_passes
+from compile_muon.passes.costs import owner_work
+from compile_muon.passes.exchange.owner import assign_owners
+from compile_muon.passes.half.buckets import bucket_matrices
+from compile_muon.passes.markers import ReduceGrad, Unshard
+from compile_muon.passes.pipeline import tensor_value
+from compile_muon.passes.simulate import Played
+from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.torch_private import fake_mode_of, fresh_context
+from compile_muon.planning.capture import (
+    Captured,
+    capture_step,
+    captured,
+    fresh_compiler,
+    run_micro_batches,
+    simulated_job,
+)
+from compile_muon.planning.recorder import Recorder, Visit
+from compile_muon.runtime.account import Account
+
+__all__ = ["Target", "Trace", "trace_step"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a step is captured for.
+
+    Args:
+        world: ranks.
+        config: as it was traced with, but for stage, mesh and algorithm.
+        axes: sizes of the axes of the mesh, as of :func:`~.capture.capture_step`.
+        backend: that the ranks communicate by.
+    """
+
+    world: int
+    config: Config
+    axes: Mapping[str, int]
+    backend: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The graphs of a step ahead of lowering; made by :func:`trace_step`.
+
+    Args:
+        model_factory, batch: as given.
+        options: of torch.compile.
+        visits: of forward and backward graphs.
+        trained: names of the parameters that get a gradient.
+    """
+
+    model_factory: Callable[[], nn.Module]
+    batch: Sequence[Any] | Mapping[str, Any]
+    options: FrameOptions
+    visits: tuple[Visit, ...]
+    trained: frozenset[str]
+
+    def captured(self, target: Target, *, rank: int = 0) -> Captured:
+        """The step of one rank."""
+        if self._traced_anew(target.config):
+            return capture_step(
+                self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
+                options=self.options, axes=target.axes, backend=target.backend,
+            )  # fmt: skip
+        with simulated_job(target.world, rank) as job:
+            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+            named = {account.name: account for account in sharded.accounts}
+            known: dict[tuple[int, BackwardRequest | None], Played] = {}
+            graphs, ready = [], set()
+            for visit in self.visits:
+                request = _request(visit, named)
+                key = (id(visit.ctx.source), request)
+                if key not in known:
+                    known[key] = _lowered(visit, request, named, self.options)
+                graphs.append((known[key], visit.states))
+                ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
+            trained = [account for account in sharded.accounts if account.name in self.trained]
+            return captured(sharded, graphs, trained, ready, self.options)
+
+    def owner_work(self, target: Target) -> list[float]:
+        """Multiply-adds of Newton-Schulz that each rank does in a step, by formula."""
+        with simulated_job(target.world, 0) as job:
+            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+            named = {account.name: account for account in sharded.accounts}
+            made: dict[str, None] = {}
+            work = [0.0] * target.world
+            for visit in self.visits:
+                chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
+                made |= dict.fromkeys(chosen)
+                _add_work(work, [named[name].spec for name in chosen], self.options.bucket_bytes)
+            late = [a.spec for a in sharded.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
+            _add_work(work, late, self.options.bucket_bytes)
+            return work
+
+    def _traced_anew(self, config: Config) -> bool:
+        """Whether the partition of the graphs would be another than what was traced."""
+        return config.zero.stage == 3 and not self.options.reshard_after_forward
+
+
+def trace_step(
+    model_factory: Callable[[], nn.Module],
+    batch: Sequence[Any] | Mapping[str, Any],
+    config: Config,
+    options: FrameOptions | None = None,
+) -> Trace:
+    """Trace the micro-batches of a step; arguments as of :func:`~.capture.capture_step`.
+
+    Args:
+        model_factory: called again for every sharding.
+    """
+    options = FrameOptions() if options is None else options
+    config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard"), mesh=None)
+    recorder = Recorder()
+    with simulated_job(2, 0) as job, fresh_compiler():
+        sharded = job.sharded(model_factory(), config, axes={"shard": 2}, backend=None)
+        run_micro_batches(sharded, batch, replace(options, stand_in=recorder), recorder)
+        trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
+    return Trace(model_factory, batch, options, tuple(recorder.visits), trained)
+
+
+def _states(visit: Visit, gm: GraphModule, named: Mapping[str, Account]) -> dict[Node, Account]:
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return {inputs[i]: named[name] for i, name in visit.states.items()}
+
+
+def _source(visit: Visit) -> GraphModule:
+    assert visit.ctx.source is not None
+    return visit.ctx.source
+
+
+def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
+    """What ``request`` says of each parameter, in the order of its gradients."""
+    if request is None:
+        return []
+    inputs = {node: i for i, node in enumerate(_source(visit).graph.find_nodes(op="placeholder"))}
+    names = [visit.states[inputs[reduction.state]] for reduction in ReduceGrad.all(_source(visit))]
+    return list(zip(names, request.purposes, strict=True))
+
+
+def _request(visit: Visit, named: Mapping[str, Account]) -> BackwardRequest | None:
+    """What the ledger asks of another sharding where it asked ``visit.ctx.request`` of the one that was traced."""
+    asked = visit.ctx.request
+    if asked is None:
+        return None
+    specs = [named[name].spec for name, _ in _purposes(visit, asked)]
+
+    def purpose(spec: ParamSpec, chosen: Purpose) -> Purpose:
+        fits = {Purpose.ACCUMULATE: spec.layout.accumulates, Purpose.SPECULATE: spec.muon is not None}
+        return chosen if fits.get(chosen, True) else Purpose.REDUCE
+
+    purposes = tuple(purpose(spec, chosen) for spec, chosen in zip(specs, asked.purposes, strict=True))
+    return BackwardRequest(
+        purposes,
+        tuple(given and spec.layout.accumulates for given, spec in zip(asked.unreduced, specs, strict=True)),
+        tuple(given and p is Purpose.SPECULATE for given, p in zip(asked.carried, purposes, strict=True)),
+    )
+
+
+def _lowered(
+    visit: Visit, request: BackwardRequest | None, named: Mapping[str, Account], options: FrameOptions
+) -> Played:
+    """The graph of ``visit`` for the shards and specs of these accounts."""
+    gm = copy.deepcopy(_source(visit))
+    states = _states(visit, gm, named)
+    for state, account in states.items():
+        _reshape(state, account.momentum)
+    for read in Unshard.all(gm):
+        account = states[read.state]
+        _reshape(read.shard, account.local)
+        if account.replica is not None and read.replica is not None:
+            _reshape(read.replica, account.replica)
+        replica = None if account.replica is None else read.replica
+        read.node.args = (read.shard, read.state, read.hyper, replica, account.text)
+    for reduction in ReduceGrad.all(gm):
+        account = states[reduction.state]
+        _reshape(reduction.node, account.local)
+        reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
+    ctx = PassContext(visit.ctx.half, visit.ctx.frame, options, request=request, user_outputs=visit.ctx.user_outputs)
+    values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+    with fresh_context(fake_mode_of(values[:1])):
+        return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
+
+
+def _reshape(node: Node, like: torch.Tensor) -> None:
+    node.meta["val"] = tensor_value(node).new_empty(like.shape, dtype=like.dtype)
+
+
+def _add_work(work: list[float], specs: Sequence[ParamSpec], cap_bytes: int) -> None:
+    """Add what each rank does of the directions that one graph makes."""
+    owners = assign_owners(specs, bucket_matrices(specs, cap_bytes))
+    for spec, owner in zip(specs, owners, strict=True):
+        muon = spec.muon_settings
+        done = muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+        if muon.exchange == "owner":
+            for rank in spec.layout.owner_ranks(owner):
+                work[rank] += done
+        else:
+            share = done if muon.exchange == "replicate" else done / len(work)
+            for rank in range(len(work)):
+                work[rank] += share

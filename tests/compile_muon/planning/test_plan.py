@@ -1,0 +1,357 @@
+"""The command: its numbers, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from compile_muon import __main__ as cli
+from compile_muon.config import config_from_kwargs
+from compile_muon.errors import ConfigError
+from compile_muon.machines import load_machine
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.simulate import Event, Held, Timeline
+from compile_muon.planning import plan as plans
+from compile_muon.planning.candidates import candidates, planned_for, with_adamw
+from compile_muon.planning.charts import check_charts
+from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
+from compile_muon.planning.report_html import page
+from compile_muon.planning.report_table import rows
+from compile_muon.planning.trace import Target, trace_step
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "firefox")
+
+
+def question(world: int = 16, memory: int | None = None, **settings: Any) -> Question:
+    machine = load_machine("h100")
+    machine = machine if memory is None else replace(machine, memory_bytes=memory)
+    config = planned_for(config_from_kwargs(**{"stage": 1, "exchange": "owner", **settings}), machine, "h100")
+    batch = Batch(16, 8)
+    return Question(load_subject("tiny_gpt:GPT", batch), batch, config, plans.FrameOptions(), machine, [world])
+
+
+def write_config(path: Path) -> Path:
+    path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}}))
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "config.json")
+
+
+def arguments(file: Path, **changes: str) -> list[str]:
+    given = {"config": str(file), "world": "2", "machine": "h100", "tokens": "16", "sequence": "8", **changes}
+    model = given.pop("model", "tiny_gpt:GPT")
+    return ["plan", model, *(part for name, value in given.items() for part in (f"--{name}", value))]
+
+
+# ----------------------------------------------------------------------------------------------------------- numbers
+
+
+def test_candidates_are_every_stage_on_one_axis_and_with_replicas_in_nodes() -> None:
+    found = candidates(config_from_kwargs(stage=2), 16, load_machine("h100"))
+    assert [(c.stage, dict(c.axes)) for c in found if c.stage in (0, 3)] == [
+        (0, {"shard": 16}),
+        (3, {"shard": 16}),
+        (3, {"replicate": 2, "shard": 8}),
+    ]
+    assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(2, {"shard": 16})]
+    assert len(candidates(config_from_kwargs(), 8, load_machine("h100"))) == 4
+
+
+def test_what_the_config_asks_for_is_among_them() -> None:
+    from compile_muon.config import MeshConfig
+
+    config = replace(config_from_kwargs(stage=3), mesh=MeshConfig(replicate=4))
+    (asked,) = [c for c in candidates(config, 16, load_machine("h100")) if c.asked]
+    assert (asked.stage, dict(asked.axes)) == (3, {"replicate": 4, "shard": 4})
+
+
+def test_a_plan_for_gpus_has_their_dtypes() -> None:
+    config = config_from_kwargs(ns_backend="aten")
+    assert planned_for(config, load_machine("h100"), "h100").muon.ns.dtype == "bfloat16"
+    assert planned_for(config, load_machine("cpu"), "cpu").muon.ns.dtype == "auto"
+    assert planned_for(config, load_machine("h100"), "h100").machine == "h100"
+
+
+def test_numbers_are_those_of_the_simulated_steps(tiny_gpt: ModuleType) -> None:
+    asked = question(world=16)
+    found = make_plan(asked)
+    (world,) = found.worlds
+    trace = trace_step(asked.subject.build, asked.subject.batch, asked.config, asked.options)
+    for figures in (world.candidates[0], world.candidates[2], world.candidates[-1]):
+        config = replace(asked.config, zero=replace(asked.config.zero, stage=figures.stage))
+        target = Target(16, config, figures.mesh, "nccl")
+        step = trace.captured(target, rank=figures.rank).simulated(asked.machine)
+        plain = trace.captured(replace(target, config=with_adamw(config)), rank=figures.rank).simulated(asked.machine)
+        assert (figures.step_seconds, figures.adamw_seconds) == (step.seconds, plain.seconds)
+        assert figures.price_seconds == pytest.approx(step.seconds - plain.seconds)
+        assert figures.tokens_per_second == pytest.approx(16 / step.seconds)
+        assert figures.sent == dict(step.traffic.by_axis)
+        assert sum(figures.memory.values()) == figures.peak_bytes == step.peak.total
+        assert 0 < figures.newton_schulz_share < 1
+        assert step.traffic.matrices > 0
+    assert found.timelines[0].seconds == world.candidates[world.shown].step_seconds
+    # 8 matrices on 16 ranks
+    assert {figures.owners_idle for figures in world.candidates} == {8}
+    assert all("8 ranks own nothing" in figures.warnings for figures in world.candidates)
+    assert found.to_json()["simulated"] is True
+
+
+def test_a_config_of_adamw_is_its_own_comparison(tiny_gpt: ModuleType) -> None:
+    asked = question(world=1)
+    found = make_plan(replace(asked, config=with_adamw(asked.config)))
+    for figures in found.worlds[0].candidates:
+        assert (figures.price_seconds, figures.newton_schulz_seconds, figures.owners_idle) == (0.0, 0.0, None)
+        assert (figures.mesh, figures.sent, figures.exposed) == ({"shard": 1}, {}, {})
+
+
+def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch(tiny_gpt: ModuleType) -> None:
+    """So it is simulated once."""
+    for count in (1, 2):
+        asked = question(world=4, gradient_accumulation_steps=count)
+        trace = trace_step(asked.subject.build, asked.subject.batch, asked.config, asked.options)
+        first, second = (
+            trace.captured(Target(4, candidate.config(asked.config), candidate.axes, "nccl")).simulated(asked.machine)
+            for candidate in candidates(asked.config, 4, asked.machine)
+            if candidate.stage in (1, 2)
+        )
+        assert (first.seconds == second.seconds) == (first.peak == second.peak) == (count == 1)
+
+
+def figures(stage: int, milliseconds: float, peak: int, limit: int = 100) -> Figures:
+    return Figures(
+        stage=stage, mesh={"shard": 8}, asked=False, rank=0, fits=peak <= limit, peak_bytes=peak * 2**30,
+        limit_bytes=limit * 2**30, memory={}, sent={}, step_seconds=milliseconds / 1e3, exposed_seconds=0.0031,
+        exposed={"exchange": 0.0031}, tokens_per_second=1.0, newton_schulz_seconds=0.0, newton_schulz_share=0.0,
+        owners_idle=17, owners_uneven=1.0, adamw_seconds=1.0, adamw_exposed_seconds=0.0, price_seconds=0.0,
+        price_exposed_seconds=0.0, price_share=0.0,
+    )  # fmt: skip
+
+
+def test_the_fastest_that_fits_and_of_equals_the_lowest_stage() -> None:
+    world = plans._world(8, [figures(0, 300, 120), figures(1, 402, 70), figures(2, 400, 60), figures(3, 500, 20)])
+    assert world.choice == 1
+    assert "stage 1, shard 8: 402.0 ms, 70.0 GiB of 100.0" in world.why
+    assert "3 of 4 fit, 2 of them are as fast" in world.why
+    world = plans._world(8, [figures(1, 412, 70), figures(3, 400, 20)])
+    assert world.choice == 1
+    assert "all fit, and it is the fastest; next is stage 1, shard 8, 3% slower" in world.why
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    world = plans._world(8, [figures(0, 300, 320), figures(3, 500, 120)])
+    assert (world.choice, world.shown) == (None, 1)
+    assert "nothing fits: stage 3, shard 8 needs least, 120.0 GiB of 100.0" in world.why
+
+
+def test_warnings_are_sentences() -> None:
+    found = plans._warned(replace(figures(3, 412, 120), owners_uneven=1.6)).warnings
+    assert list(found) == [
+        "does not fit: 120.0 GiB of 100.0",
+        "exchange exposed: 3.1 ms of 412",
+        "17 ranks own nothing",
+        "owners are uneven: one orthogonalizes 1.6 times the mean",
+    ]
+    assert "tight: 95.0 GiB of 100.0" in plans._warned(figures(3, 412, 95)).warnings[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+class Page(HTMLParser):
+    """Text of table cells, attributes, and what is in the script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.tags: set[str] = set()
+        self.script = ""
+        self._inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag
+        self.tags.add(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.cells += [""] if tag == "td" else []
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "td":
+            self.cells[-1] += data
+        if self._inside == "script":
+            self.script += data
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What one call of the command leaves."""
+    pytest.importorskip("matplotlib")
+    folder = tmp_path_factory.mktemp("plan")
+    files = {kind: folder / f"plan.{kind}" for kind in ("html", "json", "trace")}
+    config = write_config(folder / "config.json")
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.syspath_prepend(str(Path(__file__).parent))
+        assert cli.main(arguments(config, **{kind: str(path) for kind, path in files.items()})) == 0
+    (folder / "printed").write_text(printed.getvalue())
+    return files | {"printed": folder / "printed"}
+
+
+def test_the_command_writes_one_plan_in_four_ways(written: dict[str, Path]) -> None:
+    found = json.loads(written["json"].read_text())
+    assert set(found) == {
+        "simulated", "model", "machine", "parameters", "tokens", "sequence", "micro_batches", "memory_bytes",
+        "took_seconds", "worlds",
+    }  # fmt: skip
+    world = World(**{**found["worlds"][0], "candidates": [Figures(**f) for f in found["worlds"][0]["candidates"]]})
+    assert [f.asked for f in world.candidates] == [False, False, True, False]
+
+    text = written["html"].read_text()
+    assert not re.search(r"https?:|//[a-z]|@import|\bsrc\b|url\((?!#)", text, re.IGNORECASE)
+    parsed = Page(text)
+    assert not {"link", "img", "iframe", "object", "base"} & parsed.tags
+    assert all(value.startswith("#") for _, name, value in parsed.attributes if name.endswith("href"))
+    assert ("script", "type", "application/json") in parsed.attributes
+    assert json.loads(parsed.script) == found
+    assert parsed.cells == [cell for row in rows(world) for cell in row]
+    assert text.count("<svg") == 3
+    assert "fill: currentColor" in text
+    assert "prefers-color-scheme: dark" in text
+
+    printed = written["printed"].read_text()
+    assert "simulated" in printed
+    assert world.why in " ".join(printed.split())
+
+    events = json.loads(written["trace"].read_text())["traceEvents"]
+    last = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X")
+    assert last == pytest.approx(world.candidates[world.shown].step_seconds * 1e6)
+    assert "2 ranks, stage" in events[0]["args"]["name"]
+
+
+def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is on PATH")
+    shot = tmp_path / "page.png"
+    if "firefox" in browser:
+        command = [browser, "--headless", f"--screenshot={shot}", written["html"].as_uri()]
+    else:
+        command = [browser, "--headless", "--no-sandbox", f"--screenshot={shot}", written["html"].as_uri()]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    from matplotlib import image
+
+    assert image.imread(shot).std() > 0.02  # something is drawn
+
+
+def test_names_are_escaped(written: dict[str, Path]) -> None:
+    found = json.loads(written["json"].read_text())
+    worlds = [World(**{**w, "candidates": [Figures(**f) for f in w["candidates"]]}) for w in found.pop("worlds")]
+    del found["simulated"]
+    timeline = Timeline(1.0, 1.0, {}, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), Held())
+    plan = Plan(**{**found, "model": "</script><b>&"}, worlds=worlds, timelines=[timeline])
+    parsed = Page(page(plan))
+    assert not {"b", "i"} & parsed.tags
+    assert json.loads(parsed.script)["model"] == "</script><b>&"
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "problem"),
+    [
+        ({"machine": "h1000"}, "--machine = 'h1000'", "neither a known machine nor a file"),
+        ({"model": "tiny_gpt"}, "MODEL = 'tiny_gpt'", "neither a function nor a file"),
+        ({"model": "no_such_module:GPT"}, "MODEL = 'no_such_module:GPT'", "cannot be imported"),
+        ({"model": "tiny_gpt:GPT3"}, "MODEL = 'tiny_gpt:GPT3'", "no function of that name"),
+        ({"model": "tiny_gpt:no_module"}, "MODEL", "returns a int"),
+        ({"model": "tiny_gpt:reads_values"}, "MODEL", "cannot be built without values"),
+        ({"model": "tiny_gpt:Broken"}, "MODEL", "cannot be traced"),
+        ({"tokens": "17"}, "--tokens = 17", "no whole number of sequences of 8 tokens; use 16"),
+        ({"tokens": "0"}, "--tokens = 0", "is not positive"),
+        ({"sequence": "0"}, "--sequence = 0", "is not positive"),
+        ({"world": "0"}, "--world = 0", "at least 1"),
+        ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
+        ({"config": "/no/such.json"}, "config", "/no/such.json"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_a_remedy(
+    changes: dict[str, str],
+    field: str,
+    problem: str,
+    config_file: Path,
+    tiny_gpt: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(arguments(config_file, **changes)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert field in printed.err
+    assert problem in printed.err
+    assert "Traceback" not in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("mesh", {"replicate": 3, "shard": 2}, "does not make up 2 ranks"),
+        ("mesh", {"tensor": 2}, "a plan has the whole model on every rank"),
+    ],
+)
+def test_a_config_that_fits_no_world(
+    key: str, value: Any, problem: str, config_file: Path, tiny_gpt: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file.write_text(json.dumps({"optimizer": {"type": "Muon"}, key: value}))
+    assert cli.main(arguments(config_file)) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_a_folder_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    for name in (tmp_path, tmp_path / "config.json"):
+        subject = load_subject(str(name), Batch(16, 8))
+        assert set(subject.batch) == {"input_ids", "labels", "use_cache"}
+        assert sum(param.numel() for param in subject.build().parameters()) == 3632
+    trace = trace_step(subject.build, subject.batch, config_from_kwargs(exchange="owner"))
+    step = trace.captured(Target(4, config_from_kwargs(exchange="owner", stage=3), {"shard": 4}, "nccl"))
+    assert step.simulated(load_machine("h100")).traffic.bytes_sent > 0
+    with pytest.raises(ConfigError, match="longer than the 8 positions"):
+        load_subject(str(tmp_path), Batch(16, 16))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no config of Transformers"):
+        load_subject(str(tmp_path), Batch(16, 8))
+
+
+def test_without_matplotlib_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
+        check_charts()
+
+
+def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
+        load_subject(str(tmp_path), Batch(16, 8))

@@ -1,0 +1,123 @@
+"""One trace serves every sharding, and says what a capture of each would; nothing is given memory for it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor
+
+from compile_muon.config import Config, FrameOptions, config_from_kwargs
+from compile_muon.machines import load_machine
+from compile_muon.passes.half import buckets
+from compile_muon.passes.machine import Link
+from compile_muon.passes.simulate import Timeline
+from compile_muon.planning import capture_step
+from compile_muon.planning.candidates import with_adamw
+from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.trace import Target, Trace, trace_step
+
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+AXES = ({"shard": 4}, {"replicate": 2, "shard": 2})
+#: where sending takes about as long as computing
+SLOW = replace(load_machine("cpu"), cores=0, links=(Link(None, 1e9, 1e-6),))
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several collectives of each kind, of a model that would fit into one."""
+    monkeypatch.setattr(buckets, "_SMALLEST", 2**12)
+
+
+def configured(stage: int, **settings: Any) -> Config:
+    given = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard", **settings}
+    return config_from_kwargs(stage=stage, **given)
+
+
+def options(**changes: Any) -> FrameOptions:
+    return FrameOptions(**{"codegen": "eager", "bucket_bytes": 2**16, **changes})
+
+
+@functools.cache
+def traced(settings: tuple[tuple[str, Any], ...] = (), changes: tuple[tuple[str, Any], ...] = ()) -> Trace:
+    subject = load_subject("tiny_gpt:GPT", Batch(16, 8))
+    return trace_step(subject.build, subject.batch, configured(1, **dict(settings)), options(**dict(changes)))
+
+
+def compare(module: ModuleType, trace: Trace, target: Target, rank: int) -> Timeline:
+    """What is made of the trace is what a model with values is captured as, while it is trained."""
+    real = capture_step(
+        module.GPT, (TOKENS,), world=target.world, rank=rank, config=target.config, options=trace.options,
+        axes=target.axes, backend=target.backend,
+    )  # fmt: skip
+    found, expected = trace.captured(target, rank=rank).simulated(SLOW), real.simulated(SLOW)
+    assert found.traffic == expected.traffic
+    assert found.traffic.bytes_sent > 0
+    assert found.peak == expected.peak
+    assert (found.seconds, found.exposed) == (expected.seconds, expected.exposed)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "axes"), [(0, 1), (1, 0), (1, 1), (3, 0), (3, 1)])
+def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int, tiny_gpt: ModuleType) -> None:
+    compare(tiny_gpt, traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_micro_batches(stage: int, tiny_gpt: ModuleType) -> None:
+    """At stage 1 all but the last keep whole gradients; the trace is of that stage, and the others reduce each."""
+    settings = (("gradient_accumulation_steps", 3),)
+    compare(tiny_gpt, traced(settings), Target(4, configured(stage, **dict(settings)), AXES[0], "nccl"), rank=0)
+
+
+def test_adamw_of_a_trace_with_muon(tiny_gpt: ModuleType) -> None:
+    found = compare(tiny_gpt, traced(), Target(4, with_adamw(configured(2)), AXES[1], "nccl"), rank=0)
+    assert found.traffic.matrices == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ((("update", "step"),), ()),
+        ((("shard_state_over", "all"),), ()),
+        ((("param_dtype", "bfloat16"),), (("codegen", "inductor"),)),
+        ((), (("reshard_after_forward", False),)),
+    ],
+)
+def test_settings_that_change_the_graphs(settings: tuple, changes: tuple, tiny_gpt: ModuleType) -> None:
+    target = Target(4, configured(3, **dict(settings)), AXES[1], "nccl")
+    compare(tiny_gpt, traced(settings, changes), target, rank=2)
+
+
+def test_owners_by_formula_are_those_of_the_graphs(tiny_gpt: ModuleType) -> None:
+    """Four sizes of matrices, so ranks have one or several."""
+    target = Target(4, configured(1), AXES[0], "nccl")
+    work = traced().owner_work(target)
+    graphs = [traced().captured(target, rank=rank).simulated(SLOW).traffic.matrices for rank in range(4)]
+    assert sum(graphs) == 8
+    assert [bool(done) for done in work] == [bool(count) for count in graphs]
+    idle = [not done for done in traced().owner_work(Target(11, configured(1), {"shard": 11}, "nccl"))]
+    assert sum(idle) == 11 - 8
+
+
+def test_replicated_work_is_everyones(tiny_gpt: ModuleType) -> None:
+    replicated = traced().owner_work(Target(4, configured(1, exchange="replicate"), AXES[0], "nccl"))
+    assert len(set(replicated)) == 1
+    assert replicated[0] == pytest.approx(sum(traced().owner_work(Target(4, configured(1), AXES[0], "nccl"))))
+
+
+@pytest.mark.parametrize("name", ["GPT", "on_meta"])
+def test_nothing_is_given_memory(name: str, tiny_gpt: ModuleType) -> None:
+    model = load_subject(f"tiny_gpt:{name}", Batch(16, 8)).build()
+    assert all(isinstance(p, FakeTensor) and p.device.type == "cpu" for p in model.parameters())
+
+
+def test_a_model_larger_than_this_machine(tiny_gpt: ModuleType) -> None:
+    subject = load_subject("tiny_gpt:huge", Batch(16, 8))
+    trace = trace_step(subject.build, subject.batch, configured(1), options())
+    step = trace.captured(Target(8, configured(3), {"shard": 8}, "nccl"))
+    assert step.resident["parameters"] > 2**41 / 8
