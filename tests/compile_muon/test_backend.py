@@ -200,7 +200,7 @@ def test_dump_folder(tmp_path):
     names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
     for graph, passes in {
         "joint": ["before", "deduplicate", "recompute"],
-        "forward": ["before", "deduplicate", "lower", "schedule", "verify"],
+        "forward": ["before", "deduplicate", "lower", "schedule", "await_refresh", "verify"],
         "backward.speculate": ["before", "deduplicate", "insert_orthogonalize", "lower", "schedule", "verify"],
     }.items():
         found = [n.split(".")[-2] for n in names if f".{graph}" in n]

@@ -388,7 +388,7 @@ def test_a_weight_without_an_optimizer_is_refused():
     """What a graph gets when a module was taken apart: no account, no silent training."""
     lab = Lab()
     account = lab.optimizer._muon[0]
-    delattr(account.momentum, "_muon_zero_account")
+    delattr(account.momentum, "_muon_zero_holder")
     with pytest.raises(MuonZeroError, match=r"belongs to no MuonZero optimizer.*call compile_muon\.MuonZero"):
         lab.loss()
 
