@@ -37,6 +37,10 @@ __all__ = ["Outcome", "RankError", "Ranks", "single_process"]
 # what the other ranks get after one has failed, before they are stopped
 _GRACE_SECONDS = 5.0
 
+# Ranks with more process groups than this are started anew: each polls a hundred times a second on threads of its own,
+# and those named by their ranks cannot be destroyed and made again over one store.
+_MOST_GROUPS = 40
+
 
 class RankError(AssertionError):
     """A function raised on some rank, or a rank died; the message holds every rank's traceback."""
@@ -48,6 +52,7 @@ class Outcome:
 
     value: Any = None
     failure: str | None = None
+    groups: int = 0  # process groups that the rank holds afterwards
 
 
 def _module(path: str) -> ModuleType:
@@ -65,7 +70,7 @@ def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
     try:
         value = getattr(_module(path), name)(**kwargs)
         pickle.dumps(value)
-        return Outcome(value)
+        return Outcome(value, groups=len(_world.pg_map))
     except BaseException:
         return Outcome(failure=traceback.format_exc())
     finally:
@@ -155,7 +160,7 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + grace)
         silent = Outcome(failure="no answer: stuck, or waiting for a rank that failed")
         outcomes = [found.get(rank, silent) for rank in range(self.world)]
-        if any(outcome.failure is not None for outcome in outcomes):
+        if any(outcome.failure is not None or outcome.groups > _MOST_GROUPS for outcome in outcomes):
             self.close()
         return outcomes
 
