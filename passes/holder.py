@@ -35,6 +35,6 @@ def hold(state: Tensor, holder: Holder) -> None:
 
 
 def holder_of(state: object) -> Holder | None:
-    """Who :func:`hold` this tensor, or None."""
+    """The holder that this tensor was given by :func:`hold`, or None."""
     reference = getattr(state, _ATTRIBUTE, None) if isinstance(state, Tensor) else None
     return None if reference is None else reference()

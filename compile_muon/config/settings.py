@@ -204,6 +204,11 @@ class ZeroConfig(Checked):
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
 
+    @property
+    def micro_batches(self) -> int:
+        """Backwards per step as far as they are known ahead: one where only the loop knows."""
+        return self.gradient_accumulation_steps or 1
+
     def contradictions(self) -> Iterator[ConfigError]:
         """A comparison of what does not exist."""
         if self.check_replicas is not None and self.stage == 3:

@@ -205,7 +205,7 @@ def run_micro_batches(
     model = sharded.model
     recorder.tensors = fake_mode_of([account.local for account in sharded.accounts])
     compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options))
-    for _ in range(sharded.optimizer.config.zero.gradient_accumulation_steps or 1):
+    for _ in range(sharded.optimizer.config.zero.micro_batches):
         result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
         _loss(result).backward()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,7 @@ def _question(chosen: Namespace) -> Question:
     config = planned_for(load_config(chosen.config), machine, chosen.machine)
     options = read_options(config.compile.options())
     subject = load_subject(chosen.model, batch)
-    return Question(subject, batch, config, options, machine, _once(chosen.world))
-
-
-def _once(worlds: Sequence[int]) -> list[int]:
-    return list(dict.fromkeys(worlds))
+    return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)))
 
 
 def traces(plan: Plan) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
         parameters=sum(param.numel() for param in question.subject.build().parameters()),
         tokens=question.batch.tokens,
         sequence=question.batch.sequence,
-        micro_batches=config.zero.gradient_accumulation_steps or 1,
+        micro_batches=config.zero.micro_batches,
         memory_bytes=machine.memory_bytes,
         took_seconds=time.perf_counter() - began,
         worlds=worlds,
@@ -207,7 +207,7 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
 
 def _same_step(candidate: Candidate, known: Figures, config: Config) -> bool:
     """Stages 1 and 2 only differ in what they keep of a gradient between micro-batches."""
-    one = (config.zero.gradient_accumulation_steps or 1) == 1
+    one = config.zero.micro_batches == 1
     return one and (candidate.stage, known.stage) == (2, 1) and candidate.axes == known.mesh
 
 
@@ -224,7 +224,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         adamw = Target(world, with_adamw(config), candidate.axes, backend)
         plain = trace.captured(adamw, rank=rank).simulated(machine)
     limit = machine.shared_by(world).memory_bytes
-    tokens = question.batch.tokens * (config.zero.gradient_accumulation_steps or 1)
+    tokens = question.batch.tokens * config.zero.micro_batches
     newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
     exposed, plain_exposed = sum(step.exposed.values()), sum(plain.exposed.values())
     mean = sum(owned) / world

@@ -53,8 +53,8 @@ class Recorder:
         played = Played.of(gm, ctx)
 
         def run(args: list[Any]) -> list[Any]:
-            accounts = {i: account for i, value in enumerate(args) if (account := account_of(value)) is not None}
-            self.visits.append(Visit(played, ctx, {i: account.name for i, account in accounts.items()}))
+            states = {i: account.name for i, value in enumerate(args) if (account := account_of(value)) is not None}
+            self.visits.append(Visit(played, ctx, states))
             given, results = list(args), []
             with self.tensors:
                 for node in outputs:

@@ -14,15 +14,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import Half
-from compile_muon.passes.exchange.packing import pack, unpack
-from compile_muon.passes.exchange.transfers import gather_slices
 from compile_muon.passes.inline import inline
 from compile_muon.passes.simulate import Played
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import fresh_context
 from compile_muon.passes.work import Category, Work
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import gathered_alone, gathers, last_gather
+from compile_muon.runtime.replicas import gathered_alone, gathers, last_gather, packed, unpacked
 from compile_muon.runtime.survey import not_finite, squares
 
 __all__ = ["commit_graph", "refresh_graph", "survey_graph"]
@@ -119,18 +117,12 @@ def _write_adamw(param: Tensor, gradient: Tensor, first: Tensor, second: Tensor)
 
 def _start(specs: Sequence[ParamSpec], *tensors: Tensor) -> list[Tensor]:
     """As ``replicas.Refresh.start`` of tensors: what is under way, of the pieces and the replicas that take them."""
-    pieces, replicas = list(tensors[: len(specs)]), tensors[len(specs) :]
-    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    pieces, replicas = tensors[: len(specs)], tensors[len(specs) :]
     axis, widths = last_gather(specs)
+    flat = packed(specs, pieces).view(-1)
     if gathered_alone(specs[0]):
-        into = replicas[0].view(-1)
-        sending = pieces[0].to(dtype).view(-1)
-        return [_c10d.all_gather_into_tensor_out(sending, axis.size, axis.group, out=into)]
-    if layout.cut_twice and layout.replicated_weight:
-        pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
-    copies = axis.size if layout.pairwise else 1
-    flat = pack(pieces * copies, widths * copies, dtype=dtype)
-    if layout.pairwise:
+        return [_c10d.all_gather_into_tensor_out(flat, axis.size, axis.group, out=replicas[0].view(-1))]
+    if specs[0].layout.pairwise:
         splits = [sum(widths)] * axis.size
         return [_c10d.all_to_all_single(flat, splits, splits, axis.group)]
     return [_c10d.all_gather_into_tensor(flat, axis.size, axis.group)]
@@ -141,9 +133,8 @@ def _finish(specs: Sequence[ParamSpec], under_way: Tensor, *replicas: Tensor) ->
     received = _c10d.wait_tensor(under_way)
     if gathered_alone(specs[0]):
         return [received]
-    axis, widths = last_gather(specs)
-    found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
-    return [replica.copy_(flat.view(replica.shape)) for replica, flat in zip(replicas, found, strict=True)]
+    weights = unpacked(specs, received, replicas)
+    return [replica.copy_(weight) for replica, weight in zip(replicas, weights, strict=True)]
 
 
 def refresh_graph(accounts: Sequence[Account]) -> Played:

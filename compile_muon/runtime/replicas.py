@@ -32,8 +32,10 @@ __all__ = [
     "gathers",
     "keep_fresh",
     "last_gather",
+    "packed",
     "start_refresh",
     "start_refresh_by_owner",
+    "unpacked",
 ]
 
 _BUCKET_BYTES = 25 * 2**20
@@ -59,10 +61,12 @@ def gathers(accounts: Sequence[Account]) -> list[list[Account]]:
     By what all ranks know alike: they meet in this order.
     """
     place = {account: number for number, account in enumerate(accounts) if account.replica is not None}
-    alone = [[account] for account in place if gathered_alone(account.spec)]
-    others = [account for account in place if not gathered_alone(account.spec)]
+    alone: list[Account] = []
+    others: list[Account] = []
+    for account in place:
+        (alone if gathered_alone(account.spec) else others).append(account)
     shared = buckets(others, lambda spec: spec.compute_dtype)
-    return sorted([*alone, *shared], key=lambda bucket: place[bucket[0]])
+    return sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
 
 
 def gathered_alone(spec: ParamSpec) -> bool:
@@ -80,6 +84,31 @@ def last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
     if layout.replicated_weight:
         return layout.shard.serving(Category.REFRESH), shard_widths(specs)
     return layout.replicate.serving(Category.REFRESH), piece_widths(specs)
+
+
+def packed(specs: Sequence[ParamSpec], pieces: Sequence[Tensor]) -> Tensor:
+    """What this rank sends in the gather that ``specs`` share, which ends in their resident weights.
+
+    Where that is the second of two gathers, the first is done here, and waited for; collective then.
+
+    Args:
+        pieces: what this rank holds of each.
+    """
+    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    if gathered_alone(specs[0]):
+        return pieces[0].to(dtype)
+    if layout.cut_twice and layout.replicated_weight:
+        pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
+    axis, widths = last_gather(specs)
+    copies = axis.size if layout.pairwise else 1
+    return pack([*pieces] * copies, widths * copies, dtype=dtype)
+
+
+def unpacked(specs: Sequence[ParamSpec], received: Tensor, replicas: Sequence[Tensor]) -> list[Tensor]:
+    """The weights in what every rank has :func:`packed`, in the shapes of ``replicas``."""
+    axis, widths = last_gather(specs)
+    found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
+    return [flat.view(replica.shape) for replica, flat in zip(replicas, found, strict=True)]
 
 
 @dataclass(eq=False)
@@ -105,23 +134,17 @@ class Refresh:
     def start(cls, accounts: Sequence[Account], name: str, sent: int) -> Refresh:
         """Start the gather that the resident weights of ``accounts`` share; collective."""
         specs = [account.spec for account in accounts]
-        layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
-        pieces = [account.local.detach() for account in accounts]
         axis, widths = last_gather(specs)
         group = group_named(axis.group)
+        sending = packed(specs, [account.local.detach() for account in accounts])
         received: Tensor | None = None
         if gathered_alone(specs[0]):
-            (account,), (piece,) = accounts, pieces
+            (account,) = accounts
             assert account.replica is not None
-            sending = piece.to(dtype)
             work = dist.all_gather_into_tensor(account.replica.detach(), sending, group, async_op=True)
         else:
-            if layout.cut_twice and layout.replicated_weight:
-                pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
-            copies = axis.size if layout.pairwise else 1
-            sending = pack(pieces * copies, widths * copies, dtype=dtype)
             received = sending.new_empty(axis.size * sum(widths))
-            if layout.pairwise:
+            if specs[0].layout.pairwise:
                 work = dist.all_to_all_single(received, sending, group=group, async_op=True)
             else:
                 work = dist.all_gather_into_tensor(received, sending, group, async_op=True)
@@ -146,11 +169,9 @@ class Refresh:
                 account.refresh = None
 
     def _unpack(self, received: Tensor) -> None:
-        axis, widths = last_gather([account.spec for account in self.accounts])
         replicas = [account.replica for account in self.accounts if account.replica is not None]
-        found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
-        for account, replica, flat in zip(self.accounts, replicas, found, strict=True):
-            weight = flat.view(replica.shape)
+        weights = unpacked([account.spec for account in self.accounts], received, replicas)
+        for account, replica, weight in zip(self.accounts, replicas, weights, strict=True):
             rows = _own_rows(account, replica)
             replica[: rows.start].copy_(weight[: rows.start])
             replica[rows.stop :].copy_(weight[rows.stop :])

@@ -1,17 +1,8 @@
-"""Models that are found by name."""
+"""What the tests plan is found by name, as a user's model is on the path."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from types import ModuleType
 
-import pytest
-
-
-@pytest.fixture
-def tiny_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of this name, as a user has one on the path."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import tiny_gpt
-
-    return tiny_gpt
+sys.path.insert(0, str(Path(__file__).parent))

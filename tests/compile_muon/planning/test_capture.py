@@ -6,11 +6,11 @@ import functools
 from dataclasses import replace
 
 import pytest
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from compile_muon import MuonZero
@@ -30,38 +30,12 @@ from compile_muon.planning import Captured, capture_step
 from compile_muon.runtime import frame
 from compile_muon.runtime.survey import Survey
 
-WIDTH, LAYERS, WORLD = 48, 4, 4
+LAYERS, WORLD = 4, 4
+GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
 TOKENS = torch.arange(16).reshape(2, 8)
 
 #: where sending takes about as long as computing
 SLOW = replace(load_machine("cpu"), cores=0, links=(Link(None, 1e9, 1e-6),))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4).unbind(0)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class GPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.head = nn.Linear(WIDTH, 16, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.blocks(self.embedding(tokens)))
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def step(stage: int, *, world: int = WORLD, rank: int = 0, options: FrameOptions | None = None, **settings) -> Captured:

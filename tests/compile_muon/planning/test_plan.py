@@ -12,7 +12,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,7 +85,7 @@ def test_a_plan_for_gpus_has_their_dtypes() -> None:
     assert planned_for(config, load_machine("h100"), "h100").machine == "h100"
 
 
-def test_numbers_are_those_of_the_simulated_steps(tiny_gpt: ModuleType) -> None:
+def test_numbers_are_those_of_the_simulated_steps() -> None:
     asked = question(world=16)
     found = make_plan(asked)
     (world,) = found.worlds
@@ -110,7 +109,7 @@ def test_numbers_are_those_of_the_simulated_steps(tiny_gpt: ModuleType) -> None:
     assert found.to_json()["simulated"] is True
 
 
-def test_a_config_of_adamw_is_its_own_comparison(tiny_gpt: ModuleType) -> None:
+def test_a_config_of_adamw_is_its_own_comparison() -> None:
     asked = question(world=1)
     found = make_plan(replace(asked, config=with_adamw(asked.config)))
     for figures in found.worlds[0].candidates:
@@ -118,7 +117,7 @@ def test_a_config_of_adamw_is_its_own_comparison(tiny_gpt: ModuleType) -> None:
         assert (figures.mesh, figures.sent, figures.exposed) == ({"shard": 1}, {}, {})
 
 
-def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch(tiny_gpt: ModuleType) -> None:
+def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
     """So it is simulated once."""
     for count in (1, 2):
         asked = question(world=4, gradient_accumulation_steps=count)
@@ -298,7 +297,6 @@ def test_what_is_wrong_is_one_line_with_a_remedy(
     field: str,
     problem: str,
     config_file: Path,
-    tiny_gpt: ModuleType,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(arguments(config_file, **changes)) == 2
@@ -318,7 +316,7 @@ def test_what_is_wrong_is_one_line_with_a_remedy(
     ],
 )
 def test_a_config_that_fits_no_world(
-    key: str, value: Any, problem: str, config_file: Path, tiny_gpt: ModuleType, capsys: pytest.CaptureFixture[str]
+    key: str, value: Any, problem: str, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config_file.write_text(json.dumps({"optimizer": {"type": "Muon"}, key: value}))
     assert cli.main(arguments(config_file)) == 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from tiny_gpt import GPT
 from torch._subclasses import FakeTensor
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
@@ -48,10 +48,10 @@ def traced(settings: tuple[tuple[str, Any], ...] = (), changes: tuple[tuple[str,
     return trace_step(subject.build, subject.batch, configured(1, **dict(settings)), options(**dict(changes)))
 
 
-def compare(module: ModuleType, trace: Trace, target: Target, rank: int) -> Timeline:
+def compare(trace: Trace, target: Target, rank: int) -> Timeline:
     """What is made of the trace is what a model with values is captured as, while it is trained."""
     real = capture_step(
-        module.GPT, (TOKENS,), world=target.world, rank=rank, config=target.config, options=trace.options,
+        GPT, (TOKENS,), world=target.world, rank=rank, config=target.config, options=trace.options,
         axes=target.axes, backend=target.backend,
     )  # fmt: skip
     found, expected = trace.captured(target, rank=rank).simulated(SLOW), real.simulated(SLOW)
@@ -63,19 +63,19 @@ def compare(module: ModuleType, trace: Trace, target: Target, rank: int) -> Time
 
 
 @pytest.mark.parametrize(("stage", "axes"), [(0, 1), (1, 0), (1, 1), (3, 0), (3, 1)])
-def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int, tiny_gpt: ModuleType) -> None:
-    compare(tiny_gpt, traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
+def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int) -> None:
+    compare(traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_micro_batches(stage: int, tiny_gpt: ModuleType) -> None:
+def test_micro_batches(stage: int) -> None:
     """At stage 1 all but the last keep whole gradients; the trace is of that stage, and the others reduce each."""
     settings = (("gradient_accumulation_steps", 3),)
-    compare(tiny_gpt, traced(settings), Target(4, configured(stage, **dict(settings)), AXES[0], "nccl"), rank=0)
+    compare(traced(settings), Target(4, configured(stage, **dict(settings)), AXES[0], "nccl"), rank=0)
 
 
-def test_adamw_of_a_trace_with_muon(tiny_gpt: ModuleType) -> None:
-    found = compare(tiny_gpt, traced(), Target(4, with_adamw(configured(2)), AXES[1], "nccl"), rank=0)
+def test_adamw_of_a_trace_with_muon() -> None:
+    found = compare(traced(), Target(4, with_adamw(configured(2)), AXES[1], "nccl"), rank=0)
     assert found.traffic.matrices == 0
 
 
@@ -88,12 +88,12 @@ def test_adamw_of_a_trace_with_muon(tiny_gpt: ModuleType) -> None:
         ((), (("reshard_after_forward", False),)),
     ],
 )
-def test_settings_that_change_the_graphs(settings: tuple, changes: tuple, tiny_gpt: ModuleType) -> None:
+def test_settings_that_change_the_graphs(settings: tuple, changes: tuple) -> None:
     target = Target(4, configured(3, **dict(settings)), AXES[1], "nccl")
-    compare(tiny_gpt, traced(settings, changes), target, rank=2)
+    compare(traced(settings, changes), target, rank=2)
 
 
-def test_owners_by_formula_are_those_of_the_graphs(tiny_gpt: ModuleType) -> None:
+def test_owners_by_formula_are_those_of_the_graphs() -> None:
     """Four sizes of matrices, so ranks have one or several."""
     target = Target(4, configured(1), AXES[0], "nccl")
     work = traced().owner_work(target)
@@ -104,19 +104,19 @@ def test_owners_by_formula_are_those_of_the_graphs(tiny_gpt: ModuleType) -> None
     assert sum(idle) == 11 - 8
 
 
-def test_replicated_work_is_everyones(tiny_gpt: ModuleType) -> None:
+def test_replicated_work_is_everyones() -> None:
     replicated = traced().owner_work(Target(4, configured(1, exchange="replicate"), AXES[0], "nccl"))
     assert len(set(replicated)) == 1
     assert replicated[0] == pytest.approx(sum(traced().owner_work(Target(4, configured(1), AXES[0], "nccl"))))
 
 
 @pytest.mark.parametrize("name", ["GPT", "on_meta"])
-def test_nothing_is_given_memory(name: str, tiny_gpt: ModuleType) -> None:
+def test_nothing_is_given_memory(name: str) -> None:
     model = load_subject(f"tiny_gpt:{name}", Batch(16, 8)).build()
     assert all(isinstance(p, FakeTensor) and p.device.type == "cpu" for p in model.parameters())
 
 
-def test_a_model_larger_than_this_machine(tiny_gpt: ModuleType) -> None:
+def test_a_model_larger_than_this_machine() -> None:
     subject = load_subject("tiny_gpt:huge", Batch(16, 8))
     trace = trace_step(subject.build, subject.batch, configured(1), options())
     step = trace.captured(Target(8, configured(3), {"shard": 8}, "nccl"))
