@@ -11,7 +11,8 @@ of Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operation
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 import torch
@@ -22,12 +23,15 @@ from .machine import Machine
 
 __all__ = [
     "ACTIVATION_BYTES",
+    "BUCKET_BYTES",
+    "BUCKET_TIME",
     "BYTES_SENT",
     "OVER_ALL",
     "OWNER_WORK",
     "PADDED_ROWS",
     "WEIGHT_BYTES",
     "activation_bytes",
+    "bucket_bytes",
     "bytes_by_axis",
     "bytes_sent",
     "choose_exchange",
@@ -36,8 +40,10 @@ __all__ = [
     "owner_work",
     "padded_rows",
     "standard_operations",
+    "start_bytes",
     "weight_bytes",
     "weight_bytes_by_axis",
+    "weight_start_bytes",
 ]
 
 R, C, T, B = sympy.symbols("rows cols steps itemsize", positive=True, integer=True)
@@ -98,6 +104,17 @@ ACTIVATION_BYTES: dict[str, sympy.Expr] = {
     # forward, one of their input's gradient in backward; or a reduce-scatter and a gather for each
     "tensor_pair": 4 * TOKENS * HIDDEN * B * _AWAY,
 }
+
+#: bytes of all tensors that go through collectives of one kind, of those that share one, and of what a link carries in
+#: the time that a collective takes to start
+TOTAL, SIZE, START = sympy.symbols("total size start", positive=True)
+
+#: how long it takes until all have come where nothing hides it, in bytes that the link could carry meanwhile: every
+#: collective starts and sends, and whoever needs the first one waits for it whole
+BUCKET_TIME: sympy.Expr = (TOTAL / SIZE + 1) * (START + SIZE)
+
+#: the size for which that is shortest
+BUCKET_BYTES: sympy.Expr = sympy.sqrt(TOTAL * START)
 
 #: operations of the standard form, and of the gram form with one restart
 STANDARD_OPERATIONS: sympy.Expr = sympy.expand(standard_flops(K, L, T))
@@ -186,13 +203,61 @@ def gram_operations(rows: int, cols: int, *, steps: int) -> float:
     return _work(GRAM_OPERATIONS, rows, cols, steps)
 
 
+def start_bytes(machine: Machine, kind: str, ranks: Sequence[int]) -> int:
+    """What a rank could send in the time that a collective of ``kind`` among ``ranks`` takes to start; see START."""
+    start = machine.collective_seconds(kind, 0.0, ranks)
+    return round(start * _LARGE / (machine.collective_seconds(kind, _LARGE, ranks) - start)) if start else 0
+
+
+def weight_start_bytes(
+    machine: Machine, collective: str, kinds: Mapping[str, str], *, shards: int, replicas: int, apart: int = 1
+) -> int:
+    """The same in bytes of whole weights, of one of :data:`WEIGHT_BYTES`: over the axis where they are most.
+
+    Args:
+        kinds: axis -> kind of the collective over it, as of ``machine``.
+        apart: one rank of the axis ``shard`` from the next.
+    """
+    inside = shards * apart
+    ranks = {
+        "shard": range(0, inside, apart),
+        "replicate": range(0, inside * replicas, inside),
+        "all": range(0, inside * replicas, apart),
+    }
+    sent = weight_bytes_by_axis(collective, 1, 1, shards=shards, replicas=replicas, itemsize=1)
+    return max((round(start_bytes(machine, kinds[axis], ranks[axis]) / part) for axis, part in sent.items()), default=0)
+
+
+#: of a collective that takes no longer to start than to send, on links of any machine
+_LARGE = 2.0**28
+
+
+def bucket_bytes(total: float, start: float) -> int:
+    """The best size of collectives that send ``total`` bytes in all; see :data:`BUCKET_BYTES`."""
+    return math.isqrt(round(total) * round(start))
+
+
 def newton_schulz_seconds(
-    machine: Machine, rows: int, cols: int, *, matrices: int = 1, steps: int, dtype: str
+    machine: Machine,
+    rows: int,
+    cols: int,
+    *,
+    matrices: int = 1,
+    steps: int,
+    dtype: str,
+    restarts: int | None = None,
 ) -> float:
-    """Of the standard form on a stack of ``matrices``: in each step XXᵀ, its square, and that times X."""
+    """Of the products on a stack of ``matrices``, each computed whole.
+
+    Args:
+        restarts: of the gram form, see ``kernels/operations.py``; None for the standard form, in each step of which are
+            XXᵀ, its square, and that times X.
+    """
     k, l = sorted((rows, cols))  # noqa: E741
-    shapes = ((k, k, l), (k, k, k), (k, l, k))
-    return steps * sum(machine.product_seconds(*shape, batch=matrices, dtype=dtype) for shape in shapes)
+    wide = steps if restarts is None else restarts + 1
+    square = steps if restarts is None else 4 * steps - 3 * wide
+    counts = {(k, k, l): wide, (k, l, k): wide, (k, k, k): square}
+    return sum(count * machine.product_seconds(*shape, batch=matrices, dtype=dtype) for shape, count in counts.items())
 
 
 def choose_exchange(

@@ -44,7 +44,7 @@ class PassOptions:
     Args:
         dump: folder for readable graphs before and after each pass, or None.
         nvtx: make ranges for profilers around collectives and Newton–Schulz.
-        bucket_bytes: size cap of fused collectives.
+        bucket_bytes: size cap of fused collectives, below which the cost model chooses.
         exchange_bytes: what exchanges under way may hold.
         reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
         stand_in: makes what runs in place of a lowered graph, which then is not compiled; no setting, but for those who
@@ -53,7 +53,7 @@ class PassOptions:
 
     dump: Path | None = None
     nvtx: bool = False
-    bucket_bytes: int = 25 * 2**20
+    bucket_bytes: int = 512 * 2**20
     exchange_bytes: int = 512 * 2**20
     reshard_after_forward: bool = True
     stand_in: Callable[[GraphModule, PassContext], Callable[[list[Any]], Any]] | None = field(

@@ -39,6 +39,7 @@ class Work:
         needs: of an exchange: the buckets of gradients whose reduction it reads.
         hops: of an exchange: collectives, each behind the one before; ranks that own nothing may have the last alone.
         travels: of an exchange: whether matrices meet ahead of Newton-Schulz, rather than directions behind it alone.
+        handed_round: of an exchange: whether directions go on to those that hold the same pieces.
 
     All of it is the same on every rank, though what a rank has to do may be nothing.
     """
@@ -49,6 +50,7 @@ class Work:
     needs: frozenset[int] = frozenset()
     hops: int = 0
     travels: bool = True
+    handed_round: bool = False
 
 
 def note_work(node: Node, work: Work) -> None:

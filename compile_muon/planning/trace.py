@@ -19,8 +19,7 @@ from torch.fx import GraphModule, Node
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.passes import HALF_PASSES, BackwardRequest, PassContext, Purpose, run_passes
-from compile_muon.passes.costs import owner_work
-from compile_muon.passes.exchange.owner import assign_owners
+from compile_muon.passes.exchange.owner import assign_owners, owned_work
 from compile_muon.passes.half.buckets import bucket_matrices
 from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
@@ -98,7 +97,7 @@ class Trace:
             return captured(sharded, graphs, trained, ready, self.options)
 
     def owner_work(self, target: Target) -> list[float]:
-        """Multiply-adds of Newton-Schulz that each rank does in a step, by formula."""
+        """Nanoseconds of Newton-Schulz that each rank has in a step, by formula."""
         with simulated_job(target.world, 0) as job:
             sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
@@ -210,7 +209,7 @@ def _add_work(work: list[float], specs: Sequence[ParamSpec], cap_bytes: int) -> 
     owners = assign_owners(specs, bucket_matrices(specs, cap_bytes))
     for spec, owner in zip(specs, owners, strict=True):
         muon = spec.muon_settings
-        done = muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+        done = owned_work(muon)
         if muon.exchange == "owner":
             for rank in spec.layout.owner_ranks(owner):
                 work[rank] += done

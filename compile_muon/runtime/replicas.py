@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange.packing import pack, unpack
 from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
@@ -38,15 +39,17 @@ __all__ = [
     "unpacked",
 ]
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = PassOptions.bucket_bytes
 
 # From this on a weight is gathered by itself, straight to where it is resident, and no buffer is held until it is read.
-# A collective of a mebibyte is not worth less for being alone (as in ``passes.half.buckets``).
+# A mebibyte costs its host no more for being alone (as in ``passes.half.buckets``), but nothing is alone that could be
+# sent in the time that so many collectives take to start.
 _ALONE_BYTES = 2**20
+_ALONE_STARTS = 2
 
 
 def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
-    """Parameters that may share a buffer: one mesh, dtype and way to be sharded, up to 25 MiB of whole tensors.
+    """Parameters that may share a buffer: one mesh, dtype and way to be sharded.
 
     Args:
         dtype_of: the dtype they would have in the buffer.
@@ -74,7 +77,7 @@ def gathered_alone(spec: ParamSpec) -> bool:
     layout = spec.layout
     parts = layout.shard.size * (layout.replicate.size if layout.cut_twice else 1)
     nbytes = layout.numel * decode_dtype(spec.compute_dtype).itemsize
-    even = layout.shape[0] % parts == 0 and nbytes >= _ALONE_BYTES
+    even = layout.shape[0] % parts == 0 and nbytes >= max(_ALONE_BYTES, _ALONE_STARTS * spec.gather_start)
     return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
 
 

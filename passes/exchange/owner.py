@@ -9,19 +9,24 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..costs import owner_work
-from ..spec import ParamSpec, decode_dtype
+from ..spec import MuonSpec, ParamSpec, decode_dtype
 from ..work import Category
 from .local import here
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
 from .transfers import all_to_all, hand_round
 
-__all__ = ["assign_owners", "owner"]
+__all__ = ["assign_owners", "owned_work", "owner"]
+
+
+def owned_work(muon: MuonSpec) -> float:
+    """What the owner of a parameter has to do, in the unit of what the others have: nanoseconds, or multiply-adds."""
+    one = owner_work(muon.rows, muon.cols, steps=muon.steps) if muon.nanoseconds is None else muon.nanoseconds
+    return muon.batch * one
 
 
 def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Owner of each parameter among all ranks that hold a piece: longest processing time first, by the operations of
-    the standard form.
+    """Owner of each parameter among all ranks that hold a piece: longest processing time first.
 
     Of ranks with the same load, the one that has least of the bucket: what is exchanged together arrives as fast as the
     fullest owner's link lets it, and gathers are padded to what that has.
@@ -36,7 +41,7 @@ def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] =
         ValueError: a parameter without ``muon``.
     """
     settings = [spec.muon_settings for spec in specs]
-    work = [muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps) for muon in settings]
+    work = [owned_work(muon) for muon in settings]
     load: dict[int, float] = defaultdict(float)
     bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
     share: dict[tuple[int | None, int], float] = defaultdict(float)

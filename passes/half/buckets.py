@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+from ..costs import bucket_bytes
 from ..exchange.matrices import wire_dtype
 from ..exchange.orthogonalize import route
 from ..spec import ParamSpec, decode_dtype
 
-__all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours"]
+__all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
 
 # A graph's tensors are cut into this many collectives or more: with the next one prefetched, a quarter of a model's
-# weights are gathered at a time, however small the model is. Below a mebibyte latency outweighs that.
+# weights are gathered at a time, however small the model is. Below a mebibyte what a collective costs its host
+# outweighs that.
 _COLLECTIVES = 8
 _SMALLEST = 2**20
 
@@ -20,12 +23,23 @@ _SMALLEST = 2**20
 _EXCHANGES = 4
 
 
-def group_neighbours(
-    specs: Sequence[ParamSpec], dtype_of: Callable[[ParamSpec], str], cap_bytes: int
-) -> list[list[int]]:
-    """Indices of neighbours in graph order that can share one collective.
+def largest_bucket(total_bytes: int, cap_bytes: int) -> int:
+    """What may share a collective of tensors that have ``total_bytes`` in all, for they are in memory together."""
+    return min(cap_bytes, max(total_bytes // _COLLECTIVES, _SMALLEST))
 
-    Up to ``cap_bytes`` of full tensors each, or less where that would make fewer than ``_COLLECTIVES``.
+
+def group_neighbours(
+    specs: Sequence[ParamSpec], dtype_of: Callable[[ParamSpec], str], cap_bytes: int, *, reduces: bool = False
+) -> list[list[int]]:
+    """Indices of neighbours in graph order that can share one collective, in the order of the first of each.
+
+    As much of full tensors as the cost model finds best (:data:`~..costs.BUCKET_BYTES`), up to ``cap_bytes``, or less
+    where that would make fewer than ``_COLLECTIVES``. Nothing hides the first gather of a graph, nor its last
+    reduction: they are small, and no bucket is larger than all that come before it, or behind it.
+
+    Args:
+        dtype_of: the dtype that a tensor is sent in.
+        reduces: they are gradients, and not weights to gather.
 
     Not PyTorch's own bucketing passes: their topological sort orders collectives by what surrounds them, which is not
     the same on every rank when shards are uneven (docs/decisions.md). Marker order is.
@@ -34,24 +48,42 @@ def group_neighbours(
     sizes: dict[int, int] = {}
     open_group: dict[tuple[object, ...], int] = {}
     bytes_of = [spec.layout.numel * decode_dtype(dtype_of(spec)).itemsize for spec in specs]
-    cap_bytes = min(cap_bytes, max(sum(bytes_of) // _COLLECTIVES, _SMALLEST))
-    for index, (spec, nbytes) in enumerate(zip(specs, bytes_of, strict=True)):
-        key = (spec.layout.company, dtype_of(spec))
+    keys = [(spec.layout.company, dtype_of(spec)) for spec in specs]
+    totals: Counter[tuple[object, ...]] = Counter()
+    for key, nbytes in zip(keys, bytes_of, strict=True):
+        totals[key] += nbytes
+    largest = largest_bucket(sum(bytes_of), cap_bytes)
+    before: Counter[tuple[object, ...]] = Counter()  # bytes of the groups of a key that are full
+    for index in reversed(range(len(specs))) if reduces else range(len(specs)):
+        key, nbytes = keys[index], bytes_of[index]
+        start = specs[index].reduce_start if reduces else specs[index].gather_start
+        best = max(bucket_bytes(totals[key], start), _SMALLEST)
+        limit = min(largest, best, max(before[key], start, _SMALLEST))
         number = open_group.get(key)
-        if number is None or sizes[number] + nbytes > cap_bytes:
+        if number is not None and sizes[number] + nbytes > limit:
+            before[key] += sizes[number]
+            number = None
+        if number is None:
             number = open_group[key] = len(groups)
             groups.append([])
             sizes[number] = 0
         groups[number].append(index)
         sizes[number] += nbytes
-    return groups
+    return sorted(sorted(group) for group in groups)
+
+
+def weight_bytes(spec: ParamSpec) -> int:
+    """Of the whole weight as the model sees it."""
+    return spec.layout.numel * decode_dtype(spec.compute_dtype).itemsize
 
 
 def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int]]:
     """Indices of neighbours that are exchanged and orthogonalized together, ordered by the last of each.
 
-    About ``cap_bytes`` of matrices for each rank, or less where that would make fewer than ``_EXCHANGES``; but a matrix
-    for each rank at least, since one with a single owner arrives as fast as that owner's link lets it.
+    About as many bytes of matrices for each rank as the cost model finds best (:data:`~..costs.BUCKET_BYTES`), up to
+    ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. But a matrix for each rank at least, since
+    one with a single owner arrives as fast as that owner's link lets it; or where directions are handed round among
+    replicas, which takes longer, one for each of these.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -61,8 +93,14 @@ def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int
         ranks = _sharers(specs[members[0]])
         sizes = [_matrix_bytes(specs[i]) / ranks for i in members]
         total = sum(sizes)
-        count = max(math.ceil(total / cap_bytes), min(_EXCHANGES, int(total / _SMALLEST)) if ranks > 1 else 0)
-        count = max(min(count, len(members) // ranks), 1)
+        first = specs[members[0]]
+        copies = first.layout.copying.size
+        sent = total * (copies - 1) if copies > 1 else total
+        best = max(bucket_bytes(sent, first.muon_settings.start_bytes), _SMALLEST)
+        count = math.ceil(total / cap_bytes)
+        if ranks > 1:
+            count = max(count, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
+        count = max(min(count, len(members) // (copies if ranks > copies > 1 else ranks)), 1)
         cut: list[list[int]] = [[] for _ in range(count)]
         before = 0.0
         for index, size in zip(members, sizes, strict=True):

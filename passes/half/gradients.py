@@ -93,7 +93,8 @@ def _reduce(
     # What is read before the last gradient is there (a penalty on gradients) may be what that gradient is made from.
     early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
     late = [i for i, read in enumerate(early) if not read]
-    groups = group_neighbours([sent[i].spec for i in late], lambda spec: spec.reduce_dtype, cap_bytes)
+    specs = [sent[i].spec for i in late]
+    groups = group_neighbours(specs, lambda spec: spec.reduce_dtype, cap_bytes, reduces=True)
     groups = [[late[k] for k in group] for group in groups] + [[i] for i, read in enumerate(early) if read]
     for number, group in enumerate(sorted(groups, key=lambda group: group[-1])):
         members = [sent[i] for i in group]

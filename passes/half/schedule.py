@@ -6,7 +6,7 @@ its waits into *legs*, and the legs are placed among the model's own nodes:
 ========== ============================================= ===========================================
 category   the leg that stays where lowering put it      the others
 ========== ============================================= ===========================================
-gather     the last, ahead of the first reader           start ahead of the gather before it
+gather     the last, ahead of the first reader           start ahead of that of a gather before it
 reduce     the first, at the bucket's last gradient      wait until the next bucket has started
 exchange   none                                          see below
 ========== ============================================= ===========================================
@@ -15,6 +15,10 @@ An exchange starts as soon as the reductions it needs are done, and travels unde
 follows when all gradients are computed, while the last reductions and exchanges are still under way; the way back of a
 bucket travels during Newton-Schulz of those behind it; what is waited for last is waited for last. Buffers of exchanges
 under way are bounded: where the next would not fit, the oldest goes on first.
+
+Where directions are handed round among replicas, which is most of what Newton-Schulz sends and over the slowest links,
+that travels under backward too: a bucket goes on, to Newton-Schulz and further, whenever another starts, which it is
+ahead of on its way. The last bucket is left for the end.
 
 Places are given by the order of buckets and legs alone. How many nodes a rank has between them, or whether it owns
 anything, makes no difference, so ranks meet in the same order.
@@ -31,6 +35,7 @@ from torch.fx import GraphModule, Node
 from ..collectives import is_wait
 from ..pipeline import GraphPass, Half, PassContext
 from ..work import Category, Work, work_of
+from .buckets import largest_bucket
 
 __all__ = ["SCHEDULE"]
 
@@ -87,10 +92,15 @@ def _chains(gm: GraphModule) -> dict[Category, list[_Chain]]:
 # --- preferences ------------------------------------------------------------------------------------------------------
 
 
-def gather_one_ahead(plan: _Plan, gathers: Sequence[_Chain]) -> None:
-    """A bucket is gathered while the one ahead of it is in use."""
+def gather_ahead(plan: _Plan, gathers: Sequence[_Chain], limit: int) -> None:
+    """A bucket is gathered while the one ahead of it is in use, or earlier, as long as it and those ahead that have
+    not been used yet have no more than ``limit`` bytes."""
+    sizes = [chain[0].work.nbytes for chain in gathers]
+    earliest = 0
     for number, (*starts, _) in enumerate(gathers):
-        plan.before[gathers[max(0, number - 1)][-1]] += starts
+        while earliest < number - 1 and sum(sizes[earliest : number + 1]) > limit:
+            earliest += 1
+        plan.before[gathers[earliest][-1]] += starts
 
 
 def reduce_until_the_next(plan: _Plan, reductions: Sequence[_Chain]) -> None:
@@ -125,6 +135,7 @@ def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: 
         if leg in ends:
             done.add(leg.work.bucket)
             yield from started([chain for chain in ready(travels=True) if chain[0].work.needs])
+            yield from started([chain for chain in ready(travels=False) if chain[0].work.needs][:-1])
 
     ends = {chain[-1] for chain in reductions}
     for start, *_ in reductions:
@@ -169,6 +180,9 @@ class _UnderWay:
         """The first leg of ``chain``, behind what makes room for it."""
         while self.chains and sum(other[0].work.nbytes for other in self.chains) + chain[0].work.nbytes > self.limit:
             yield from self._go_on(self.chains[0])
+        for other in list(self.chains):
+            if other[0].work.handed_round and not self._only_waits(other):
+                yield from self._go_on(other)
         yield chain[0]
         self.chains.append(chain[1:])
 
@@ -257,7 +271,9 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if not legs:
         return gm
     plan = _Plan()
-    gather_one_ahead(plan, chains[Category.GATHER])
+    gathers = chains[Category.GATHER]
+    largest = largest_bucket(sum(chain[0].work.nbytes for chain in gathers), ctx.options.bucket_bytes)
+    gather_ahead(plan, gathers, 2 * largest)
     reduce_until_the_next(plan, chains[Category.REDUCE])
     exchange_when_reduced(plan, chains[Category.REDUCE], chains[Category.EXCHANGE], ctx.options.exchange_bytes)
     output = gm.graph.output_node()

@@ -11,7 +11,7 @@ from ..inline import inline
 from ..joint.recompute import is_view_or_cast
 from ..markers import Unshard
 from ..work import Category, Work
-from .buckets import group_neighbours
+from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident
 
 __all__ = ["lower_weights"]
@@ -30,7 +30,8 @@ def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
             _lower_resident(gm, read, copy=_escapes(read.node, output))
     groups = group_neighbours([read.spec for read in gathered], lambda spec: spec.compute_dtype, cap_bytes)
     for number, group in enumerate(groups):
-        _gather(gm, [gathered[i] for i in group], Work(Category.GATHER, number))
+        reads = [gathered[i] for i in group]
+        _gather(gm, reads, Work(Category.GATHER, number, nbytes=sum(weight_bytes(read.spec) for read in reads)))
 
 
 def _escapes(node: Node, output: Node) -> bool:

@@ -158,12 +158,12 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (replicate, 2), mesh_dim_names=("replicate", "shard"))
         settings |= {"mesh": mesh, "shard_state_over": "all"}
     found = []
-    pairwise, size = Mesh.pairwise, replicas._ALONE_BYTES
+    pairwise, size, starts = Mesh.pairwise, replicas._ALONE_BYTES, replicas._ALONE_STARTS
     for own in (True, False):
         try:
             if own:
                 Mesh.pairwise = property(lambda mesh: False)  # type: ignore[method-assign, assignment]
-                replicas._ALONE_BYTES = 1
+                replicas._ALONE_BYTES, replicas._ALONE_STARTS = 1, 0
             model, optimizer, run = made(stage, **settings)
             for step in range(3):
                 advance(optimizer, run, step)
@@ -172,7 +172,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
         finally:
-            Mesh.pairwise, replicas._ALONE_BYTES = pairwise, size  # type: ignore[method-assign]
+            Mesh.pairwise, replicas._ALONE_BYTES, replicas._ALONE_STARTS = pairwise, size, starts  # type: ignore[method-assign]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     if dtype == "fp32":

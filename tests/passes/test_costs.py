@@ -214,3 +214,40 @@ def test_newton_schulz_takes_what_its_products_take():
     assert seconds == pytest.approx(5 * sum(products))
     operations = costs.standard_operations(2048, 1024, steps=5)
     assert seconds == pytest.approx(operations / H100.rate(1024, "bfloat16") + 15 * H100.kernel_seconds)
+
+
+def test_gram_form_takes_what_its_products_take():
+    seconds = costs.newton_schulz_seconds(H100, 1024, 4096, steps=5, dtype="bfloat16", restarts=1)
+    wide = sum(H100.product_seconds(*shape, dtype="bfloat16") for shape in ((1024, 1024, 4096), (1024, 4096, 1024)))
+    square = H100.product_seconds(1024, 1024, 1024, dtype="bfloat16")
+    assert seconds == pytest.approx(2 * wide + 14 * square)
+    operations = costs.gram_operations(4096, 1024, steps=5)
+    assert seconds == pytest.approx(operations / H100.rate(1024, "bfloat16") + 18 * H100.kernel_seconds)
+
+
+def test_the_best_bucket_is_where_its_time_is_shortest():
+    assert sympy.solve(sympy.diff(costs.BUCKET_TIME, costs.SIZE), costs.SIZE) == [costs.BUCKET_BYTES]
+    assert sympy.simplify(sympy.diff(costs.BUCKET_TIME, costs.SIZE, 2)).is_positive
+    assert costs.bucket_bytes(100.0, 4.0) == 20
+    assert costs.bucket_bytes(1e12, 0) == 0
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("ranks", [range(2), range(8), range(64), range(0, 64, 8)])
+def test_starting_takes_as_long_as_sending_that_much(kind, ranks):
+    start = costs.start_bytes(H100, kind, ranks)
+    empty, twice = (H100.collective_seconds(kind, nbytes, ranks) for nbytes in (0, start))
+    assert twice == pytest.approx(2 * empty, rel=1e-6)
+    assert costs.start_bytes(H100, kind, range(1)) == 0
+
+
+def test_starts_in_bytes_of_whole_weights():
+    """Over the axis where they are most."""
+    kinds = {"shard": "reduce_scatter", "replicate": "all_reduce"}
+    shard = costs.start_bytes(H100, "reduce_scatter", range(8)) * 8 / 7
+    replicate = costs.start_bytes(H100, "all_reduce", range(0, 32, 8)) * 8 * 4 / 6
+    found = costs.weight_start_bytes(H100, "reduce_scatter", kinds, shards=8, replicas=4)
+    assert found == pytest.approx(max(shard, replicate), rel=1e-6)
+    apart = costs.weight_start_bytes(H100, "all_gather", {"shard": "all_gather"}, shards=8, replicas=1, apart=4)
+    assert apart == pytest.approx(costs.start_bytes(H100, "all_gather", range(0, 32, 4)) * 8 / 7, rel=1e-6)
+    assert costs.weight_start_bytes(H100, "all_gather", kinds, shards=1, replicas=1) == 0

@@ -139,7 +139,7 @@ def test_defaults_are_those_of_the_issue():
         codegen="inductor",
         dump=None,
         nvtx=False,
-        bucket_mb=25,
+        bucket_mb=512,
         exchange_mb=512,
         reshard_after_forward=True,
         fullgraph=False,

@@ -168,7 +168,8 @@ def test_residents_are_what_a_rank_holds() -> None:
 def test_gathered_weights_that_are_kept_are_live_through_backward() -> None:
     kept = step(3, options=FrameOptions(codegen="eager", reshard_after_forward=False, bucket_bytes=2**16))
     peak = kept.simulated(SLOW).peak.by_category["gathered"]
-    assert peak > 2 * captured(3).simulated(SLOW).peak.by_category.get("gathered", 0)
+    matrices = 4 * sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2)
+    assert captured(3).simulated(SLOW).peak.by_category.get("gathered", 0) < matrices * 0.6 < matrices * 0.9 < peak
 
 
 class Weighed(Interpreter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,17 @@ def test_equal_matrices_spread_evenly():
     assert sorted(owners) == sorted([0, 1, 2, 3] * 3)
     assert owners[:4] == (0, 1, 2, 3)
     assert assign_owners([]) == ()
+
+
+def test_owners_are_balanced_by_the_cost_models_time():
+    """A matrix may take longer than another with more operations."""
+    slow, quick = spec((8, 8), 2), spec((8, 16), 2)
+    by_time = [
+        replace(each, muon=replace(each.muon_settings, nanoseconds=nanoseconds))
+        for each, nanoseconds in ((slow, 300), (quick, 100), (quick, 100), (quick, 100))
+    ]
+    assert assign_owners(by_time) == (0, 1, 1, 1)
+    assert assign_owners([slow, quick, quick, quick]) != (0, 1, 1, 1)
 
 
 def test_a_parameter_without_muon_has_no_owner():

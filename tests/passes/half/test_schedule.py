@@ -11,7 +11,7 @@ from compile_muon import MuonZero
 from compile_muon.passes import HALF_PASSES, Half, Purpose
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.errors import VerificationError
-from compile_muon.passes.half import schedule
+from compile_muon.passes.half import buckets, schedule
 from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
 from compile_muon.passes.work import Category, work_of
 
@@ -56,8 +56,6 @@ def graphs():
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
     """Eight reductions and four exchanges of a model that would fit into one of each."""
-    from compile_muon.passes.half import buckets
-
     monkeypatch.setattr(buckets, "_SMALLEST", 2**12)
 
 
@@ -180,6 +178,23 @@ def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, w
         assert len({sum(map(len, order.values())) for order in orders}) > 1 or len(orders[0]) > 1
 
 
+@pytest.mark.parametrize(("stage", "replicas"), [(3, 2), (1, 4), (0, None)])
+def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, trace, world):
+    """But for those of the last buckets, which hide what else is under way at the end."""
+    with_replicas = graphs(0, 4, trace, world, stage=stage, replicas=replicas)
+    gm, _ = with_replicas.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET // 4)
+    order = {node: position for position, node in enumerate(gm.graph.nodes)}
+    end = max(order[node] for node in gm.graph.nodes if node.target is torch.ops.aten.mm.default)
+    rounds = {}  # the last collective of each exchange hands directions round
+    for node in gm.graph.nodes:
+        if is_collective(node) and work_of(node).category is Category.EXCHANGE:
+            rounds[work_of(node).bucket] = order[node]
+    assert len(rounds) == (6 if stage == 3 else 3)
+    under_backward = [bucket for bucket, position in sorted(rounds.items()) if position < end]
+    assert under_backward == sorted(rounds)[: len(under_backward)]
+    assert len(under_backward) == (3 if stage == 3 else 1)
+
+
 def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
     captured = graphs(0, 2, trace, world, stage=3)
     unbounded, free = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
@@ -219,16 +234,28 @@ def test_a_graph_computes_what_it_did(half, graphs, trace, world):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_gather_starts_one_bucket_ahead(stage, graphs, trace, world):
-    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.FORWARD, bucket_bytes=BUCKET)
-    found = meetings(gm)
-    buckets = buckets_of(found, Category.GATHER)
-    assert (len(buckets) > 3) == (stage == 3)
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
-        start = found.index(("start", Category.GATHER, following))
-        assert start < found.index(("wait", Category.GATHER, bucket))
-        if bucket:  # and no earlier than that
-            assert start > found.index(("wait", Category.GATHER, bucket - 1))
+@pytest.mark.parametrize("cap", [BUCKET, 3 * BUCKET])
+def test_gathers_start_as_early_as_memory_allows(stage, cap, graphs, trace, world):
+    """What is gathered and not yet used, and what is in use, are two buckets of the largest size; the next one always
+    is under way."""
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.FORWARD, bucket_bytes=cap)
+    sizes = {work.bucket: work.nbytes for node in gm.graph.nodes if (work := work_of(node))}
+    assert (len(sizes) > 3) == (stage == 3)
+    limit = 2 * buckets.largest_bucket(sum(sizes.values()), cap)
+    started, used = [], []
+    for what, _, bucket in meetings(gm):
+        # In use is the last that was waited for; what starts next does so ahead of the wait for one more.
+        unused = [b for b in started if b not in used]
+        if what == "start":
+            assert not unused or sum(sizes[b] for b in [*unused, bucket]) <= limit or len(unused) == 1
+            started.append(bucket)
+        else:
+            following = len(started)
+            if following < len(sizes):
+                assert following > bucket + 1
+                assert sum(sizes[b] for b in [*unused, following]) > limit  # no room for another
+            used.append(bucket)
+    assert started == used == sorted(sizes)
 
 
 @pytest.mark.parametrize("communicators", ["separate", "shared"])

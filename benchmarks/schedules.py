@@ -1,0 +1,146 @@
+"""What a schedule hides of Muon's exchange, simulated: an 8 B model on nodes of H100s, by this schedule and by others.
+
+    python benchmarks/schedules.py MODEL --world 8 64 512 --out benchmarks/results/schedules.json
+
+MODEL is what `python -m compile_muon plan` takes; docs/exchange.md has the table for the shape of Llama 3.1 8B. Every
+number is simulated; no rank runs. What differs is the order of the same nodes:
+
+================  ===================================================================================================
+this              `passes/half/schedule.py`, and resident weights gathered under the next forward
+behind backward   exchanges start behind backward, each when Newton-Schulz of the one ahead of it has been queued, and
+                  resident weights are waited for in step()
+before            the same in buckets of 25 MiB: what this library did before it had a schedule and a cost model for it
+none              every collective is waited for where it starts
+================  ===================================================================================================
+
+Muon's price is the step less the same step with AdamW for every parameter, in the same order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+
+from compile_muon.config import Config, FrameOptions, config_from_kwargs
+from compile_muon.machines import load_machine
+from compile_muon.passes import HALF_PASSES
+from compile_muon.passes.half import schedule
+from compile_muon.passes.machine import Machine
+from compile_muon.passes.simulate import Timeline
+from compile_muon.planning import Captured
+from compile_muon.planning.candidates import planned_for, with_adamw
+from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.trace import Target, Trace, trace_step
+
+SCHEDULES = ("this", "behind backward", "before", "none")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of a step: all of it, what waits for collectives, and how much more of each than with AdamW."""
+
+    ranks: int
+    stage: int
+    schedule: str
+    step: float
+    exposed: float
+    price: float
+    price_exposed: float
+
+
+def _behind_backward(plan, reductions, exchanges, limit) -> None:
+    """In place of ``exchange_when_reduced``: the first leg of a bucket behind Newton-Schulz of the one ahead of it."""
+    last: list[schedule._Leg] = []
+    for start, *rest in exchanges:
+        plan.end += [start, *rest[:1]]
+        last += rest[1:]
+    plan.end += last
+
+
+@contextlib.contextmanager
+def ordered(name: str) -> Iterator[None]:
+    """Graphs that are lowered meanwhile come in this order."""
+    with contextlib.ExitStack() as stack:
+        if name in ("behind backward", "before"):
+            stack.enter_context(mock.patch.object(schedule, "exchange_when_reduced", _behind_backward))
+        elif name == "none":
+            unscheduled = replace(schedule.SCHEDULE, rewrite=lambda gm, ctx: gm)
+            passes = [unscheduled if p is schedule.SCHEDULE else p for p in HALF_PASSES]
+            stack.enter_context(mock.patch("compile_muon.planning.trace.HALF_PASSES", passes))
+        yield
+
+
+def timeline(captured: Captured, name: str, machine: Machine) -> Timeline:
+    """Of a step whose graphs came in the order ``name``."""
+    if name != "this":
+        graphs = tuple(replace(played, finished_by_forward=False, awaits={}) for played in captured.graphs)
+        captured = replace(captured, graphs=graphs)
+    return captured.simulated(machine)
+
+
+def row(trace: Trace, config: Config, machine: Machine, ranks: int, stage: int, name: str) -> Row:
+    """One step of the rank with most to orthogonalize."""
+    found = []
+    chosen = replace(config, zero=replace(config.zero, stage=stage))
+    rank = 0
+    if name == "before":
+        trace = replace(trace, options=FrameOptions(bucket_bytes=25 * 2**20))
+    for of in (chosen, with_adamw(chosen)):
+        target = Target(ranks, of, {"shard": ranks}, "nccl")
+        if of is chosen:
+            work = trace.owner_work(target)
+            rank = work.index(max(work))
+        with ordered(name):
+            found.append(timeline(trace.captured(target, rank=rank), name, machine))
+    muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in found)
+    return Row(ranks, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """In milliseconds."""
+    found = Table(title="simulated, ms of a step")
+    for title in ("ranks", "stage", "schedule", "step", "exposed", "Muon over AdamW", "of it exposed", "of the step"):
+        found.add_column(title, justify="left" if title == "schedule" else "right")
+    for one in rows:
+        numbers = (one.step, one.exposed, one.price, one.price_exposed)
+        share = f"{one.price_exposed / one.step:.2%}"
+        found.add_row(str(one.ranks), str(one.stage), one.schedule, *(f"{n:,.1f}" for n in numbers), share)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--machine", default="h100")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    machine = load_machine(given.machine)
+    config = config_from_kwargs(gradient_accumulation_steps=1, param_dtype="bf16")
+    config = planned_for(config, machine, given.machine)
+    subject = load_subject(given.model, Batch(given.tokens, given.tokens))
+    trace = trace_step(subject.build, subject.batch, config, FrameOptions())
+    rows = []
+    for ranks in given.world:
+        for stage in given.stages:
+            for name in SCHEDULES:
+                rows.append(row(trace, config, machine, ranks, stage, name))
+                print(rows[-1], flush=True)
+    Console(width=140).print(table(rows))
+    if given.out:
+        record = {"simulated": True, "machine": machine.name, "model": subject.name, "rows": [asdict(r) for r in rows]}
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
