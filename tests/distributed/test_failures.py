@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import time
@@ -146,7 +147,9 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize(("how", "stage"), [("dies", 3), ("dies", 0), ("hangs", 3)])
+@pytest.mark.parametrize(
+    ("how", "stage"), [pytest.param("dies", 3, marks=pytest.mark.campaign), ("dies", 0), ("hangs", 3)]
+)
 def test_losing_a_rank_ends_the_others_within_the_timeout(how: str, stage: int) -> None:
     group = Ranks(2, timeout=15 if how == "dies" else 6)
     try:
@@ -213,14 +216,14 @@ def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str,
 @pytest.mark.parametrize(
     ("stage", "nonfinite", "update"),
     [
-        (0, "error", "backward"),
         (0, "skip", "step"),
         (1, "error", "step"),
-        (1, "skip", "step"),
-        (2, "error", "backward"),
         (2, "skip", "step"),
         (3, "error", "backward"),
-        (3, "skip", "step"),
+        pytest.param(0, "error", "backward", marks=pytest.mark.campaign),
+        pytest.param(1, "skip", "step", marks=pytest.mark.campaign),
+        pytest.param(2, "error", "backward", marks=pytest.mark.campaign),
+        pytest.param(3, "skip", "step", marks=pytest.mark.campaign),
     ],
 )
 def test_nonfinite_gradients_of_one_rank(
@@ -266,7 +269,15 @@ def train_tiny(blocks: int = 2, steps: int = 3, **settings: Any) -> Report:
     return train(tiny(blocks), matrices(blocks), loss, batch, steps=steps, **settings)
 
 
-@pytest.mark.parametrize(("stage", "limit"), [(0, 0.05), (1, 0.05), (2, 1e6), (2, 0.05), (3, 0.05)])
+@pytest.mark.parametrize(
+    ("stage", "limit"),
+    [
+        (1, 0.05),
+        (2, 1e6),
+        (3, 0.05),
+        *(pytest.param(stage, 0.05, marks=pytest.mark.campaign) for stage in (0, 2)),
+    ],
+)
 def test_clipping_by_the_global_norm(ranks: Callable[[int], Ranks], stage: int, limit: float) -> None:
     check(ranks(3).run(train_tiny, stage=stage, gradient_clipping=limit))
 
@@ -332,8 +343,17 @@ def pairs(found: dict[str, Any], reference: Reference) -> list[tuple[Any, Tensor
     return [(p, reference.named[name].detach()) for name, p in found.items()]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["nothing", "clip", "foreach", "one rank"])
+#: Every way and every stage is here; the other pairs run in campaigns alone.
+EDITS = (("nothing", 0), ("clip", 1), ("clip", 3), ("foreach", 2), ("one rank", 1), ("one rank", 3))
+
+
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        pytest.param(*given, marks=() if given in EDITS else pytest.mark.campaign)
+        for given in itertools.product(("nothing", "clip", "foreach", "one rank"), range(4))
+    ],
+)
 def test_edits_of_gradients_count(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
     """Operations on lists of DTensors, with which PyTorch clips, count as an edit neither of them nor of shards."""
     for error, metrics in ranks(2).run(edit_gradients, stage=stage, how=how):
@@ -398,7 +418,14 @@ def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[
 # -------------------------------------------------------------------------------------- loops of many kinds
 
 
-@pytest.mark.parametrize(("stage", "update"), [(0, "backward"), (1, "backward"), (2, "step"), (3, "backward")])
+@pytest.mark.parametrize(
+    ("stage", "update"),
+    [
+        (1, "backward"),
+        (2, "step"),
+        *(pytest.param(stage, "backward", marks=pytest.mark.campaign) for stage in (0, 3)),
+    ],
+)
 def test_accumulate_says_where_a_step_ends(ranks: Callable[[int], Ranks], stage: int, update: str) -> None:
     check(ranks(2).run(train_tiny, stage=stage, update=update, gradient_accumulation_steps=3, by_context=True))
 

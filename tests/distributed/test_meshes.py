@@ -36,12 +36,16 @@ def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
 @cases(
     (
         (0, "backward", "owner", 1),
-        (1, "backward", "owner", 2),
         (2, "backward", "replicate", 2),
-        (3, "backward", "owner", 1),
         (3, "step", "replicate", 2),
     ),
-    campaign=((1, "step", "replicate", 1), (2, "step", "owner", 1), (3, "backward", "owner", 2)),
+    campaign=(
+        (1, "backward", "owner", 2),
+        (1, "step", "replicate", 1),
+        (2, "step", "owner", 1),
+        (3, "backward", "owner", 1),
+        (3, "backward", "owner", 2),
+    ),
 )
 def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), (2, 2), **settings)
@@ -50,11 +54,14 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
 @cases(
     (
         (1, "backward", "owner", 2),
-        (2, "step", "owner", 1),
-        (2, "backward", "replicate", 2),
         (3, "step", "replicate", 1),
     ),
-    campaign=((1, "step", "replicate", 1), (3, "backward", "owner", 2)),
+    campaign=(
+        (1, "step", "replicate", 1),
+        (2, "step", "owner", 1),
+        (2, "backward", "replicate", 2),
+        (3, "backward", "owner", 2),
+    ),
 )
 def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(4), (2, 2), shard_state_over="all", **settings)

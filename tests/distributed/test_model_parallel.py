@@ -102,10 +102,10 @@ def check(group: Ranks, **settings: Any) -> None:
 @cases(
     (
         (0, "step", "replicate", 2),
-        (1, "backward", "owner", 2),
         (3, "step", "owner", 1),
     ),
     campaign=(
+        (1, "backward", "owner", 2),
         (0, "backward", "owner", 1),
         (2, "step", "owner", 1),
         (2, "backward", "replicate", 1),
@@ -119,7 +119,7 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
 @pytest.mark.parametrize(
     ("sizes", "names", "settings"),
     [
-        ((4,), ("tensor",), {"stage": 3, "update": "backward"}),
+        pytest.param((4,), ("tensor",), {"stage": 3, "update": "backward"}, marks=pytest.mark.campaign),
         pytest.param(
             (4,), ("tensor",), {"stage": 0, "update": "step", "exchange": "replicate"}, marks=pytest.mark.campaign
         ),
@@ -247,7 +247,12 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
     [
         pytest.param((4,), ("expert",), {"stage": 3, "update": "backward"}, marks=pytest.mark.campaign),
         ((4,), ("expert",), {"stage": 1, "update": "step", "count": 8, "marked": True}),
-        ((2, 2), ("replicate", "expert"), {"stage": 2, "update": "backward", "exchange": "owner"}),
+        pytest.param(
+            (2, 2),
+            ("replicate", "expert"),
+            {"stage": 2, "update": "backward", "exchange": "owner"},
+            marks=pytest.mark.campaign,
+        ),
         ((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward", "exchange": "owner"}),
         pytest.param(
             (2, 2),
@@ -424,7 +429,7 @@ def load(folder: str, kind: str, placed: Placed, stage: int) -> tuple[dict[str, 
                 (None, 1, 2),
             ),
         ),
-        (
+        pytest.param(
             "mixture",
             (
                 (((2, 2), ("shard", "expert")), 4, 3),
@@ -433,6 +438,7 @@ def load(folder: str, kind: str, placed: Placed, stage: int) -> tuple[dict[str, 
                 (((2, 2), ("expert", "tensor")), 4, 1),
                 (None, 1, 2),
             ),
+            marks=pytest.mark.campaign,
         ),
     ],
     ids=["tensor", "expert"],

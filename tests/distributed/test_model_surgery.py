@@ -99,7 +99,7 @@ def load_whole_and_sharded(stage: int) -> None:
     step(model, optimizer, run)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.campaign), 2, 3])
 def test_state_dicts_load_whole_and_sharded(ranks: Callable[[int], Ranks], stage: int) -> None:
     ranks(2).run(load_whole_and_sharded, stage=stage)
 
@@ -358,7 +358,7 @@ def misuse(stage: int) -> dict[str, list[str]]:
     return said
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 1)), 2, 3])
 def test_misuse_is_refused_by_name(ranks: Callable[[int], Ranks], stage: int) -> None:
     for said in ranks(2).run(misuse, stage=stage):
         for what, (message, name, remedy) in said.items():

@@ -32,11 +32,11 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
     [
         pytest.param("gpt2", 0, "auto", 1, marks=pytest.mark.campaign),
         ("gpt2", 2, "step", 2),
-        ("llama", 3, "auto", 1),
+        pytest.param("llama", 3, "auto", 1, marks=pytest.mark.campaign),
         pytest.param("mixtral", 1, "step", 1, marks=pytest.mark.campaign),
         ("mixtral", 3, "auto", 2),
         ("convnet", 1, "auto", 2),
-        ("convnet", 2, "step", 1),
+        pytest.param("convnet", 2, "step", 1, marks=pytest.mark.campaign),
     ],
 )
 def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update: str, micro: int) -> None:

@@ -380,8 +380,8 @@ def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> in
 @pytest.mark.parametrize(
     ("capacity_factor", "backend", "fullgraph", "graphs"),
     [
-        (None, "aot_eager", True, 1),
-        (1.0, "aot_eager", True, 1),
+        pytest.param(None, "aot_eager", True, 1, marks=pytest.mark.campaign),
+        pytest.param(1.0, "aot_eager", True, 1, marks=pytest.mark.campaign),
         (1.0, "inductor", True, 1),
         (None, "aot_eager", False, 2),
     ],

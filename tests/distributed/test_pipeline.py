@@ -231,10 +231,10 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
     [
         (0, "gpipe", False, BITES, "backward", False),
         (1, "gpipe", True, NEVER, "auto", True),
-        (1, "1f1b", False, BITES, "auto", False),
-        (2, "gpipe", False, NEVER, "step", True),
+        pytest.param(1, "1f1b", False, BITES, "auto", False, marks=pytest.mark.campaign),
+        pytest.param(2, "gpipe", False, NEVER, "step", True, marks=pytest.mark.campaign),
         (2, "1f1b", True, NEVER, "backward", False),
-        (3, "gpipe", False, BITES, "auto", False),
+        pytest.param(3, "gpipe", False, BITES, "auto", False, marks=pytest.mark.campaign),
         (3, "1f1b", True, BITES, "step", False),
     ],
 )

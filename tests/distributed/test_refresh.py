@@ -85,8 +85,19 @@ def one_rank_reads(stage: int, backend: str) -> None:
             torch.testing.assert_close(found, want)
 
 
-@RESIDENT
-@pytest.mark.parametrize("backend", ["eager", "inductor", "none", "another"])
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [
+        ("eager", 1),
+        ("inductor", 2),
+        ("none", 2),
+        ("another", 1),
+        *(
+            pytest.param(*given, marks=pytest.mark.campaign)
+            for given in (("eager", 2), ("inductor", 1), ("none", 1), ("another", 2))
+        ),
+    ],
+)
 def test_a_rank_reads_alone(ranks: Callable[[int], Ranks], stage: int, backend: str) -> None:
     ranks(2).run(one_rank_reads, stage=stage, backend=backend)
 
@@ -145,8 +156,14 @@ def two_forwards(stage: int, backend: str) -> None:
         stale.backward()
 
 
-@RESIDENT
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [
+        ("eager", 2),
+        ("inductor", 1),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in (("eager", 1), ("inductor", 2))),
+    ],
+)
 def test_two_forwards_ahead_of_their_backwards(ranks: Callable[[int], Ranks], stage: int, backend: str) -> None:
     ranks(2).run(two_forwards, stage=stage, backend=backend)
 
@@ -180,7 +197,8 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype", "replicate"), [(1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 2), (2, "fp32", 2)]
+    ("stage", "dtype", "replicate"),
+    [(1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 2), pytest.param(2, "fp32", 2, marks=pytest.mark.campaign)],
 )
 def test_weights_gathered_in_place(ranks: Callable[[int], Ranks], stage: int, dtype: str, replicate: int) -> None:
     ranks(2 * replicate).run(gathered_in_place, stage=stage, dtype=dtype, replicate=replicate)

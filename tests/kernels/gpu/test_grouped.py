@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from combinations import halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -39,9 +40,11 @@ LAYOUTS = [
     Layout(((1, 50, 65),)),
     Layout(((2, 5, 6), (1, 5, 20), (1, 5, 40))),  # whose tiles, taken for those of the next shape, would be beyond it
 ]
+LOADS = ["pointers", "descriptors"]
+HOW = {"tile": [DOUBLE, SQUARE], "descriptors": LOADS}
 
 
-@pytest.fixture(params=["pointers", "descriptors"])
+@pytest.fixture(params=LOADS)
 def descriptors(request, device):
     """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
     if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
@@ -49,7 +52,7 @@ def descriptors(request, device):
     return request.param == "descriptors"
 
 
-@pytest.fixture(params=[DOUBLE, SQUARE], ids=["double", "square"])
+@pytest.fixture(params=HOW["tile"], ids=["double", "square"])
 def tile(request, descriptors):
     return replace(request.param, descriptors=descriptors)
 
@@ -93,9 +96,7 @@ def doubles(arena):
     return [view.double() for view in arena.views]
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("processors", [1, 3])
+@halved({"processors": [1, 3], "layout": LAYOUTS, "dtype": EXACT, **HOW})
 def test_x_times_its_transpose(processors, layout, dtype, tile, device):
     x = integers(layout, dtype, device, square=False)
     before = x.flat.clone()
@@ -107,8 +108,7 @@ def test_x_times_its_transpose(processors, layout, dtype, tile, device):
     assert torch.equal(x.flat.nan_to_num(7), before.nan_to_num(7))
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@halved({"layout": LAYOUTS, "dtype": EXACT, **HOW})
 def test_polynomial_of_symmetric_matrices(layout, dtype, tile, device):
     A = integers(layout, dtype, device, square=True, symmetric=True)
     out = poisoned(layout, dtype, device, square=True)
@@ -134,9 +134,7 @@ def test_only_the_lower_squares_count(tile, device):
     check(out, [of_the_lower_squares(product, tile.rows) for product in products])
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("square", "beta"), [(False, 0.0), (False, -2.0), (True, -2.0)])
+@halved({"square,beta": [(False, 0.0), (False, -2.0), (True, -2.0)], "layout": LAYOUTS, "dtype": EXACT, **HOW})
 def test_general_product(square, beta, layout, dtype, tile, device):
     """Of k × k matrices that are not symmetric, so that neither order nor transposition may be another."""
     left = integers(layout, dtype, device, square=True)
@@ -178,7 +176,7 @@ def check_error(x, ours, plan):
     assert error <= 1.5 * bar, (x.shape, error, bar)
 
 
-@pytest.mark.parametrize(("name", "method"), [("polar_express", "standard"), ("jordan", "gram")])
+@halved({"name,method": [("polar_express", "standard"), ("jordan", "gram")], "descriptors": LOADS})
 def test_a_list_is_each_of_its_tensors_by_itself(name, method, products, device):
     """Bitwise, with one tile to choose from; and near the same polynomial in float64, where aten is."""
     xs = matrices(device)
@@ -202,7 +200,7 @@ def test_error_in_bfloat16(method, products, device):
         check_error(x, ours, plan)
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
+@halved({"method": ["gram", "standard"], "descriptors": LOADS})
 def test_chunks_and_processors_change_no_bit(method, products, device):
     xs, plan = matrices(device, SHAPES[:4]), plan_of(method, device, "you")
     results = orthogonalize_list(xs, plan, products)

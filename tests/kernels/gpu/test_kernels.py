@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from combinations import halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -33,9 +34,10 @@ SMALL = Tile(rows=16, cols=32, depth=16, group=2, stages=2, warps=4)
 SQUARE = Tile(rows=32, cols=32, depth=32, group=3, stages=2, warps=4)
 # (rows, cols): single tile, multiples, odd, one row, one column more than a tile, taller group than tiles.
 SHAPES = [(16, 16), (64, 128), (37, 53), (1, 70), (33, 17), (100, 101)]
+LOADS = ["pointers", "descriptors"]
 
 
-@pytest.fixture(params=["pointers", "descriptors"])
+@pytest.fixture(params=LOADS)
 def tile(request, device):
     """Both ways of loading; descriptors need compute capability 9.0, or the interpreter."""
     if request.param == "descriptors" and device.type == "cuda" and torch.cuda.get_device_capability() < (9, 0):
@@ -62,9 +64,7 @@ def poisoned(matrices, rows, cols, dtype, device):
     return empty_matrices(matrices, rows, cols, like=torch.empty(0, device=device), dtype=dtype).fill_(float("nan"))
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("matrices", [1, 3])
+@halved({"matrices": [1, 3], "shape": SHAPES, "dtype": EXACT, "tile": LOADS})
 def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
     x = integers(matrices, *shape, dtype=dtype, device=device)
     out = poisoned(matrices, shape[0], shape[0], dtype, device)
@@ -72,9 +72,7 @@ def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
     assert torch.equal(out.double(), (x.double() @ x.double().mT).to(dtype).double())
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("size", [16, 48, 37, 1, 65])
-@pytest.mark.parametrize("shape", ["double", "square"])
+@halved({"shape": ["double", "square"], "size": [16, 48, 37, 1, 65], "dtype": EXACT, "tile": LOADS})
 def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
     """cA² + bA, with power-of-two coefficients so that it stays exact."""
     tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
@@ -125,9 +123,7 @@ def test_half_of_the_products_are_never_computed(shape, tile, device, monkeypatc
     assert len(made) == matrices * lower * -(-depth // tile.depth)
 
 
-@pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("tall", "beta"), [(False, 0.0), (True, -2.0)])
+@halved({"tall,beta": [(False, 0.0), (True, -2.0)], "shape": SHAPES, "dtype": EXACT, "tile": LOADS})
 def test_symmetric_times_wide(tall, beta, shape, dtype, tile, device):
     rows, cols = shape
     tile = replace(SQUARE, descriptors=tile.descriptors)
@@ -142,9 +138,13 @@ def test_symmetric_times_wide(tall, beta, shape, dtype, tile, device):
     assert torch.equal(left, before[0]) and torch.equal(right, before[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (33, 129), (70, 40)])
-@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+@halved(
+    {
+        "layout": ["rows", "columns", "strided"],
+        "shape": [(1, 1), (5, 300), (33, 129), (70, 40)],
+        "dtype": [torch.float32, *HALVES],
+    }
+)
 def test_normalization(layout, shape, dtype, device):
     rows, cols = shape
     generator = torch.Generator().manual_seed(0)
@@ -222,8 +222,7 @@ def test_error_is_that_of_the_reference(name, method, dtype, products, device):
         assert error <= 1.5 * bar + 1e-4, (shape, error, bar)
 
 
-@pytest.mark.parametrize("spectrum", ["half rank", "1 to 1e-3"])
-@pytest.mark.parametrize("name", ["you", "polar_express"])
+@halved({"name": ["you", "polar_express"], "spectrum": ["half rank", "1 to 1e-3"], "tile": LOADS})
 def test_gram_error_on_spectra_that_hurt(name, spectrum, products, device):
     """tests/kernels/test_accuracy.py holds aten's error to the definition; here half of some products is mirrored.
 
@@ -271,8 +270,7 @@ def test_input_is_not_modified_and_strides_do_not_matter(method, products, devic
     assert torch.equal(result, orthogonalize(torch.stack([x, x], -1)[..., 0], plan, products))
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@halved({"backend": ["aot_eager", "inductor"], "method": ["standard", "gram"]})
 def test_op_under_compile(backend, method, device):
     """The dispatcher's choice, through the opaque op: the interpreter takes every size, a GPU leaves this to cuBLAS."""
 
@@ -301,10 +299,14 @@ def lerp(start, end, weight):
     return start + weight * (end - start)
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.95, 1.0])
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2])
-@pytest.mark.parametrize("weights_on", ["host", "device"])
+@halved(
+    {
+        "weights_on": ["host", "device"],
+        "dtypes": [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2],
+        "beta": [0.0, 0.3, 0.95, 1.0],
+        "nesterov": [True, False],
+    }
+)
 def test_momentum(weights_on, dtypes, beta, nesterov, device):
     grad_dtype, kept = dtypes
     grad = matrix(70, 33, device=device).to(grad_dtype)
@@ -329,9 +331,13 @@ def _within(*dtypes):
     return {"rtol": bound, "atol": 16 * 2**-24}
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 11])
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-@pytest.mark.parametrize("rate_on", ["host", "device"])
+@halved(
+    {
+        "rate_on": ["host", "device"],
+        "dtypes": [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
+        "count": [1, 3, 8, 11],
+    }
+)
 def test_apply(rate_on, dtypes, count, device):
     params = [matrix(7 * i + 1, 31 + 300 * (i % 2), device=device, seed=i).to(dtypes[0]) for i in range(count)]
     params.insert(1, torch.empty(0, 4, dtype=dtypes[0], device=device))

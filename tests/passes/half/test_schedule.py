@@ -142,8 +142,16 @@ def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
     assert found.index(("start", Category.REDUCE, last)) < first < found.index(("wait", Category.REDUCE, last))
 
 
-@pytest.mark.parametrize(("stage", "exchange"), [(3, "owner"), (3, "replicate"), (0, "owner")])
-@pytest.mark.parametrize(("size", "limit"), [(4, 2**30), (64, 1)])
+@pytest.mark.parametrize(
+    ("size", "limit", "stage", "exchange"),
+    [
+        (4, 2**30, 3, "owner"),
+        (4, 2**30, 3, "replicate"),
+        (4, 2**30, 0, "owner"),
+        (64, 1, 3, "owner"),
+        *(pytest.param(64, 1, *given, marks=pytest.mark.campaign) for given in ((3, "replicate"), (0, "owner"))),
+    ],
+)
 def test_ranks_meet_in_the_same_order(stage, exchange, limit, size, graphs, trace, world):
     """Also those that own nothing: of 12 matrices, most of 64 ranks."""
     orders = []
