@@ -91,8 +91,10 @@ def row(trace: Trace, config: Config, machine: Machine, ranks: int, stage: int, 
     found = []
     chosen = replace(config, zero=replace(config.zero, stage=stage))
     rank = 0
-    if name == "before":
-        trace = replace(trace, options=FrameOptions(bucket_bytes=25 * 2**20))
+    if name != "this":
+        # It keeps to the limit of what exchanges hold; the others know none.
+        options = FrameOptions(exchange_bytes=2**62)
+        trace = replace(trace, options=replace(options, bucket_bytes=25 * 2**20) if name == "before" else options)
     for of in (chosen, with_adamw(chosen)):
         target = Target(ranks, of, {"shard": ranks}, "nccl")
         if of is chosen:

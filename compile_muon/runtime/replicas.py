@@ -42,10 +42,10 @@ __all__ = [
 _BUCKET_BYTES = PassOptions.bucket_bytes
 
 # From this on a weight is gathered by itself, straight to where it is resident, and no buffer is held until it is read.
-# A mebibyte costs its host no more for being alone (as in ``passes.half.buckets``), but nothing is alone that could be
-# sent in the time that so many collectives take to start.
+# A mebibyte costs its host no more for being alone (as in ``passes.half.buckets``). Sharing costs a buffer and a copy,
+# so even what takes less long to send than to start is alone, but not if it takes less than this part of it.
 _ALONE_BYTES = 2**20
-_ALONE_STARTS = 2
+_ALONE_STARTS = 0.25
 
 
 def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
