@@ -27,7 +27,9 @@ class Shape:
 PRESETS = {
     "1b": Shape(layers=20, width=2048, heads=16, context=1024, batch=8),  # for one GPU: 1.01 G parameters
     "full": Shape(layers=12, width=256, heads=8, context=512, batch=16),
+    "medium": Shape(layers=6, width=384, heads=6, context=256, batch=2),
     "small": Shape(layers=4, width=256, heads=8, context=256, batch=4),
+    "mini": Shape(layers=2, width=128, heads=4, context=128, batch=4),
     "tiny": Shape(layers=2, width=64, heads=4, context=64, batch=4),
 }
 

@@ -142,7 +142,14 @@ class Ranks:
 
     def step(self) -> float:
         """One step of all ranks; its seconds, the slowest rank counting."""
-        self._steps.append(self.ask("step"))
+        return self._timed("step")
+
+    def turn(self) -> float:
+        """As :meth:`step`, of the second of two."""
+        return self._timed("turn")
+
+    def _timed(self, command: str) -> float:
+        self._steps.append(self.ask(command))
         return max(answer["wall_s"] for answer in self._steps[-1])
 
     def record(self, warmup: int) -> dict:
@@ -168,12 +175,11 @@ class Ranks:
         }
 
     def _per_step(self, key: str, warmup: int) -> float | None:
-        """Mean growth of a count over the timed steps and the ranks; None where a rank cannot count."""
+        """Mean growth of a count over the steps behind the warm-up, and the ranks; None where a rank cannot count."""
         first, last = self._steps[warmup - 1], self._steps[-1]
         if any(answer[key] is None for answer in (*first, *last)):
             return None
-        growth = statistics.fmean(b[key] - a[key] for a, b in zip(first, last, strict=True))
-        return growth / (len(self._steps) - warmup)
+        return statistics.fmean((b[key] - a[key]) / (b["steps"] - a["steps"]) for a, b in zip(first, last, strict=True))
 
     def _log(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.log"

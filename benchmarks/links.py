@@ -13,9 +13,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["UNLIMITED", "bytes_per_second", "enter", "limit", "problem"]
+__all__ = ["BURST", "UNLIMITED", "bytes_per_second", "enter", "limit", "problem"]
 
 UNLIMITED = "unlimited"
+#: bytes that a link that was idle lets through at once; fewer, and a kernel's clock cannot keep up the rate
+BURST = 256 * 1024
 _INSIDE = "COMPILE_MUON_BENCHMARK_NAMESPACE"
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -57,5 +59,5 @@ def limit(link: str) -> None:
         # Fails where there is no limit to take away.
         subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], capture_output=True)
         return
-    shape = ["tbf", "rate", link, "burst", "256kb", "latency", "400ms"]
+    shape = ["tbf", "rate", link, "burst", str(BURST), "latency", "400ms"]
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shape], check=True)

@@ -180,7 +180,8 @@ class Heat:
                     if len(links) > 1 or link != UNLIMITED:
                         limit(link)
                     turns = order.sample(self._alive, len(self._alive))
-                    seconds = {_name(ranks.trial): self._attempt(ranks, Ranks.step) for ranks in turns}
+                    action = Ranks.step if links == [UNLIMITED] else Ranks.turn
+                    seconds = {_name(ranks.trial): self._attempt(ranks, action) for ranks in turns}
                     texts = [f"{name} {value:.3f} s" for name, value in sorted(seconds.items()) if value is not None]
                     where = f", {link}" if len(links) > 1 else ""
                     self._console.print(f"  round {number}{where}: {', '.join(texts)}", highlight=False, soft_wrap=True)

@@ -59,9 +59,18 @@ class Rank:
             raise RuntimeError(f"{trial['contender']} gave Muon {matrices} matrices, expected {expected}")
         self._corpus = read_corpus()
         self._generator = torch.Generator().manual_seed(1 + rank)
+        self._steps = 0
+
+    def turn(self) -> dict:
+        """A step behind one of its own: what the one before left under way it waits for, as in training.
+
+        Without it that would have been sent while others had their turn, or over another link.
+        """
+        self.step()
+        return self.step()
 
     def step(self) -> dict:
-        """One training step: wall seconds, CPU seconds of this process (all threads), loss, and bytes sent so far."""
+        """One training step: wall seconds, CPU seconds of this process (all threads), loss; steps and bytes so far."""
         x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
         micro_batches = list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
         dist.barrier()
@@ -70,7 +79,9 @@ class Rank:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         count = self._session.counted_bytes
+        self._steps += 1
         return {
+            "steps": self._steps,
             "wall_s": time.perf_counter() - wall,
             "cpu_s": time.process_time() - cpu,
             "loss": float(loss),
@@ -101,7 +112,7 @@ def main() -> None:
     )
     try:
         built = Rank(trial, rank)
-        commands = {"step": built.step, "weigh": built.weigh, "describe": built.describe}
+        commands = {"step": built.step, "turn": built.turn, "weigh": built.weigh, "describe": built.describe}
         with contextlib.suppress(EOFError):  # the pipe was closed: this trial is over
             while True:
                 channel.send(commands[channel.recv()]())

@@ -59,7 +59,8 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     tiny = torch.finfo(wide).tiny
     x = x.to(wide)
-    largest = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True).clamp(min=tiny)
+    # Not vector_norm(inf), which takes 25 times as long on CPUs.
+    largest = torch.maximum(x.amax((-2, -1), keepdim=True), -x.amin((-2, -1), keepdim=True)).clamp(min=tiny)
     x = x / largest
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     norm = torch.maximum(norm, eps / largest).clamp(min=tiny)

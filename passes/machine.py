@@ -24,7 +24,10 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _DEVICES = ("cuda", "cpu")
 
 #: fields that are read-only mappings; the first has no default
-_MAPPINGS = ("rates", "product_starts", "collectives", "sources")
+_MAPPINGS = ("rates", "product_starts", "attention_rates", "host_seconds", "collectives", "sources")
+
+#: what the host does of a step, as :attr:`Machine.host_seconds` has it
+_HOST = ("graph", "parameter", "collective", "byte")
 
 #: ``(at, value)`` in rising order of ``at``, both positive
 Table = tuple[tuple[float, float], ...]
@@ -90,8 +93,14 @@ class Machine:
             empty where they are what products reach.
         attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for
             what products of its smallest dimension reach.
+        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused attention, interpolated; of
+            a dtype that is there, in place of ``attention_fraction``.
         bandwidths: ``((bytes that a kernel moves, bytes/s), ...)`` of those that caches serve; above the last one it
             is ``memory_bandwidth``.
+        function_seconds: what an exponential, error function or the like takes of an entry, beside its bytes.
+        host_seconds: what the thread that launches kernels does itself, where kernels wait for it, as they do on CPUs:
+            to enter a ``"graph"``, for each ``"parameter"`` of it, for each ``"collective"``, and for each ``"byte"``
+            that a rank sends, which cores copy. 0 where it is not there.
         start_seconds: what a collective takes before its first hop.
         collectives: kind -> (hops, bytes): how many times the hops, and the seconds of its bytes, it takes. (1, 1) for
             a kind that is not there.
@@ -110,7 +119,10 @@ class Machine:
     product_starts: Mapping[str, float] = field(default_factory=dict)
     rate_fractions: Table = ()
     attention_fraction: float | None = None
+    attention_rates: Mapping[str, Table] = field(default_factory=dict)
     bandwidths: Table = ()
+    function_seconds: float = 0.0
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
     start_seconds: float = 0.0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cores: int = 0
@@ -144,6 +156,14 @@ class Machine:
             kernel_seconds=self.kernel_seconds * load,
             product_starts={dtype: seconds * load for dtype, seconds in self.product_starts.items()},
             rates={dtype: _divided(table, load) for dtype, table in self.rates.items()},
+            attention_rates={dtype: _divided(table, load) for dtype, table in self.attention_rates.items()},
+            function_seconds=self.function_seconds * load,
+            # What copies bytes is no thread of ours: a core that nobody computes on has it for nothing.
+            host_seconds={
+                kind: seconds * load
+                for kind, seconds in self.host_seconds.items()
+                if kind != "byte" or ranks >= self.cores
+            },
             links=tuple(replace(link, latency=link.latency * load) for link in self.links),
             start_seconds=self.start_seconds * load,
             cores=0,
@@ -158,8 +178,10 @@ class Machine:
         fraction = _interpolated(self.rate_fractions, size) if self.rate_fractions else 1.0
         return self._listed_rate(size, dtype) * fraction
 
-    def attention_rate(self, size: float, dtype: str) -> float:
-        """Operations/s of fused attention, the smallest dimension of whose products is ``size``."""
+    def attention_rate(self, size: float, sequence: float, dtype: str) -> float:
+        """Operations/s of attention over ``sequence`` entries; ``size`` is the smallest dimension of its products."""
+        if dtype in self.attention_rates:
+            return _interpolated(self.attention_rates[dtype], sequence)
         if self.attention_fraction is None or getattr(torch, dtype).itemsize != 2:
             return self.rate(size, dtype)
         return self._listed_rate(math.inf, dtype) * self.attention_fraction
@@ -222,7 +244,8 @@ class Machine:
         ]
         found["rates"] = {dtype: [list(pair) for pair in table] for dtype, table in self.rates.items()}
         found["collectives"] = {kind: list(pair) for kind, pair in self.collectives.items()}
-        found["product_starts"] = dict(self.product_starts)
+        found["attention_rates"] = {dtype: [list(pair) for pair in t] for dtype, t in self.attention_rates.items()}
+        found["product_starts"], found["host_seconds"] = dict(self.product_starts), dict(self.host_seconds)
         found["sources"] = dict(self.sources)
         for name in ("rate_fractions", "bandwidths"):
             found[name] = [list(pair) for pair in found[name]]
@@ -333,14 +356,29 @@ def _fractions(path: str, value: object) -> Table:
 
 
 def _rates(path: str, value: object) -> dict[str, Table]:
+    found = _tables(path, value)
+    if not found:
+        raise DescriptionError(path, value, "is empty", "give the rate of one dtype at least")
+    return found
+
+
+def _tables(path: str, value: object) -> dict[str, Table]:
     found = {}
     for dtype, table in _mapping(path, value).items():
         found[_dtype(path, dtype)] = _table(f"{path}.{dtype}", table)
         if not found[dtype]:
             raise DescriptionError(f"{path}.{dtype}", table, "is empty", "give at least one pair, or leave it out")
-    if not found:
-        raise DescriptionError(path, value, "is empty", "give the rate of one dtype at least")
     return found
+
+
+def _host(path: str, value: object) -> dict[str, float]:
+    given = _mapping(path, value)
+    for kind, seconds in given.items():
+        if kind not in _HOST:
+            raise DescriptionError(
+                f"{path}.{kind}", seconds, "is nothing that is known", f"use some of {', '.join(_HOST)}"
+            )
+    return {kind: _number(f"{path}.{kind}", seconds) for kind, seconds in given.items()}
 
 
 def _links(path: str, value: object) -> tuple[Link, ...]:
@@ -404,7 +442,10 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "product_starts": _starts,
     "rate_fractions": _fractions,
     "attention_fraction": lambda path, value: None if value is None else _fraction(path, value),
+    "attention_rates": _tables,
     "bandwidths": _table,
+    "function_seconds": _number,
+    "host_seconds": _host,
     "start_seconds": _number,
     "collectives": _kinds,
     "cores": lambda path, value: 0 if value == 0 and not isinstance(value, bool) else _count(path, value),

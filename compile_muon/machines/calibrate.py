@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from compile_muon.machines.fit import fit
 from compile_muon.machines.measure import Measured, cores, measure, plan_for
@@ -46,7 +46,7 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     if measured is None:
         return 0
     machine = fit(measured, out.stem)
-    console.print(report(measured, machine))
+    console.print(report(measured, machine), width=max(120, console.width), crop=False)
     write_machine(machine, out)
     console.print(f"{out} in {time.perf_counter() - started:.0f} s")
     return 0
@@ -111,7 +111,7 @@ def _rank(rank: int, world: int, store: str, quick: bool, queue: SimpleQueue[Any
 
 def report(measured: Measured, machine: Machine) -> Table:
     """Each sample with what the description says of it, and how far off that is, by group, held-out samples apart."""
-    table = Table("", "measured", "predicted", "error", "", title=f"machine {machine.name}")
+    table = Table(Column("", no_wrap=True), "measured", "predicted", "error", "", title=f"machine {machine.name}")
     for group in dict.fromkeys(sample.group for sample in measured.samples):
         for held_out in (False, True):
             samples = [s for s in measured.samples if s.group == group and s.held_out == held_out]

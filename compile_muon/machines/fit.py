@@ -6,14 +6,25 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from compile_muon.machines.measure import Measured
-from compile_muon.machines.samples import CollectiveSample, MoveSample, ProductSample
+from compile_muon.machines.samples import (
+    AttentionSample,
+    CollectiveSample,
+    FunctionSample,
+    MoveSample,
+    ProductSample,
+    StepSample,
+)
 from compile_muon.passes.machine import Link, Machine, Table
 
 __all__ = ["fit"]
+
+#: bytes of collectives from which on the cores do little else than copy them
+_LARGE = 2**20
 
 
 def fit(measured: Measured, name: str) -> Machine:
@@ -28,7 +39,7 @@ def fit(measured: Measured, name: str) -> Machine:
     by_dtype = {dtype: [s for s in products if s.dtype == dtype] for dtype in dict.fromkeys(s.dtype for s in products)}
     starts = {dtype: _start(same, least) for dtype, same in by_dtype.items()}
     link, start_seconds, kinds = _link(collectives, measured.cores)
-    return Machine(
+    machine = Machine(
         name=name,
         device=measured.device,
         memory_bytes=measured.memory_bytes,
@@ -42,6 +53,17 @@ def fit(measured: Measured, name: str) -> Machine:
         collectives=kinds,
         cores=measured.cores,
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
+    )
+    functions = [sample for sample in seen if isinstance(sample, FunctionSample)]
+    attention = [sample for sample in seen if isinstance(sample, AttentionSample)]
+    return replace(
+        machine,
+        function_seconds=_function_seconds(functions, machine),
+        attention_rates={
+            dtype: _attention([s for s in attention if s.dtype == dtype], machine)
+            for dtype in dict.fromkeys(s.dtype for s in attention)
+        },
+        host_seconds=_host([s for s in seen if isinstance(s, StepSample)], collectives),
     )
 
 
@@ -66,6 +88,40 @@ def _rates(products: Sequence[ProductSample], start: float) -> Table:
         # of the smallest the start may be all there is
         found.append((float(size), min(best, 1 / per_operation) if per_operation else best))
     return tuple(found)
+
+
+def _function_seconds(functions: Sequence[FunctionSample], machine: Machine) -> float:
+    """Of the kernels that take longest: the others are mostly their bytes and their start."""
+    found = [(s.seconds - s.predicted(machine)) / (s.entries * s.functions) for s in functions]
+    return max(0.0, found[-1]) if found else 0.0
+
+
+def _attention(attention: Sequence[AttentionSample], machine: Machine) -> Table:
+    """The rate by the length of the sequences, over all widths."""
+    start = 2 * machine.product_starts.get(attention[0].dtype, machine.kernel_seconds)
+    found = []
+    for sequence in sorted({s.sequence for s in attention}):
+        rates = [s.operations / max(s.seconds - start, 0.1 * s.seconds) for s in attention if s.sequence == sequence]
+        found.append((float(sequence), statistics.geometric_mean(rates)))
+    return tuple(found)
+
+
+def _host(steps: Sequence[StepSample], collectives: Sequence[CollectiveSample]) -> dict[str, float]:
+    """What a step takes of a rank by itself; and of several, how much more, for each collective."""
+    alone = [sample for sample in steps if sample.ranks == 1]
+    if not alone:
+        return {}
+    columns = [[float(s.graphs), float(s.graphs * s.parameters)] for s in alone]
+    graph, parameter = _solve(columns, [s.seconds for s in alone])
+    found = {"graph": graph, "parameter": parameter}
+    together = [s for s in steps if s.collectives]
+    if together:
+        rest = [s.seconds - s.graphs * (graph + s.parameters * parameter) for s in together]
+        found["collective"] = max(0.0, sum(rest) / sum(s.collectives for s in together))
+    sent = [s for s in collectives if s.nbytes >= _LARGE and s.core_seconds]
+    if sent:
+        found["byte"] = statistics.median(s.core_seconds / s.nbytes for s in sent)
+    return found
 
 
 def _link(collectives: Sequence[CollectiveSample], cores: int) -> tuple[Link, float, dict[str, tuple[float, float]]]:

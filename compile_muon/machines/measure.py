@@ -16,12 +16,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from compile_muon.machines.samples import CollectiveSample, MoveSample, ProductSample, Sample
+from compile_muon.machines.samples import (
+    AttentionSample,
+    CollectiveSample,
+    FunctionSample,
+    MoveSample,
+    ProductSample,
+    Sample,
+    StepSample,
+)
+from compile_muon.machines.steps import training
 
 __all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
 
 _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
+#: as many operands take turns as need so many bytes: those of a training step are in no core's cache
+_COLD = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Plan:
     Args:
         sizes: smallest dimensions of the products that the fit sees.
         between: of those that it does not.
+        sequences: lengths that attention is over, every other one held out.
+        layers: of the models whose steps show what the host does.
         moved: bytes of the kernels, every other one held out.
         sent: bytes that a rank sends in a collective, every other one held out.
         rounds: of which the median is taken.
@@ -40,6 +53,8 @@ class Plan:
 
     sizes: tuple[int, ...]
     between: tuple[int, ...]
+    sequences: tuple[int, ...]
+    layers: tuple[int, ...]
     moved: tuple[int, ...]
     sent: tuple[int, ...]
     rounds: int
@@ -79,12 +94,16 @@ def _halves(low: int, high: int) -> tuple[int, ...]:
 def plan_for(device: str, quick: bool) -> Plan:
     """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
     if quick:
-        return Plan((32, 64), (48,), _powers(12, 18, 2), _powers(12, 18, 2), rounds=3, passes=1, round_seconds=1e-3)
+        few = _powers(12, 18, 2)
+        return Plan((32, 64), (48,), (32, 64), (1,), few, few, rounds=3, passes=1, round_seconds=1e-3)
     if device == "cuda":
         sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
-        return Plan(sizes, (96, 384, 1536, 6144), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
-    between = (24, 48, 96, 192, 384)
-    return Plan(_powers(4, 9), between, _halves(12, 26), _powers(10, 24), rounds=7, passes=3, round_seconds=3e-3)
+        sequences = _halves(9, 13)
+        # Kernels do not wait for the host.
+        return Plan(sizes, (96, 384, 1536, 6144), sequences, (), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
+    between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
+    moved, sent = _halves(12, 26), _powers(10, 24)
+    return Plan(_powers(4, 9), between, sequences, (2, 8), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
 
 
 def cores() -> int:
@@ -97,6 +116,8 @@ class _Clock:
 
     def __init__(self, plan: Plan, device: str, group: dist.ProcessGroup | None) -> None:
         self.plan, self.device, self.group = plan, device, group
+        #: that every function has run on this rank, together
+        self.runs = 0
 
     def _once(self, run: Callable[[], object], times: int) -> float:
         self._finish()
@@ -104,6 +125,7 @@ class _Clock:
         for _ in range(times):
             run()
         self._finish()
+        self.runs += times
         return (time.perf_counter() - start) / times
 
     def _finish(self) -> None:
@@ -135,6 +157,7 @@ def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
     torch.set_num_threads(1)
     busy = world if device == "cuda" else min(world, cores())
     together = dist.new_group(list(range(busy)))
+    alone = [dist.new_group([number]) for number in range(world)][rank] if plan.layers else together
     samples: list[Sample] = []
     kernel_seconds = math.nan
     if rank < busy:
@@ -144,7 +167,12 @@ def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
         note("products")
         samples += _products(clock)
         note("kernels that move bytes")
-        samples += _moves(clock, kernel_seconds)
+        samples += [*_moves(clock, kernel_seconds), *_functions(clock, kernel_seconds)]
+        note("attention")
+        samples += _attention(clock)
+        if plan.layers:
+            note("training steps")
+            samples += _steps(clock, alone)
     dist.barrier()
     for count in sorted({min(2, world), world} - {1}):
         group = dist.new_group(list(range(count)))
@@ -166,6 +194,14 @@ def _least_kernel(clock: _Clock) -> float:
     return clock.seconds(lambda: torch.mm(a, a, out=out))
 
 
+def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Operands without end: on CPUs of as many sets as no cache of a core holds."""
+    first = made()
+    held = sum(x.nbytes for x in first)
+    count = min(64, max(1, _COLD // max(1, held))) if clock.device == "cpu" else 1
+    return itertools.cycle([first, *(made() for _ in range(count - 1))])
+
+
 def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
     """``(m, n, k, batch)`` with ``size`` as the smallest dimension."""
     yield size, size, size, 1
@@ -183,11 +219,20 @@ def _products(clock: _Clock) -> Iterator[Sample]:
         for m, n, k, batch in _shapes(size):
             kind = getattr(torch, dtype)
             lead = (batch,) if batch > 1 else ()
-            a = torch.randn(*lead, m, k, device=clock.device).to(kind)
-            b = torch.randn(*lead, k, n, device=clock.device).to(kind)
-            out = torch.empty(*lead, m, n, device=clock.device, dtype=kind)
+            shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+            sets = _turns(
+                clock,
+                lambda shapes=shapes, kind=kind: [  # type: ignore[misc]
+                    torch.randn(shape, device=clock.device).to(kind) for shape in shapes
+                ],
+            )
             multiply = torch.bmm if batch > 1 else torch.mm
-            seconds = clock.seconds(lambda f=multiply, a=a, b=b, out=out: f(a, b, out=out))  # type: ignore[misc]
+
+            def run(f=multiply, sets=sets):  # type: ignore[no-untyped-def]
+                a, b, out = next(sets)
+                f(a, b, out=out)
+
+            seconds = clock.seconds(run)
             yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
 
 
@@ -196,13 +241,66 @@ def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
     kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
     entering = math.nan
     for place, nbytes in enumerate((96, *clock.plan.moved)):
-        x, y = torch.ones(2, nbytes // 12, device=clock.device)
-        seconds = clock.seconds(lambda x=x, y=y: kernel(x, y))  # type: ignore[misc]
+        size = nbytes // 12
+        sets = _turns(clock, lambda size=size: list(torch.ones(2, size, device=clock.device)))  # type: ignore[misc]
+        seconds = clock.seconds(lambda sets=sets: kernel(*next(sets)))  # type: ignore[misc]
         if not place:
             entering = seconds - kernel_seconds
         else:
-            moved = 3 * x.nbytes
+            moved = 12 * size
             yield MoveSample(nbytes=moved, seconds=max(seconds - entering, kernel_seconds), held_out=place % 2 == 0)
+
+
+def _functions(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """As :func:`_moves`, of as many functions as one kernel of a model may have."""
+    functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
+    entering = math.nan
+    for place, entries in enumerate((8, 2**12, 2**14, 2**16, 2**18)):
+        x = torch.randn(entries, device=clock.device)
+        seconds = clock.seconds(lambda x=x: functions(x))  # type: ignore[misc]
+        if not place:
+            entering = seconds - kernel_seconds
+        else:
+            seconds = max(seconds - entering, kernel_seconds)
+            yield FunctionSample(entries=entries, functions=3, seconds=seconds, held_out=place % 2 == 0)
+
+
+def _attention(clock: _Clock) -> Iterator[Sample]:
+    """As models call it, queries, keys and values out of one product."""
+    for dtype, (place, sequence) in itertools.product(_DTYPES, enumerate(clock.plan.sequences)):
+        for width in (32, 64, 128):
+            heads = max(1, 2**14 // sequence)
+            x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
+            q, k, v = x.requires_grad_().permute(2, 0, 3, 1, 4).unbind(0)
+            gradient = torch.randn_like(q)
+
+            def run(q=q, k=k, v=v, x=x, gradient=gradient):  # type: ignore[no-untyped-def]
+                found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                torch.autograd.grad(found, (q, k, v), gradient)
+
+            yield AttentionSample(
+                heads=heads,
+                sequence=sequence,
+                width=width,
+                dtype=dtype,
+                seconds=clock.seconds(run),
+                held_out=place % 2 == 1 or width == 128,
+            )
+
+
+def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
+    """Of each rank by itself, and of all that are at work together."""
+    assert clock.group is not None
+    for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
+        if group is alone or group.size() > 1:
+            step, parameters, collectives = training(layers, group)
+            yield StepSample(
+                ranks=group.size(),
+                parameters=parameters,
+                collectives=collectives,
+                seconds=clock.seconds(step),
+                held_out=False,
+            )
 
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
@@ -210,16 +308,26 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
     kinds = _kinds(clock.device, count, clock.group.group_name)
     sizes = list(enumerate(clock.plan.sent))
     rounds: dict[tuple[str, int], list[float]] = {}
+    at_work: dict[tuple[str, int], float] = {}
     for _ in range(clock.plan.passes):
         for (kind, start), (place, sent) in itertools.product(kinds.items(), sizes):
             part = _part(kind, sent, count)
             x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
+            runs, began = clock.runs, time.process_time()
             found = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
+            at_work[kind, place] = (time.process_time() - began) / (clock.runs - runs)
             rounds.setdefault((kind, place), []).extend(found)
     for (kind, place), found in rounds.items():
         nbytes = _part(kind, clock.plan.sent[place], count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
         seconds = statistics.median(found)
-        yield CollectiveSample(kind=kind, nbytes=nbytes, ranks=count, seconds=seconds, held_out=place % 2 == 1)
+        yield CollectiveSample(
+            kind=kind,
+            nbytes=nbytes,
+            ranks=count,
+            seconds=seconds,
+            core_seconds=at_work[kind, place] if clock.device == "cpu" else 0.0,
+            held_out=place % 2 == 1,
+        )
 
 
 def _part(kind: str, sent: int, count: int) -> int:

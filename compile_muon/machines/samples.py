@@ -69,12 +69,84 @@ class MoveSample(Sample):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionSample(Sample):
+    """Causal attention of ``heads`` sequences, forward and backward, by one rank beside others."""
+
+    heads: int
+    sequence: int
+    width: int
+    dtype: str
+
+    group = "attention"
+
+    def __str__(self) -> str:
+        return f"{self.heads} x attention over {self.sequence} entries of {self.width}, {self.dtype}"
+
+    @property
+    def operations(self) -> float:
+        """As ``torch.utils.flop_counter`` has them: two products forward and five backward, of all pairs."""
+        return 7 * 2.0 * self.heads * self.sequence**2 * self.width
+
+    def predicted(self, machine: Machine) -> float:
+        start = machine.product_starts.get(self.dtype, machine.kernel_seconds)
+        rate = machine.attention_rate(min(self.sequence, self.width), self.sequence, self.dtype)
+        return 2 * start + self.operations / rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionSample(Sample):
+    """A compiled kernel that reads and writes ``entries`` numbers of float32 and takes ``functions`` of each."""
+
+    entries: int
+    functions: int
+
+    group = "functions"
+
+    def __str__(self) -> str:
+        return f"{self.functions} functions of {self.entries:,} entries"
+
+    def predicted(self, machine: Machine) -> float:
+        return machine.move_seconds(8 * self.entries) + self.functions * self.entries * machine.function_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSample(Sample):
+    """A training step of so little that the host is what takes time: ``parameters`` of a few numbers each.
+
+    Args:
+        ranks: that train together.
+        collectives: of the step.
+    """
+
+    ranks: int
+    parameters: int
+    collectives: int
+
+    group = "steps"
+    #: graphs that the host enters: forward, backward, the optimizer's step; and all have all parameters
+    graphs = 3
+
+    def __str__(self) -> str:
+        return f"step of {self.ranks} ranks, {self.parameters} parameters, {self.collectives} collectives"
+
+    def predicted(self, machine: Machine) -> float:
+        host = machine.shared_by(self.ranks).host_seconds
+        alone = host.get("graph", 0.0) + self.parameters * host.get("parameter", 0.0)
+        return self.graphs * alone + self.collectives * host.get("collective", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveSample(Sample):
-    """One collective of ranks 0 to ``ranks`` - 1, of which each sends ``nbytes`` bytes."""
+    """One collective of ranks 0 to ``ranks`` - 1, of which each sends ``nbytes`` bytes.
+
+    Args:
+        core_seconds: that all threads of a rank computed meanwhile; 0 where that was not measured.
+    """
 
     kind: str
     nbytes: float
     ranks: int
+    core_seconds: float = 0.0
 
     group = "collectives"
 

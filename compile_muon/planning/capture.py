@@ -228,14 +228,17 @@ def captured(
     adamw = [account for account in trained if account.spec.muon is None]
     everyone = None if sharded.mesh is None else sharded.mesh.everyone.group_name
     number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
-    played = [replace(graph, awaits=_awaits(graph, states, number)) for graph, states in graphs]
+    played = [
+        replace(graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())))
+        for graph, states in graphs
+    ]
     played.append(survey_graph(muon, adamw, everyone))
     late = [account for account in muon if account.name not in ready]
     if late:
         step = Recorder(tensors=fake_mode_of([account.local for account in late]))
         StepGraphs().orthogonalize(late, [account.local for account in late], replace(options, stand_in=step))
-        played += [visit.played for visit in step.visits]
-    played += [commit_graph(muon, adamw), refresh_graph(trained)]
+        played += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
+    played += [replace(commit_graph(muon, adamw), parameters=len(trained)), refresh_graph(trained)]
     accounts = sharded.accounts
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),

@@ -33,6 +33,7 @@ _COLOURS = {
     "product": "#54a24b",
     "kernel": "#8cbf88",
     "copy": "#bab0ac",
+    "host": "#79706e",
     "newton_schulz": "#eeca3b",
     "gather": "#9d755d",
     "reduce": "#e45756",

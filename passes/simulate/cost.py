@@ -15,7 +15,7 @@ from compile_muon.kernels.iterations import gram, standard
 from ..machine import Machine
 from ..operations import operations
 from ..pipeline import tensor_value
-from .fusion import moved_bytes
+from .fusion import function_entries, moved_bytes
 
 __all__ = ["kernel_kind", "kernel_seconds", "workspace_bytes"]
 
@@ -23,7 +23,8 @@ _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
 _COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)
 
-#: passes over a matrix, in matrices read and written by each: its largest entry, the division by it, norm, division
+#: passes over a matrix, in matrices read and written by each: its largest entry, the division by it, norm, division;
+#: PyTorch's own operations find the least entry by another
 _NORMALIZE = (1, 2, 1, 2)
 _HALF = ("float16", "bfloat16")
 
@@ -48,7 +49,7 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     if root.target is _NEWTON_SCHULZ:
         return newton_schulz_seconds(root, machine)
     shape = _product(root)
-    moved = machine.move_seconds(moved_bytes(members))
+    moved = machine.move_seconds(moved_bytes(members)) + machine.function_seconds * function_entries(members)
     if shape is not None:
         batch, m, n, k, dtype = shape
         return machine.product_seconds(m, n, k, batch=batch, dtype=dtype) if batch * m * n * k else moved
@@ -58,8 +59,11 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     value = tensor_value(root.args[0])
     dtype = _name(value.dtype)
     start = machine.product_starts.get(dtype, machine.kernel_seconds)
-    rate = machine.attention_rate if "attention" in str(root.target) else machine.rate
-    return max(start + work / rate(_smallest(root), dtype), moved)
+    if "attention" in str(root.target):
+        rate = machine.attention_rate(_smallest(root), _sequence(root), dtype)
+    else:
+        rate = machine.rate(_smallest(root), dtype)
+    return max(start + work / rate, moved)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -92,6 +96,12 @@ def _smallest(node: Node) -> int:
             elif "convolution" in str(node.target):
                 sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
     return max(1, min((int(size) for size in sizes), default=1))
+
+
+def _sequence(node: Node) -> int:
+    """Longest sequence that attention is over, [batch, heads, sequence, width]."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return max(int(v.shape[-2]) for v in values if isinstance(v, torch.Tensor) and v.ndim >= 4)
 
 
 # ------------------------------------------------------------------------------------------------------ Newton-Schulz
@@ -167,7 +177,7 @@ def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows
         n = -(-n // 2) if symmetric and triangles else n
         seconds += machine.product_seconds(m, n, inner, batch=batch, dtype=dtype)
     size = batch * k * l * getattr(torch, dtype).itemsize
-    moves = (*_NORMALIZE, 2) if rows > cols else _NORMALIZE
+    moves = [*_NORMALIZE, *([] if triangles else [1]), *([2] if rows > cols else [])]
     return times * (seconds + sum(machine.move_seconds(count * size) for count in moves))
 
 

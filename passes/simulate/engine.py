@@ -50,6 +50,7 @@ class Played:
         counted: its bytes are traffic, as an optimizer counts its own.
         finished_by_forward: its gathers are waited for by forward graphs of the step behind it.
         awaits: of a forward graph: its nodes that wait for such a gather, and the number of each.
+        parameters: that its caller looks after; None where it is a part of another's call.
     """
 
     gm: GraphModule
@@ -61,6 +62,7 @@ class Played:
     counted: bool = True
     finished_by_forward: bool = False
     awaits: Mapping[Node, int] = field(default_factory=dict)
+    parameters: int | None = None
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
@@ -77,7 +79,7 @@ class Event:
     """``name`` ran on ``stream`` from ``start`` to ``end``, in seconds from the beginning of the step.
 
     Args:
-        category: "product", "newton_schulz", "copy" or "kernel"; of a collective, what it is for.
+        category: "product", "newton_schulz", "copy", "kernel" or "host"; of a collective, what it is for.
     """
 
     name: str
@@ -231,6 +233,9 @@ class _Player:
         self._refreshes: dict[int, list[Callable[[], None]]] = {}
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
+        if played.parameters is not None:
+            seconds = self._host("graph") + played.parameters * self._host("parameter")
+            self._compute(f"{played.title} on the host", "host", seconds)
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
         late = _finishing(played) if played.finished_by_forward else {}
@@ -239,7 +244,7 @@ class _Player:
                 self._finish_refresh(played.awaits[node])
                 continue
             if node in found:
-                act = partial(self._compute, node, kernel_seconds(found[node], self.machine))
+                act = partial(self._compute, node.name, kernel_kind(node), kernel_seconds(found[node], self.machine))
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
             else:
@@ -260,17 +265,25 @@ class _Player:
         for number in list(self._refreshes):
             self._finish_refresh(number)
 
-    def _compute(self, root: Node, seconds: float) -> None:
+    def _host(self, what: str) -> float:
+        return self.machine.host_seconds.get(what, 0.0)
+
+    def _compute(self, name: str, category: str, seconds: float) -> None:
+        if category == "host" and not seconds:
+            return
         start, self.now = self.now, self.now + seconds
         self.busy += seconds
-        self._events.append(Event(root.name, kernel_kind(root), COMPUTE, start, self.now))
+        self._events.append(Event(name, category, COMPUTE, start, self.now))
 
     def _issue(self, node: Node, kind: str, title: str) -> _Sent:
         axis, ranks = self.groups[node.args[-1]]
         nbytes = bytes_sent(node, kind, axis)
         if _is_all_to_all(node):
             # A reduction that is made of one has its sum in the graph. Who owns nothing still waits for what it takes.
-            kind, nbytes = "all_to_all", max(nbytes, bytes_received(node, axis))
+            received = bytes_received(node, axis)
+            # Ranks of one machine send over the same loopback, where what one takes more another takes less.
+            shared = self.machine.device == "cpu"
+            kind, nbytes = "all_to_all", (nbytes + received) // 2 if shared else max(nbytes, received)
         hops = self.machine.collective_seconds(kind, 0, ranks)
         transfer = self.machine.collective_seconds(kind, nbytes, ranks) - hops
         work = work_of(node)
@@ -280,6 +293,7 @@ class _Player:
         self._wires.advance(self.now)
         self._wires.issue(sent)
         self._sent.append(sent)
+        self._compute(name, "host", self._host("collective") + nbytes * self._host("byte"))
         return sent
 
     def _wait(self, node: Node, sent: _Sent) -> None:

@@ -14,9 +14,10 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
+from ..pipeline import tensor_value
 from .aliases import base, is_free, mutated, nbytes
 
-__all__ = ["kernels", "moved_bytes"]
+__all__ = ["function_entries", "kernels", "moved_bytes"]
 
 _aten = torch.ops.aten
 #: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
@@ -39,6 +40,30 @@ _ALSO_POINTWISE = frozenset(
 )
 #: of a table they read no more than they return
 _LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+#: of a few instructions an entry, where other pointwise ops have one
+_FUNCTIONS = frozenset(
+    (
+        _aten.exp,
+        _aten.exp2,
+        _aten.expm1,
+        _aten.log,
+        _aten.log2,
+        _aten.log1p,
+        _aten.tanh,
+        _aten.erf,
+        _aten.sigmoid,
+        _aten.sin,
+        _aten.cos,
+        _aten.pow,
+        _aten.gelu,
+        _aten.gelu_backward,
+        _aten.silu,
+        _aten.silu_backward,
+        _aten._softmax,
+        _aten._log_softmax,
+        _aten._log_softmax_backward_data,
+    )
+)
 
 
 def _tagged(node: Node, tag: torch.Tag) -> bool:
@@ -101,3 +126,9 @@ def moved_bytes(members: list[Node]) -> int:
     last = members[-1]
     written = mutated(last)
     return sum(inputs.values()) + (sum(nbytes(node) for node in written) if written else nbytes(last))
+
+
+def function_entries(members: list[Node]) -> int:
+    """Of how many entries a kernel of these nodes takes an exponential or the like."""
+    functions = [node for node in members if getattr(node.target, "overloadpacket", None) in _FUNCTIONS]
+    return sum(tensor_value(node).numel() for node in functions)

@@ -16,7 +16,15 @@ from compile_muon.machines import known_machines, load_machine, machine_for
 from compile_muon.machines.calibrate import write_machine
 from compile_muon.machines.fit import fit
 from compile_muon.machines.measure import Measured
-from compile_muon.machines.samples import CollectiveSample, MoveSample, ProductSample, Sample
+from compile_muon.machines.samples import (
+    AttentionSample,
+    CollectiveSample,
+    FunctionSample,
+    MoveSample,
+    ProductSample,
+    Sample,
+    StepSample,
+)
 from compile_muon.passes.machine import COLLECTIVES, Link, Machine
 
 H100 = load_machine("h100")
@@ -127,6 +135,9 @@ TRUTH = Machine(
     rates={"float32": ((16.0, 5e10), (128.0, 1e11)), "bfloat16": ((16.0, 2e11), (128.0, 4e11))},
     links=(Link(None, 1e9, 8e-5),),
     product_starts={"bfloat16": 1e-5},
+    attention_rates={"float32": ((64.0, 2e10), (256.0, 4e10))},
+    function_seconds=1e-9,
+    host_seconds={"graph": 3e-4, "parameter": 4e-5, "collective": 5e-4, "byte": 1e-9},
     bandwidths=((1e6, 1e11), (1e7, 2e10)),
     start_seconds=3e-5,
     collectives={"reduce_scatter": (1.5, 1.25), "all_reduce": (3.0, 0.5)},
@@ -145,10 +156,21 @@ def of_the_truth() -> list[Sample]:
     ]
     samples += [MoveSample(nbytes=10**power, **now) for power in (4, 5, 6, 7, 8)]
     samples += [
-        CollectiveSample(kind=kind, nbytes=4.0**power, ranks=ranks, **now)
+        CollectiveSample(kind=kind, nbytes=4.0**power, ranks=ranks, core_seconds=4.0**power * 1e-9, **now)
         for kind in ("all_to_all", "reduce_scatter", "all_reduce")
         for power in range(6, 13)
         for ranks in (2, 4)
+    ]
+    samples += [
+        AttentionSample(heads=4, sequence=sequence, width=width, dtype="float32", **now)
+        for sequence in (64, 256)
+        for width in (32, 64)
+    ]
+    samples += [FunctionSample(entries=entries, functions=3, **now) for entries in (2**10, 2**20)]
+    samples += [
+        StepSample(ranks=ranks, parameters=2 * layers, collectives=(ranks > 1) * 6 * layers, **now)
+        for layers in (2, 8)
+        for ranks in (1, 2)
     ]
     return [replace(sample, seconds=sample.predicted(TRUTH)) for sample in samples]
 
@@ -164,6 +186,9 @@ def test_the_fit_finds_what_made_the_samples() -> None:
     assert found.start_seconds == pytest.approx(3e-5, rel=0.05)
     assert found.collectives["all_reduce"] == pytest.approx((3.0, 0.5), rel=0.01)
     assert found.memory_bandwidth == pytest.approx(2e10)
+    assert found.host_seconds == pytest.approx(TRUTH.host_seconds, rel=0.01)
+    assert dict(found.attention_rates["float32"]) == pytest.approx(dict(TRUTH.attention_rates["float32"]), rel=0.01)
+    assert found.function_seconds == pytest.approx(1e-9, rel=0.15)
     assert (found.name, found.device, found.cores) == ("found", "cpu", 2)
 
 

@@ -56,10 +56,28 @@ def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
 
 def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
     fused = replace(NODES, attention_fraction=0.25, rate_fractions=((1.0, 0.5),))
-    assert [fused.attention_rate(size, "bfloat16") for size in (1, 64, 4096)] == [8e12] * 3
-    assert fused.attention_rate(64, "float32") == fused.rate(64, "float32")
-    assert NODES.attention_rate(64, "bfloat16") == NODES.rate(64, "bfloat16")
+    assert [fused.attention_rate(size, 512, "bfloat16") for size in (1, 64, 4096)] == [8e12] * 3
+    assert fused.attention_rate(64, 512, "float32") == fused.rate(64, "float32")
+    assert NODES.attention_rate(64, 512, "bfloat16") == NODES.rate(64, "bfloat16")
     assert Machine.from_json(fused.to_json()) == fused
+
+
+def test_attention_that_was_measured_goes_by_its_sequence() -> None:
+    known = replace(NODES, attention_fraction=0.25, attention_rates={"float32": ((64.0, 1e12), (256.0, 4e12))})
+    assert [known.attention_rate(64, at, "float32") for at in (1, 64, 256, 4096)] == [1e12, 1e12, 4e12, 4e12]
+    assert known.attention_rate(64, 128, "float32") == pytest.approx(2e12)
+    assert known.attention_rate(64, 128, "bfloat16") == 8e12
+    assert Machine.from_json(known.to_json()) == known
+
+
+def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
+    host = {"graph": 1.0, "parameter": 2.0, "collective": 3.0, "byte": 4.0}
+    cores = replace(CPU, host_seconds=host, cores=4, function_seconds=1.0)
+    assert cores.shared_by(2).host_seconds == without(host, "byte")
+    assert cores.shared_by(4).host_seconds == host
+    assert cores.shared_by(8).host_seconds == {kind: 2 * seconds for kind, seconds in host.items()}
+    assert cores.shared_by(8).function_seconds == 2.0
+    assert Machine.from_json(cores.to_json()) == cores
 
 
 def test_a_dtype_without_rates_takes_those_of_its_size() -> None:
@@ -192,6 +210,11 @@ LINK = GOOD["links"][0]
         (GOOD | {"memory_fraction": 1.1}, "memory_fraction"),
         (GOOD | {"memory_fraction": 0}, "memory_fraction"),
         (GOOD | {"attention_fraction": 1.5}, "attention_fraction"),
+        (GOOD | {"attention_rates": {"bfloat17": [[1, 1]]}}, "attention_rates.bfloat17"),
+        (GOOD | {"attention_rates": {"bfloat16": []}}, "attention_rates.bfloat16"),
+        (GOOD | {"function_seconds": -1}, "function_seconds"),
+        (GOOD | {"host_seconds": {"python": 1}}, "host_seconds.python"),
+        (GOOD | {"host_seconds": {"graph": -1}}, "host_seconds.graph"),
         (GOOD | {"rate_fractions": [[1, 2]]}, "rate_fractions[0][1]"),
         (GOOD | {"bandwidths": [[2, 1], [1, 1]]}, "bandwidths[1]"),
         (GOOD | {"bandwidths": [[1, 1], [1, 1]]}, "bandwidths[1]"),

@@ -120,6 +120,20 @@ def test_graphs_come_one_behind_the_other_and_count_by_title() -> None:
     assert found.graphs == {"a.forward": 4, "b.step": 4}
 
 
+def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> None:
+    machine = replace(ROUND, host_seconds={"graph": 1.0, "parameter": 2.0, "collective": 0.5, "byte": 1 / 16})
+    called = Played(gather_and_compute(6), Half.FORWARD, parameters=3)
+    found = play(called, machine=machine)
+    assert found.seconds == found.busy == (1 + 3 * 2) + (0.5 + 16 / 16) + 6
+    assert [(e.category, e.start, e.end) for e in found.events if e.category in ("host", "gather")] == [
+        ("host", 0, 7),
+        ("host", 7, 8.5),
+        ("gather", 7, 11),
+    ]
+    part = play(replace(called, parameters=None), machine=machine)
+    assert part.seconds == found.seconds - 7
+
+
 def test_what_the_model_sends_itself_is_exposed_as_its_own() -> None:
     draw = Drawing()
     assert play(draw.done(draw.wait(draw.gather(draw.input(3))))).exposed == {"model": 3}
@@ -181,13 +195,15 @@ def test_hops_take_nothing_of_a_link() -> None:
     assert ends(play(draw.done(draw.wait(one), draw.wait(other), computed), machine=slow)) == [9, 11]
 
 
-def test_who_gives_nothing_waits_for_what_it_takes() -> None:
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 5), ("cpu", 2.5)])
+def test_who_gives_nothing_waits_for_what_it_takes(device, seconds) -> None:
+    """Over one loopback it has the share of who gives, too."""
     draw = Drawing()
     x = draw.input(0)
     node = draw.graph.call_function(_c10d.all_to_all_single.default, (x, [0, 5], [0, 0], "inner"))
     node.meta["val"] = torch.zeros(5)
-    found = play(draw.done(draw.wait(node)))
-    assert (found.seconds, found.traffic.bytes_sent) == (5, 0)
+    found = play(draw.done(draw.wait(node)), machine=replace(ROUND, device=device))
+    assert (found.seconds, found.traffic.bytes_sent) == (seconds, 0)
 
 
 def test_ranks_that_share_cores_take_longer() -> None:
@@ -248,6 +264,23 @@ def test_attention_goes_by_its_heads_and_not_by_how_many_there_are() -> None:
     assert kernel_seconds(only_kernel(gm), machine) == operations(node) / 2
 
 
+def test_attention_has_the_rate_of_its_sequence_where_that_is_known() -> None:
+    machine = replace(ROUND, attention_rates={"float32": ((4, 1.0), (16, 4.0))})
+    draw = Drawing()
+    node = draw.call(
+        _aten._scaled_dot_product_flash_attention_for_cpu.default, *(draw.input(1, 2, 8, 32) for _ in range(3))
+    )
+    assert kernel_seconds(only_kernel(draw.done(node)), machine) == pytest.approx(operations(node) / 2)
+
+
+def test_functions_take_time_beside_their_bytes() -> None:
+    machine = replace(ROUND, function_seconds=3.0)
+    draw = Drawing()
+    x = draw.input(4, 2)
+    gm = draw.done(draw.call(_aten.erf.default, draw.neg(draw.call(_aten.exp.default, x))))
+    assert kernel_seconds(only_kernel(gm, "inductor"), machine) == 2 * 8 * 4 / 8 + 2 * 8 * 3.0
+
+
 def newton_schulz(shape, method, dtype="float32", backend="auto"):
     draw = Drawing()
     coefficients = [2.0, -1.5, 0.5] * 3
@@ -259,10 +292,10 @@ def newton_schulz(shape, method, dtype="float32", backend="auto"):
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_newton_schulz_costs_its_products(method) -> None:
-    """Operations at 2 a second, and six passes over the matrix."""
+    """Operations at 2 a second, and five passes over the matrix, two of which also write."""
     gm = newton_schulz((4, 6), method)
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
-    assert kernel_seconds([node], ROUND) == operations(node) / 2 + 6 * 4 * 6 * 4 / 8
+    assert kernel_seconds([node], ROUND) == operations(node) / 2 + 7 * 4 * 6 * 4 / 8
     assert workspace_bytes(node, ROUND) == (4 * 6 + 2 * 16) * 4
     tall = newton_schulz((6, 4), method).graph.find_nodes(
         op="call_function", target=torch.ops.muon_zero.newton_schulz.default
@@ -281,9 +314,9 @@ def test_gpus_compute_one_triangle_and_all_of_a_shape_at_once() -> None:
         )
         for backend in ("auto", "aten")
     }
-    moves = 4 + 6 * 3 * 16 * 2 / 8
-    assert seconds["aten"] == moves + 3 * (3 * (1 + 3 * 2 * 64 / 2))
-    assert seconds["auto"] == moves + 3 * (2 * (1 + 3 * 64 / 2) + (1 + 3 * 2 * 64 / 2))
+    matrices = 3 * 16 * 2 / 8
+    assert seconds["aten"] == 5 + 7 * matrices + 3 * (3 * (1 + 3 * 2 * 64 / 2))
+    assert seconds["auto"] == 4 + 6 * matrices + 3 * (2 * (1 + 3 * 64 / 2) + (1 + 3 * 2 * 64 / 2))
 
 
 def chain():

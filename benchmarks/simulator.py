@@ -1,0 +1,192 @@
+"""The simulator against the clock: steps that `train_step.py` has timed, and what is predicted of them.
+
+    for ranks in 2 4; do for preset in tiny mini small medium; do
+        python benchmarks/train_step.py --preset $preset --ranks $ranks --contenders ours-muon --repeats 1 --steps 9 \\
+            --warmup 3 --links unlimited 1600mbit 800mbit --json runs/${preset}_$ranks.json
+    done; done
+    python -m compile_muon calibrate --out here.json
+    python benchmarks/simulator.py runs/*.json --machine here.json --out benchmarks/results/simulator.json
+
+Prints each case, and writes them with a picture beside. docs/machines.md has what came out. A link's rate is that of
+all ranks together; each may send its part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import matplotlib
+import torch
+from gpt import GPT, Shape, read_corpus, sample_batch
+from links import BURST, UNLIMITED, bytes_per_second
+from rich.console import Console
+from rich.table import Table
+
+from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.machines import load_machine
+from compile_muon.passes.machine import Machine
+from compile_muon.planning import capture_step
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot  # noqa: E402
+
+#: seconds may be off by this part; and stages that differ by less need not be ranked right
+_BAR, _RANKED = 0.2, 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Medians over the timed steps, and what the simulator says of the slowest rank; bytes are a rank's mean."""
+
+    preset: str
+    ranks: int
+    stage: int
+    link: str
+    predicted: float
+    measured: float
+    predicted_bytes: float
+    counted_bytes: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction; negative where it is too short."""
+        return self.predicted / self.measured - 1
+
+
+def limited(machine: Machine, link: str, ranks: int) -> Machine:
+    """``machine`` with a link that carries no more, over all ranks.
+
+    What a kind of collective takes more or less than its bytes is core time, and no part of the link's.
+    """
+    each = bytes_per_second(link) / ranks
+    (found,) = machine.links
+    share = min(1.0, each / found.bandwidth)
+    kinds = {kind: (hops, 1 + (factor - 1) * share) for kind, (hops, factor) in machine.collectives.items()}
+    slower = replace(
+        found,
+        bandwidth=min(found.bandwidth, each),
+        bandwidths=tuple((size, min(bandwidth, each)) for size, bandwidth in found.bandwidths),
+    )
+    return replace(machine, links=(slower,), collectives=kinds)
+
+
+def cases(record: dict, machine: Machine) -> Iterator[Case]:
+    """Of one run of `train_step.py`."""
+    shape, options = Shape(**record["shape"]), record["options"]
+    batch = sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))
+    ours = [row for row in record["rows"] if row["contender"] == "ours-muon"]
+    for stage in sorted({row["stage"] for row in ours}):
+        config = config_from_kwargs(stage=stage, gradient_accumulation_steps=options["micro_batches"])
+        world = options["ranks"]
+        steps = [
+            capture_step(
+                lambda shape=shape: GPT(shape), batch, world=world, rank=rank, config=config, options=FrameOptions()
+            )
+            for rank in range(world)
+        ]
+        for row in ours:
+            if row["stage"] == stage:
+                link = row["link"]
+                timelines = [step.simulated(limited(machine, link, world)) for step in steps]
+                slowest = max(timelines, key=lambda timeline: timeline.seconds)
+                # It had time to save up while other links had their turn.
+                at_once = min(BURST / bytes_per_second(link), sum(slowest.exposed.values()))
+                yield Case(
+                    preset=options["preset"],
+                    ranks=world,
+                    stage=stage,
+                    link=link,
+                    predicted=slowest.seconds - at_once,
+                    measured=row["step_s"],
+                    predicted_bytes=statistics.fmean(timeline.traffic.bytes_sent for timeline in timelines),
+                    counted_bytes=row["counted_bytes_per_step"],
+                )
+
+
+def misranked(found: Sequence[Case]) -> list[str]:
+    """Stages of one model, ranks and link whose order is not the measured one, though they differ by more than 10 %.
+
+    Not stages 1 and 2, which are the same step where it has one micro-batch: what they differ by is noise.
+    """
+    wrong = []
+    for a, b in itertools.permutations(found, 2):
+        alike = (a.preset, a.ranks, a.link) == (b.preset, b.ranks, b.link) and {a.stage, b.stage} != {1, 2}
+        if alike and a.measured * (1 + _RANKED) < b.measured and a.predicted >= b.predicted:
+            wrong.append(f"{a.preset}, {a.ranks} ranks, {a.link}: stage {a.stage} is faster than {b.stage}")
+    return wrong
+
+
+def table(found: Sequence[Case]) -> Table:
+    """Milliseconds and how far they are off."""
+    shown = Table("model", "ranks", "stage", "link", "predicted", "measured", "error", "bytes")
+    for case in found:
+        error = f"{case.error:+.0%}"
+        shown.add_row(
+            case.preset,
+            str(case.ranks),
+            str(case.stage),
+            case.link,
+            f"{1e3 * case.predicted:,.1f} ms",
+            f"{1e3 * case.measured:,.1f} ms",
+            f"[red]{error}[/red]" if abs(case.error) > _BAR else error,
+            "exact" if case.predicted_bytes == case.counted_bytes else f"{case.predicted_bytes - case.counted_bytes:+}",
+        )
+    return shown
+
+
+def draw(found: Sequence[Case], path: Path) -> None:
+    """Predicted over measured, by ranks and link."""
+    figure, axes = pyplot.subplots(figsize=(6, 5.5), layout="constrained")
+    ends = [min(c.measured for c in found) / 1.5, max(c.measured for c in found) * 1.5]
+    axes.fill_between(
+        ends, [(1 - _BAR) * x for x in ends], [(1 + _BAR) * x for x in ends], color="#ddd", label=f"within {_BAR:.0%}"
+    )
+    axes.plot(ends, ends, color="#888", linewidth=0.8)
+    links = list(dict.fromkeys(case.link for case in found))
+    for ranks, marker in zip(sorted({case.ranks for case in found}), "os^v", strict=False):
+        for link, colour in zip(links, ("#4c78a8", "#f58518", "#e45756", "#72b7b2"), strict=False):
+            these = [case for case in found if (case.ranks, case.link) == (ranks, link)]
+            label = f"{ranks} ranks, {link if link == UNLIMITED else link.replace('mbit', ' Mbit/s')}"
+            x, y = [c.measured for c in these], [c.predicted for c in these]
+            axes.scatter(x, y, s=22, marker=marker, color=colour, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="measured, s (median)", ylabel="simulated, s", xlim=ends)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of train_step.py")
+    parser.add_argument("--machine", default="cpu", help="name or file of the machine they were timed on")
+    parser.add_argument("--out", type=Path, help="JSON file; the picture lies beside it")
+    given = parser.parse_args()
+    machine = load_machine(given.machine)
+    found = [case for path in given.results for case in cases(json.loads(path.read_text()), machine)]
+    found.sort(key=lambda case: case.ranks)
+    console = Console(width=110)
+    console.print(table(found))
+    errors = sorted(abs(case.error) for case in found)
+    within = sum(error <= _BAR for error in errors)
+    wrong = misranked(found)
+    exact = sum(case.predicted_bytes == case.counted_bytes for case in found)
+    console.print(
+        f"{within} of {len(found)} within {_BAR:.0%}; median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}; "
+        f"bytes of {exact} exact; stages ranked wrong: {len(wrong)}"
+    )
+    for line in wrong:
+        console.print(line)
+    if given.out:
+        record = {"machine": machine.to_json(), "cases": [asdict(case) | {"error": case.error} for case in found]}
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        draw(found, given.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
