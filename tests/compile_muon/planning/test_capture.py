@@ -35,7 +35,7 @@ GPT = functools.partial(tiny_gpt.GPT, layers=LAYERS)
 TOKENS = torch.arange(16).reshape(2, 8)
 
 #: where sending takes about as long as computing
-SLOW = replace(load_machine("cpu"), cores=0, links=(Link(None, 1e9, 1e-6),))
+SLOW = replace(load_machine("cpu"), cores=0, host_seconds={}, links=(Link(None, 1e9, 1e-6),))
 
 
 def step(stage: int, *, world: int = WORLD, rank: int = 0, options: FrameOptions | None = None, **settings) -> Captured:

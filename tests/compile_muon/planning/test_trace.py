@@ -24,7 +24,7 @@ from compile_muon.planning.trace import Target, Trace, trace_step
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 AXES = ({"shard": 4}, {"replicate": 2, "shard": 2})
 #: where sending takes about as long as computing
-SLOW = replace(load_machine("cpu"), cores=0, links=(Link(None, 1e9, 1e-6),))
+SLOW = replace(load_machine("cpu"), cores=0, host_seconds={}, links=(Link(None, 1e9, 1e-6),))
 
 
 @pytest.fixture(autouse=True)
