@@ -62,19 +62,23 @@ class Rank:
         self._steps = 0
 
     def turn(self) -> dict:
-        """A step behind one of its own: what the one before left under way it waits for, as in training.
+        """A step behind one of its own, from the end of that on, as in training: what the one before left under way it
+        waits for.
 
-        Without it that would have been sent while others had their turn, or over another link.
+        Without that it would have been sent while others had their turn, over another link, or under a barrier.
         """
         self.step()
-        return self.step()
+        return self._timed(time.perf_counter(), time.process_time())
 
     def step(self) -> dict:
         """One training step: wall seconds, CPU seconds of this process (all threads), loss; steps and bytes so far."""
+        dist.barrier()
+        return self._timed(time.perf_counter(), time.process_time())
+
+    def _timed(self, wall: float, cpu: float) -> dict:
+        """A step that began at these times."""
         x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
         micro_batches = list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
-        dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
         loss = self._session.step(micro_batches)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -363,7 +363,9 @@ class MuonZero(Optimizer):
             directions.clear()
             with self._ledger.range("step commit adamw"):
                 commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
-            self._ledger.count(start_refresh([*muon, *rest]))
+            # In the order in which the model has them, which is about that of their use in the next forward.
+            trained = {*muon, *rest}
+            self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
         self._ledger.close([*muon, *rest])
 
     def _model_problem(self) -> UnsupportedModelError | None:

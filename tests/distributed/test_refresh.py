@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -69,6 +70,24 @@ def expected(model: nn.Module, x: Tensor) -> Tensor:
     }
     with torch.no_grad():
         return torch.func.functional_call(Net(), whole, x)
+
+
+def started(stage: int) -> list[str]:
+    """Names, in the order in which a step starts to gather them."""
+    _, optimizer, run = made(stage)
+    with (
+        patch.object(replicas, "_BUCKET_BYTES", 1),
+        patch.object(replicas.Refresh, "start", wraps=replicas.Refresh.start) as start,
+    ):
+        advance(optimizer, run, 0)
+    return [account.name for call in start.call_args_list for account in call.args[0]]
+
+
+def test_weights_come_in_the_order_of_the_model(ranks: Callable[[int], Ranks]) -> None:
+    """Matrices ahead of the rest, as the step writes them, would have the next forward wait for all of them first."""
+    names = [name for name, _ in Net().named_parameters()]
+    for found in ranks(2).run(started, stage=1):
+        assert sorted(found, key=names.index) == found and len(found) == len(names)
 
 
 def one_rank_reads(stage: int, backend: str) -> None:
