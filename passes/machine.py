@@ -192,12 +192,15 @@ class Machine:
         known = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / wanted)))
         return _interpolated(self.rates[known], size) * min(1.0, sizes[known] / wanted)
 
+    def product_start(self, dtype: str) -> float:
+        """What a product, or fused attention, takes beside its operations."""
+        return self.product_starts.get(dtype, self.kernel_seconds)
+
     def product_seconds(self, m: int, n: int, k: int, *, batch: int = 1, dtype: str) -> float:
         """Of ``batch`` products (m, k) @ (k, n): by their operations or by the bytes they move, whichever is longer."""
         operations = 2.0 * batch * m * n * k
         moved = batch * (m * k + k * n + m * n) * getattr(torch, dtype).itemsize
-        start = self.product_starts.get(dtype, self.kernel_seconds)
-        return max(start + operations / self.rate(min(m, n, k), dtype), self.move_seconds(moved))
+        return max(self.product_start(dtype) + operations / self.rate(min(m, n, k), dtype), self.move_seconds(moved))
 
     def move_seconds(self, nbytes: float) -> float:
         """Of a kernel that reads and writes ``nbytes`` in all and computes little."""
@@ -242,11 +245,11 @@ class Machine:
         found["links"] = [
             asdict(link) | {"bandwidths": [list(pair) for pair in link.bandwidths]} for link in self.links
         ]
-        found["rates"] = {dtype: [list(pair) for pair in table] for dtype, table in self.rates.items()}
         found["collectives"] = {kind: list(pair) for kind, pair in self.collectives.items()}
-        found["attention_rates"] = {dtype: [list(pair) for pair in t] for dtype, t in self.attention_rates.items()}
-        found["product_starts"], found["host_seconds"] = dict(self.product_starts), dict(self.host_seconds)
-        found["sources"] = dict(self.sources)
+        for name in ("rates", "attention_rates"):
+            found[name] = {dtype: [list(pair) for pair in table] for dtype, table in found[name].items()}
+        for name in ("product_starts", "host_seconds", "sources"):
+            found[name] = dict(found[name])
         for name in ("rate_fractions", "bandwidths"):
             found[name] = [list(pair) for pair in found[name]]
         return found

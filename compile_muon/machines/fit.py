@@ -98,7 +98,7 @@ def _function_seconds(functions: Sequence[FunctionSample], machine: Machine) -> 
 
 def _attention(attention: Sequence[AttentionSample], machine: Machine) -> Table:
     """The rate by the length of the sequences, over all widths."""
-    start = 2 * machine.product_starts.get(attention[0].dtype, machine.kernel_seconds)
+    start = 2 * machine.product_start(attention[0].dtype)
     found = []
     for sequence in sorted({s.sequence for s in attention}):
         rates = [s.operations / max(s.seconds - start, 0.1 * s.seconds) for s in attention if s.sequence == sequence]

@@ -88,9 +88,8 @@ class AttentionSample(Sample):
         return 7 * 2.0 * self.heads * self.sequence**2 * self.width
 
     def predicted(self, machine: Machine) -> float:
-        start = machine.product_starts.get(self.dtype, machine.kernel_seconds)
         rate = machine.attention_rate(min(self.sequence, self.width), self.sequence, self.dtype)
-        return 2 * start + self.operations / rate
+        return 2 * machine.product_start(self.dtype) + self.operations / rate
 
 
 @dataclass(frozen=True, kw_only=True)

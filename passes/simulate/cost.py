@@ -58,12 +58,11 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
         return moved
     value = tensor_value(root.args[0])
     dtype = _name(value.dtype)
-    start = machine.product_starts.get(dtype, machine.kernel_seconds)
     if "attention" in str(root.target):
         rate = machine.attention_rate(_smallest(root), _sequence(root), dtype)
     else:
         rate = machine.rate(_smallest(root), dtype)
-    return max(start + work / rate, moved)
+    return max(machine.product_start(dtype) + work / rate, moved)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -234,8 +234,7 @@ class _Player:
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
         if played.parameters is not None:
-            seconds = self._host("graph") + played.parameters * self._host("parameter")
-            self._compute(f"{played.title} on the host", "host", seconds)
+            self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters)
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
         late = _finishing(played) if played.finished_by_forward else {}
@@ -265,12 +264,13 @@ class _Player:
         for number in list(self._refreshes):
             self._finish_refresh(number)
 
-    def _host(self, what: str) -> float:
-        return self.machine.host_seconds.get(what, 0.0)
+    def _on_host(self, name: str, **counts: float) -> None:
+        """As many of each kind of :attr:`Machine.host_seconds`; nothing on machines without them."""
+        seconds = sum(count * self.machine.host_seconds.get(kind, 0.0) for kind, count in counts.items())
+        if seconds:
+            self._compute(name, "host", seconds)
 
     def _compute(self, name: str, category: str, seconds: float) -> None:
-        if category == "host" and not seconds:
-            return
         start, self.now = self.now, self.now + seconds
         self.busy += seconds
         self._events.append(Event(name, category, COMPUTE, start, self.now))
@@ -293,7 +293,7 @@ class _Player:
         self._wires.advance(self.now)
         self._wires.issue(sent)
         self._sent.append(sent)
-        self._compute(name, "host", self._host("collective") + nbytes * self._host("byte"))
+        self._on_host(name, collective=1, byte=nbytes)
         return sent
 
     def _wait(self, node: Node, sent: _Sent) -> None:
