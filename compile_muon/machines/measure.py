@@ -237,32 +237,40 @@ def _products(clock: _Clock) -> Iterator[Sample]:
 
 
 def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
-    """A kernel that Inductor generates, its result allocated as in a graph, without what entering a graph takes."""
+    """A kernel that Inductor generates, its result allocated as in a graph."""
     kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
-    entering = math.nan
-    for place, nbytes in enumerate((96, *clock.plan.moved)):
-        size = nbytes // 12
-        sets = _turns(clock, lambda size=size: list(torch.ones(2, size, device=clock.device)))  # type: ignore[misc]
-        seconds = clock.seconds(lambda sets=sets: kernel(*next(sets)))  # type: ignore[misc]
-        if not place:
-            entering = seconds - kernel_seconds
-        else:
-            moved = 12 * size
-            yield MoveSample(nbytes=moved, seconds=max(seconds - entering, kernel_seconds), held_out=place % 2 == 0)
+
+    def of(size: int) -> Callable[[], object]:
+        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
+        return lambda: kernel(*next(sets))
+
+    sizes = [nbytes // 12 for nbytes in (96, *clock.plan.moved)]
+    for size, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, sizes):
+        yield MoveSample(nbytes=12 * size, seconds=seconds, held_out=held_out)
 
 
 def _functions(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
     """As :func:`_moves`, of as many functions as one kernel of a model may have."""
     functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
-    entering = math.nan
-    for place, entries in enumerate((8, 2**12, 2**14, 2**16, 2**18)):
+
+    def of(entries: int) -> Callable[[], object]:
         x = torch.randn(entries, device=clock.device)
-        seconds = clock.seconds(lambda x=x: functions(x))  # type: ignore[misc]
-        if not place:
-            entering = seconds - kernel_seconds
-        else:
-            seconds = max(seconds - entering, kernel_seconds)
-            yield FunctionSample(entries=entries, functions=3, seconds=seconds, held_out=place % 2 == 0)
+        return lambda: functions(x)
+
+    for entries, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, (8, 2**12, 2**14, 2**16, 2**18)):
+        yield FunctionSample(entries=entries, functions=3, seconds=seconds, held_out=held_out)
+
+
+def _inside_a_graph(
+    clock: _Clock, kernel_seconds: float, of: Callable[[int], Callable[[], object]], sizes: Sequence[int]
+) -> Iterator[tuple[int, float, bool]]:
+    """Each size but the first, its seconds, and whether it is held out, as every other one is.
+
+    Seconds are without what entering a compiled graph takes: the first size computes next to nothing.
+    """
+    entering = clock.seconds(of(sizes[0])) - kernel_seconds
+    for place, size in enumerate(sizes[1:], start=1):
+        yield size, max(clock.seconds(of(size)) - entering, kernel_seconds), place % 2 == 0
 
 
 def _attention(clock: _Clock) -> Iterator[Sample]:
