@@ -8,12 +8,14 @@ whether or not the other ranks are stuck in a collective with the one that raise
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -104,7 +106,9 @@ def _forget_groups() -> None:
 
 
 class Ranks:
-    """``world`` processes in one Gloo group on this machine.
+    """``world`` processes in one Gloo group on this machine, stopped while they have nothing to do.
+
+    The threads of a process group poll, and ranks of several worlds that wait for tests have hundreds of them.
 
     Args:
         world: number of ranks.
@@ -146,6 +150,7 @@ class Ranks:
             grace: the same, from the first failure on.
         """
         self._start()
+        self._signal(signal.SIGCONT)
         task = (function.__code__.co_filename, function.__name__, kwargs)
         for connection in self._connections:
             connection.send(task)
@@ -162,7 +167,13 @@ class Ranks:
         outcomes = [found.get(rank, silent) for rank in range(self.world)]
         if any(outcome.failure is not None or outcome.groups > _MOST_GROUPS for outcome in outcomes):
             self.close()
+        self._signal(signal.SIGSTOP)
         return outcomes
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _receive(self, rank: int) -> Outcome:
         try:
@@ -175,6 +186,7 @@ class Ranks:
         if self._processes:
             return
         context = multiprocessing.get_context("spawn")
+        atexit.register(self.close)  # ahead of multiprocessing, which would wait for those that are stopped
         self._folder = tempfile.TemporaryDirectory(prefix="muon_zero_ranks_")
         store = os.path.join(self._folder.name, "store")  # a file: no port to be taken by someone else
         for rank in range(self.world):
@@ -187,7 +199,8 @@ class Ranks:
             self._connections.append(ours)
 
     def close(self) -> None:
-        """Stop the processes."""
+        """End the processes."""
+        atexit.unregister(self.close)
         for connection in self._connections:
             connection.close()
         for process in self._processes:
