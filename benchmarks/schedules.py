@@ -1,6 +1,6 @@
 """What a schedule hides of Muon's exchange, simulated: an 8 B model on nodes of H100s, by this schedule and by others.
 
-    python benchmarks/schedules.py MODEL --world 8 64 512 --out benchmarks/results/schedules.json
+    python benchmarks/schedules.py MODEL --world 8 64 512 --replicas 1 8 --out benchmarks/results/schedules.json
 
 MODEL is what `python -m compile_muon plan` takes; docs/exchange.md has the table for the shape of Llama 3.1 8B. Every
 number is simulated; no rank runs. What differs is the order of the same nodes:
@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -48,6 +50,7 @@ class Row:
     """Milliseconds of a step: all of it, what waits for collectives, and how much more of each than with AdamW."""
 
     ranks: int
+    replicas: int
     stage: int
     schedule: str
     step: float
@@ -86,9 +89,10 @@ def timeline(captured: Captured, name: str, machine: Machine) -> Timeline:
     return captured.simulated(machine)
 
 
-def row(trace: Trace, config: Config, machine: Machine, ranks: int, stage: int, name: str) -> Row:
+def row(trace: Trace, config: Config, machine: Machine, axes: Mapping[str, int], stage: int, name: str) -> Row:
     """One step of the rank with most to orthogonalize."""
     found = []
+    ranks = math.prod(axes.values())
     chosen = replace(config, zero=replace(config.zero, stage=stage))
     rank = 0
     if name != "this":
@@ -96,25 +100,37 @@ def row(trace: Trace, config: Config, machine: Machine, ranks: int, stage: int, 
         options = FrameOptions(exchange_bytes=2**62)
         trace = replace(trace, options=replace(options, bucket_bytes=25 * 2**20) if name == "before" else options)
     for of in (chosen, with_adamw(chosen)):
-        target = Target(ranks, of, {"shard": ranks}, "nccl")
+        target = Target(ranks, of, axes, "nccl")
         if of is chosen:
             work = trace.owner_work(target)
             rank = work.index(max(work))
         with ordered(name):
             found.append(timeline(trace.captured(target, rank=rank), name, machine))
     muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in found)
-    return Row(ranks, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
+    return Row(ranks, axes.get("replicate", 1), stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
 
 
 def table(rows: Sequence[Row]) -> Table:
     """In milliseconds."""
     found = Table(title="simulated, ms of a step")
-    for title in ("ranks", "stage", "schedule", "step", "exposed", "Muon over AdamW", "of it exposed", "of the step"):
+    for title in (
+        "ranks",
+        "replicas",
+        "stage",
+        "schedule",
+        "step",
+        "exposed",
+        "Muon over AdamW",
+        "of it exposed",
+        "of the step",
+    ):
         found.add_column(title, justify="left" if title == "schedule" else "right")
     for one in rows:
         numbers = (one.step, one.exposed, one.price, one.price_exposed)
         share = f"{one.price_exposed / one.step:.2%}"
-        found.add_row(str(one.ranks), str(one.stage), one.schedule, *(f"{n:,.1f}" for n in numbers), share)
+        found.add_row(
+            str(one.ranks), str(one.replicas), str(one.stage), one.schedule, *(f"{n:,.1f}" for n in numbers), share
+        )
     return found
 
 
@@ -122,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1], help="of one node or more each")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--machine", default="h100")
     parser.add_argument("--tokens", type=int, default=4096)
@@ -133,11 +150,14 @@ def main() -> None:
     subject = load_subject(given.model, Batch(given.tokens, given.tokens))
     trace = trace_step(subject.build, subject.batch, config, FrameOptions())
     rows = []
-    for ranks in given.world:
-        for stage in given.stages:
-            for name in SCHEDULES:
-                rows.append(row(trace, config, machine, ranks, stage, name))
-                print(rows[-1], flush=True)
+    node = machine.links[0].within or 1
+    for ranks, replicas in itertools.product(given.world, given.replicas):
+        if ranks % (replicas * node):
+            continue
+        axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
+        for stage, name in itertools.product(given.stages, SCHEDULES):
+            rows.append(row(trace, config, machine, axes, stage, name))
+            print(rows[-1], flush=True)
     Console(width=140).print(table(rows))
     if given.out:
         record = {"simulated": True, "machine": machine.name, "model": subject.name, "rows": [asdict(r) for r in rows]}

@@ -14,6 +14,9 @@ from compile_muon.passes.machine import Machine
 
 __all__ = ["Candidate", "candidates", "planned_for", "with_adamw"]
 
+#: replicas of the next size have as many times the nodes: halves and doubles of one are within a few per cent of it
+_LARGER = 8
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -36,7 +39,7 @@ class Candidate:
 
 
 def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
-    """Every stage on one axis of all ranks, and with a replica in each node; and what ``config`` says.
+    """Every stage on one axis of all ranks, and with replicas of 1, 8, 64, ... nodes; and what ``config`` says.
 
     At stage 0 every rank is a replica, so axes make no difference.
 
@@ -50,8 +53,10 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
         raise config_error(field, asked[split], "a plan has the whole model on every rank", "leave it out")
     node = next((link.within for link in machine.links if link.within), world)
     meshes: list[dict[str, int]] = [{"shard": world}]
-    if 1 < node < world and world % node == 0:
-        meshes.append({"replicate": world // node, "shard": node})
+    replica = node
+    while 1 < replica < world and world % replica == 0:
+        meshes.append({"replicate": world // replica, "shard": replica})
+        replica *= _LARGER
     found = [
         Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
         for stage in range(4)

@@ -1,6 +1,6 @@
 """Every launch of every tile table, compiled ahead of time: registers, spills, shared memory. Needs no GPU.
 
-    python -m compile_muon.kernels.gpu.ahead [sm_80 sm_90 sm_100] [--json FILE]
+    python -m compile_muon.kernels.gpu.ahead [sm_80 sm_90 sm_100] [--dtypes bfloat16 float16] [--json FILE]
 
 Ends with status 1 if a kernel spills registers or asks for more shared memory than a block has.
 """
@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 
 # Bytes a block may ask for: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED_PER_BLOCK = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+#: dtypes of products
+HALVES = ("bfloat16", "float16")
 
 # Looked for in the PTX: matrix instructions by generation, how tiles come from memory, and results stored one by one.
 _INSTRUCTIONS = {
@@ -89,13 +92,13 @@ class Resources:
         return None
 
 
-def launches(architecture: str) -> Iterator[tuple[str, Launch]]:
-    """Named launches: each tile of the table with and without a summand in both dtypes, and the elementwise kernels.
+def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tuple[str, Launch]]:
+    """Named launches: each tile of the table with and without a summand, and the elementwise kernels.
 
     Sizes are multiples of 16, which Triton compiles for separately, and odd ones.
     """
     table = load_tables()[architecture]
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (getattr(torch, name) for name in dtypes):
         for k, l in ((256, 512), (77, 91)):  # noqa: E741
             x, y = _matrices(k, l, dtype), _matrices(k, l, dtype)
             A, B = _matrices(k, k, dtype), _matrices(k, k, dtype)
@@ -218,12 +221,13 @@ class _NoDevice(DriverBase):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=list(SHARED_PER_BLOCK), metavar="sm_80 sm_90 sm_100")
+    parser.add_argument("--dtypes", nargs="+", choices=HALVES, default=HALVES, help="of the products")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
     unknown = set(options.architectures) - set(SHARED_PER_BLOCK)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(SHARED_PER_BLOCK)}")
-    report = [measure(name, *named) for name in options.architectures for named in launches(name)]
+    report = [measure(name, *named) for name in options.architectures for named in launches(name, options.dtypes)]
     picture = Picture(title=f"Triton {triton.__version__}")
     for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
         picture.add_column(heading)

@@ -124,10 +124,9 @@ def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, setti
 @cases(
     (
         (1, "step", "replicate", 2),
-        (2, "step", "owner", 1),
         (3, "backward", "owner", 2),
     ),
-    campaign=((0, "backward", "owner", 2),),
+    campaign=((0, "backward", "owner", 2), (2, "step", "owner", 1)),
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(2), codegen="inductor", **settings)

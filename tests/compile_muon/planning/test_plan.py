@@ -68,6 +68,8 @@ def test_candidates_are_every_stage_on_one_axis_and_with_replicas_in_nodes() -> 
     ]
     assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(2, {"shard": 16})]
     assert len(candidates(config_from_kwargs(), 8, load_machine("h100"))) == 4
+    larger = [dict(c.axes) for c in candidates(config_from_kwargs(stage=2), 512, load_machine("h100")) if c.stage == 3]
+    assert larger == [{"shard": 512}, {"replicate": 64, "shard": 8}, {"replicate": 8, "shard": 64}]
 
 
 def test_what_the_config_asks_for_is_among_them() -> None:
