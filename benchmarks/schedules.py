@@ -22,8 +22,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -89,10 +88,10 @@ def timeline(captured: Captured, name: str, machine: Machine) -> Timeline:
     return captured.simulated(machine)
 
 
-def row(trace: Trace, config: Config, machine: Machine, axes: Mapping[str, int], stage: int, name: str) -> Row:
+def row(trace: Trace, config: Config, machine: Machine, ranks: int, replicas: int, stage: int, name: str) -> Row:
     """One step of the rank with most to orthogonalize."""
     found = []
-    ranks = math.prod(axes.values())
+    axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
     chosen = replace(config, zero=replace(config.zero, stage=stage))
     rank = 0
     if name != "this":
@@ -107,30 +106,22 @@ def row(trace: Trace, config: Config, machine: Machine, axes: Mapping[str, int],
         with ordered(name):
             found.append(timeline(trace.captured(target, rank=rank), name, machine))
     muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in found)
-    return Row(ranks, axes.get("replicate", 1), stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
+    return Row(ranks, replicas, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
 
 
 def table(rows: Sequence[Row]) -> Table:
     """In milliseconds."""
     found = Table(title="simulated, ms of a step")
-    for title in (
-        "ranks",
-        "replicas",
-        "stage",
-        "schedule",
-        "step",
-        "exposed",
-        "Muon over AdamW",
-        "of it exposed",
-        "of the step",
-    ):
-        found.add_column(title, justify="left" if title == "schedule" else "right")
+    for title in ("ranks", "replicas", "stage"):
+        found.add_column(title, justify="right")
+    found.add_column("schedule")
+    for title in ("step", "exposed", "Muon over AdamW", "of it exposed", "of the step"):
+        found.add_column(title, justify="right")
     for one in rows:
         numbers = (one.step, one.exposed, one.price, one.price_exposed)
         share = f"{one.price_exposed / one.step:.2%}"
-        found.add_row(
-            str(one.ranks), str(one.replicas), str(one.stage), one.schedule, *(f"{n:,.1f}" for n in numbers), share
-        )
+        whose = map(str, (one.ranks, one.replicas, one.stage, one.schedule))
+        found.add_row(*whose, *(f"{n:,.1f}" for n in numbers), share)
     return found
 
 
@@ -150,13 +141,9 @@ def main() -> None:
     subject = load_subject(given.model, Batch(given.tokens, given.tokens))
     trace = trace_step(subject.build, subject.batch, config, FrameOptions())
     rows = []
-    node = machine.links[0].within or 1
-    for ranks, replicas in itertools.product(given.world, given.replicas):
-        if ranks % (replicas * node):
-            continue
-        axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
-        for stage, name in itertools.product(given.stages, SCHEDULES):
-            rows.append(row(trace, config, machine, axes, stage, name))
+    for ranks, replicas, stage, name in itertools.product(given.world, given.replicas, given.stages, SCHEDULES):
+        if ranks % (replicas * (machine.node or 1)) == 0:
+            rows.append(row(trace, config, machine, ranks, replicas, stage, name))
             print(rows[-1], flush=True)
     Console(width=140).print(table(rows))
     if given.out:

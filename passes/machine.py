@@ -138,6 +138,11 @@ class Machine:
     def __reduce__(self) -> tuple[Any, ...]:
         return Machine.from_json, (self.to_json(),)
 
+    @property
+    def node(self) -> int | None:
+        """Consecutive ranks that the innermost link joins; None where one link joins all."""
+        return self.links[0].within
+
     # ------------------------------------------------------------------------------------------------- seconds
 
     def shared_by(self, ranks: int) -> Machine:

@@ -51,9 +51,8 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     if split is not None:
         field = "mesh.tensor" if split == "tensor" else "expert_parallel.size"
         raise config_error(field, asked[split], "a plan has the whole model on every rank", "leave it out")
-    node = next((link.within for link in machine.links if link.within), world)
     meshes: list[dict[str, int]] = [{"shard": world}]
-    replica = node
+    replica = machine.node or world
     while 1 < replica < world and world % replica == 0:
         meshes.append({"replicate": world // replica, "shard": replica})
         replica *= _LARGER
