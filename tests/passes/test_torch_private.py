@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.passes import torch_private as private
 
@@ -235,6 +236,22 @@ def test_fake_mode_of():
     assert private.fake_mode_of([x]) is fake
     with private.fake_mode_of([torch.zeros(2)]):
         assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_an_accumulator_is_found_without_a_dispatch():
+    dispatched = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            dispatched.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    param = torch.nn.Parameter(torch.ones(2))
+    with Recorded():
+        node = private.accumulator_of(param)
+    assert node.variable is param, moved("get_gradient_edge", "does not find the node that writes param.grad")
+    assert dispatched == [], moved("_DisableTorchDispatch", f"let {dispatched} through")
+    assert private.accumulator_of(param) is node
 
 
 def test_compiled_autograd_is_noticed():
