@@ -112,19 +112,24 @@ def _rounds(
     return [pair for r in both for pair in zip(r[key], others[r["heat"], r["repeat"]], strict=True)]
 
 
-def judge(rows: list[Row], records: list[dict], ranks: int = 2) -> list[Verdict]:
-    """The "Fast" bars, on each link. Against DeepSpeed, the faster of its two ways to run counts."""
+def judge(rows: list[Row], records: list[dict], ranks: int = 2, cores: int | None = None) -> list[Verdict]:
+    """The "Fast" bars, on each link. Against DeepSpeed, the faster of its two ways to run counts.
+
+    Args:
+        cores: that ranks share; None for one each.
+    """
+    load = max(1.0, ranks / (cores or ranks))
     free = [record for record in records if _link(record) == UNLIMITED]
     verdicts = [] if records and not free else _unlimited([row for row in rows if row.link == UNLIMITED], free)
     for link in dict.fromkeys(_link(record) for record in records if _link(record) != UNLIMITED):
         here = [record for record in records if _link(record) == link]
-        found = _limited([row for row in rows if row.link == link], here, free, bytes_per_second(link) / ranks)
+        found = _limited([row for row in rows if row.link == link], here, free, bytes_per_second(link) / ranks, load)
         verdicts += [Verdict(f"{link}: {verdict.text}", verdict.met) for verdict in found]
     return [*verdicts, _same_training(rows)]
 
 
-def _limited(rows: list[Row], records: list[dict], free: list[dict], rate: float) -> list[Verdict]:
-    """On a link of `rate` bytes/s for each rank; `free` are the same rounds without a limit."""
+def _limited(rows: list[Row], records: list[dict], free: list[dict], rate: float, load: float) -> list[Verdict]:
+    """On a link of `rate` bytes/s for each rank, `load` of which share a core; `free` are the same without a limit."""
     verdicts = [
         _ratio(records, "ours-muon", "deepspeed-muon", 3, 0.5),
         _ratio(records, "ours-muon", "deepspeed-muon", 1, 0.7),
@@ -142,9 +147,10 @@ def _limited(rows: list[Row], records: list[dict], free: list[dict], rate: float
             verdicts.append(Verdict(f"{text} (bar: at most 1.1; Muon's bytes alone take {wire:.3f} s)", share <= 1.1))
         if adamw is not None:
             wire = (adamw.bytes_per_step or 0) / rate
-            floor = max(wire, adamw.cpu_s)
+            cpu = adamw.cpu_s * load
+            floor = max(wire, cpu)
             text = f"ours AdamW, stage {stage}: {adamw.step_s / floor:.3f} of the larger of its bytes ({wire:.3f} s)"
-            text += f" and its CPU time ({adamw.cpu_s:.3f} s) (bar: at most 1.1)"
+            text += f" and its CPU time ({cpu:.3f} s) (bar: at most 1.1)"
             verdicts.append(Verdict(text, adamw.step_s <= 1.1 * floor))
         if any(record["contender"] == EARLIER for record in records):
             verdicts.append(_ratio(records, "ours-muon", EARLIER, stage, 1.0))

@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
         records = run_all(heats, options, console, work)
     shape = PRESETS[options.preset]
     rows = summarize(records, shape.context * shape.batch * options.ranks)
-    verdicts = judge_memory(rows) if options.memory else judge(rows, records, options.ranks)
+    verdicts = judge_memory(rows) if options.memory else judge(rows, records, options.ranks, about["cores"])
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)
     backwards = "" if options.micro_batches == 1 else f" in {options.micro_batches} micro-batches"
     title = (

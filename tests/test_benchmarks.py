@@ -241,6 +241,10 @@ def test_bars_of_a_link_are_beside_the_same_rounds_without(benchmark) -> None:
         "160mbit: ours Muon minus AdamW, stage 3: 1.100 s, 1.10 of that without a limit": True,
         "160mbit: ours AdamW, stage 3: 1.000 of the larger of its bytes": True,
     }
+    busy = [dataclasses.replace(row, cpu_s=3.0) for row in rows]
+    for cores, floor in ((None, 4.9), (1, 6.0)):
+        said = [verdict.text for verdict in report.judge(busy, records, 2, cores) if "ours AdamW" in verdict.text]
+        assert said[0].startswith(f"160mbit: ours AdamW, stage 3: {4.9 / floor:.3f}"), "ranks share cores"
 
 
 def sorted_as(rows: list[Any]) -> list[str]:
