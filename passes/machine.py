@@ -102,6 +102,8 @@ class Machine:
             to enter a ``"graph"``, for each ``"parameter"`` of it, for each ``"collective"``, and for each ``"byte"``
             that a rank sends, which cores copy. 0 where it is not there.
         start_seconds: what a collective takes before its first hop.
+        late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
+            cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
         collectives: kind -> (hops, bytes): how many times the hops, and the seconds of its bytes, it takes. (1, 1) for
             a kind that is not there.
         cores: that ranks of this machine share, one for each while there are enough; 0 where each rank has a device.
@@ -124,6 +126,7 @@ class Machine:
     function_seconds: float = 0.0
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     start_seconds: float = 0.0
+    late_seconds: float = 0.0
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cores: int = 0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -171,6 +174,7 @@ class Machine:
             },
             links=tuple(replace(link, latency=link.latency * load) for link in self.links),
             start_seconds=self.start_seconds * load,
+            late_seconds=self.late_seconds * load,
             cores=0,
         )
 
@@ -455,6 +459,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "function_seconds": _number,
     "host_seconds": _host,
     "start_seconds": _number,
+    "late_seconds": _number,
     "collectives": _kinds,
     "cores": lambda path, value: 0 if value == 0 and not isinstance(value, bool) else _count(path, value),
     "sources": _sources,

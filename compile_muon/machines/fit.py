@@ -15,6 +15,7 @@ from compile_muon.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
+    LateSample,
     MoveSample,
     ProductSample,
     StepSample,
@@ -50,6 +51,7 @@ def fit(measured: Measured, name: str) -> Machine:
         links=(link,),
         bandwidths=bandwidths,
         start_seconds=start_seconds,
+        late_seconds=_late([s for s in seen if isinstance(s, LateSample)], measured.cores),
         collectives=kinds,
         cores=measured.cores,
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
@@ -164,6 +166,11 @@ def _link(collectives: Sequence[CollectiveSample], cores: int) -> tuple[Link, fl
     return link, start, factors
 
 
+def _late(late: Sequence[LateSample], cores: int) -> float:
+    """Of ranks that have a core each."""
+    return statistics.geometric_mean(s.seconds / _load(s, cores) for s in late) if late else 0.0
+
+
 def _by_size(samples: Sequence[CollectiveSample]) -> list[tuple[float, list[CollectiveSample]]]:
     """Together what sends about as much: of one place in the plan, by any number of ranks."""
     found: dict[int, list[CollectiveSample]] = {}
@@ -172,7 +179,7 @@ def _by_size(samples: Sequence[CollectiveSample]) -> list[tuple[float, list[Coll
     return [(2.0**power, same) for power, same in sorted(found.items())]
 
 
-def _load(sample: CollectiveSample, cores: int) -> float:
+def _load(sample: CollectiveSample | LateSample, cores: int) -> float:
     return max(1.0, sample.ranks / cores) if cores else 1.0
 
 

@@ -20,6 +20,7 @@ from compile_muon.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
+    LateSample,
     MoveSample,
     ProductSample,
     Sample,
@@ -46,6 +47,7 @@ class Plan:
         layers: of the models whose steps show what the host does.
         moved: bytes of the kernels, every other one held out.
         sent: bytes that a rank sends in a collective, every other one held out.
+        stretch_seconds: of work ahead of the collective that shows how late ranks come; 0 where they share no cores.
         rounds: of which the median is taken.
         passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
         round_seconds: a round repeats until it has taken so long.
@@ -57,6 +59,7 @@ class Plan:
     layers: tuple[int, ...]
     moved: tuple[int, ...]
     sent: tuple[int, ...]
+    stretch_seconds: float
     rounds: int
     passes: int
     round_seconds: float
@@ -95,15 +98,17 @@ def plan_for(device: str, quick: bool) -> Plan:
     """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
     if quick:
         few = _powers(12, 18, 2)
-        return Plan((32, 64), (48,), (32, 64), (1,), few, few, rounds=3, passes=1, round_seconds=1e-3)
+        return Plan((32, 64), (48,), (32, 64), (1,), few, few, 1e-3, rounds=3, passes=1, round_seconds=1e-3)
     if device == "cuda":
         sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
         sequences = _halves(9, 13)
         # Kernels do not wait for the host.
-        return Plan(sizes, (96, 384, 1536, 6144), sequences, (), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
+        return Plan(sizes, (96, 384, 1536, 6144), sequences, (), moved, sent, 0, rounds=7, passes=3, round_seconds=3e-3)
     between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
     moved, sent = _halves(12, 26), _powers(10, 24)
-    return Plan(_powers(4, 9), between, sequences, (2, 8), moved, sent, rounds=7, passes=3, round_seconds=3e-3)
+    # Behind a quarter of it ranks come less late, behind twice as much no later.
+    stretch = 8e-3
+    return Plan(_powers(4, 9), between, sequences, (2, 8), moved, sent, stretch, rounds=7, passes=3, round_seconds=3e-3)
 
 
 def cores() -> int:
@@ -112,21 +117,31 @@ def cores() -> int:
 
 
 class _Clock:
-    """Times functions on this rank, at the same time as on the others of ``group``."""
+    """Times functions on this rank, at the same time as on the others of ``group``.
 
-    def __init__(self, plan: Plan, device: str, group: dist.ProcessGroup | None) -> None:
-        self.plan, self.device, self.group = plan, device, group
+    Args:
+        timer: of seconds; ``time.process_time`` for those that cores are at work for this rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: str,
+        group: dist.ProcessGroup | None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.plan, self.device, self.group, self.timer = plan, device, group, timer
         #: that every function has run on this rank, together
         self.runs = 0
 
     def _once(self, run: Callable[[], object], times: int) -> float:
         self._finish()
-        start = time.perf_counter()
+        start = self.timer()
         for _ in range(times):
             run()
         self._finish()
         self.runs += times
-        return (time.perf_counter() - start) / times
+        return (self.timer() - start) / times
 
     def _finish(self) -> None:
         if self.device == "cuda":
@@ -172,13 +187,14 @@ def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
         samples += _attention(clock)
         if plan.layers:
             note("training steps")
-            samples += _steps(clock, alone)
+            samples += _steps(_Clock(plan, device, together, timer=time.process_time), alone)
     dist.barrier()
     for count in sorted({min(2, world), world} - {1}):
         group = dist.new_group(list(range(count)))
         note(f"collectives of {count} ranks")
         if rank < count:
-            samples += _collectives(_Clock(plan, device, group), count)
+            clock = _Clock(plan, device, group)
+            samples += [*_collectives(clock, count), *_late(clock, count)]
         dist.barrier()
     if device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -297,7 +313,7 @@ def _attention(clock: _Clock) -> Iterator[Sample]:
 
 
 def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
-    """Of each rank by itself, and of all that are at work together."""
+    """Of each rank by itself, and of all that are at work together; in seconds of ``clock.timer``."""
     assert clock.group is not None
     for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
         if group is alone or group.size() > 1:
@@ -336,6 +352,42 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
             core_seconds=at_work[kind, place] if clock.device == "cpu" else 0.0,
             held_out=place % 2 == 1,
         )
+
+
+def _late(clock: _Clock, count: int) -> Iterator[Sample]:
+    """Work in stretches, with a collective behind each, and behind the last alone."""
+    assert clock.group is not None
+    plan = clock.plan
+    if not plan.stretch_seconds:
+        return
+    exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
+    x = torch.ones(count)
+    sets = _turns(clock, lambda: [torch.randn(256, 256) for _ in range(3)])
+
+    def multiply() -> None:
+        a, b, out = next(sets)
+        torch.mm(a, b, out=out)
+
+    each = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
+    dist.all_reduce(each, dist.ReduceOp.MAX, group=clock.group)
+    products = max(1, round(plan.stretch_seconds / each.item()))
+
+    def seconds(stretches: int, products: int) -> float:
+        exchange(x)
+        start = time.perf_counter()
+        for _ in range(stretches):
+            for _ in range(products):
+                multiply()
+            exchange(x)
+        return time.perf_counter() - start
+
+    waits = 10
+    found = [
+        (seconds(1 + waits, products) - seconds(1, (1 + waits) * products)) / waits
+        for _ in range(plan.passes * plan.rounds)
+    ]
+    # Where it is lost in what else goes on, it is as good as nothing.
+    yield LateSample(ranks=count, seconds=max(1e-6, statistics.median(found)), held_out=False)
 
 
 def _part(kind: str, sent: int, count: int) -> int:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from compile_muon.passes.machine import Machine
 
-__all__ = ["CollectiveSample", "MoveSample", "ProductSample", "Sample"]
+__all__ = [
+    "AttentionSample",
+    "CollectiveSample",
+    "FunctionSample",
+    "LateSample",
+    "MoveSample",
+    "ProductSample",
+    "Sample",
+    "StepSample",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +121,8 @@ class FunctionSample(Sample):
 class StepSample(Sample):
     """A training step of so little that the host is what takes time: ``parameters`` of a few numbers each.
 
+    Its seconds are CPU time of the rank: what it waits for are late ranks, a sample of their own.
+
     Args:
         ranks: that train together.
         collectives: of the step.
@@ -132,6 +143,21 @@ class StepSample(Sample):
         host = machine.shared_by(self.ranks).host_seconds
         alone = host.get("graph", 0.0) + self.parameters * host.get("parameter", 0.0)
         return self.graphs * alone + self.collectives * host.get("collective", 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateSample(Sample):
+    """How much longer work takes with a small collective behind it: ``ranks`` ranks wait for the last of them."""
+
+    ranks: int
+
+    group = "late ranks"
+
+    def __str__(self) -> str:
+        return f"the last of {self.ranks} ranks"
+
+    def predicted(self, machine: Machine) -> float:
+        return machine.shared_by(self.ranks).late_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

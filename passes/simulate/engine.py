@@ -157,7 +157,10 @@ def simulate(
 
 @dataclass(eq=False)
 class _Sent:
-    """A collective from its issue on; ``hops`` and ``transfer`` are the seconds that are left of each."""
+    """A collective from its issue on; ``hops`` and ``transfer`` are the seconds that are left of each.
+
+    No wait for it ends before ``everyone``, when the last rank has issued it.
+    """
 
     node: Node
     name: str
@@ -168,6 +171,7 @@ class _Sent:
     issued: float
     start: float = math.nan
     end: float = math.nan
+    everyone: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -294,14 +298,16 @@ class _Player:
         self._wires.issue(sent)
         self._sent.append(sent)
         self._on_host(name, collective=1, byte=nbytes)
+        sent.everyone = self.now + self.machine.late_seconds
         return sent
 
     def _wait(self, node: Node, sent: _Sent) -> None:
         self._wires.advance(self.now)
         self._wires.advance(math.inf, sent)
-        if sent.end > self.now:
-            self.exposed[_cause(work_of(node))] += sent.end - self.now
-            self.now = sent.end
+        end = max(sent.end, sent.everyone)
+        if end > self.now:
+            self.exposed[_cause(work_of(node))] += end - self.now
+            self.now = end
 
     def _link(self, ranks: Sequence[int]) -> int:
         for number, link in enumerate(self.machine.links):

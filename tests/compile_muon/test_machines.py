@@ -20,6 +20,7 @@ from compile_muon.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
+    LateSample,
     MoveSample,
     ProductSample,
     Sample,
@@ -140,6 +141,7 @@ TRUTH = Machine(
     host_seconds={"graph": 3e-4, "parameter": 4e-5, "collective": 5e-4, "byte": 1e-9},
     bandwidths=((1e6, 1e11), (1e7, 2e10)),
     start_seconds=3e-5,
+    late_seconds=1.5e-3,
     collectives={"reduce_scatter": (1.5, 1.25), "all_reduce": (3.0, 0.5)},
     cores=2,
 )
@@ -167,6 +169,7 @@ def of_the_truth() -> list[Sample]:
         for width in (32, 64)
     ]
     samples += [FunctionSample(entries=entries, functions=3, **now) for entries in (2**10, 2**20)]
+    samples += [LateSample(ranks=ranks, **now) for ranks in (2, 4)]
     samples += [
         StepSample(ranks=ranks, parameters=2 * layers, collectives=(ranks > 1) * 6 * layers, **now)
         for layers in (2, 8)
@@ -184,6 +187,7 @@ def test_the_fit_finds_what_made_the_samples() -> None:
     assert found.links[0].latency == pytest.approx(8e-5, rel=0.01)
     assert found.links[0].bandwidth == pytest.approx(1e9, rel=0.01)
     assert found.start_seconds == pytest.approx(3e-5, rel=0.05)
+    assert found.late_seconds == pytest.approx(1.5e-3)
     assert found.collectives["all_reduce"] == pytest.approx((3.0, 0.5), rel=0.01)
     assert found.memory_bandwidth == pytest.approx(2e10)
     assert found.host_seconds == pytest.approx(TRUTH.host_seconds, rel=0.01)

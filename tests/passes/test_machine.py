@@ -72,11 +72,12 @@ def test_attention_that_was_measured_goes_by_its_sequence() -> None:
 
 def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
     host = {"graph": 1.0, "parameter": 2.0, "collective": 3.0, "byte": 4.0}
-    cores = replace(CPU, host_seconds=host, cores=4, function_seconds=1.0)
+    cores = replace(CPU, host_seconds=host, cores=4, function_seconds=1.0, late_seconds=0.5)
     assert cores.shared_by(2).host_seconds == without(host, "byte")
     assert cores.shared_by(4).host_seconds == host
     assert cores.shared_by(8).host_seconds == {kind: 2 * seconds for kind, seconds in host.items()}
     assert cores.shared_by(8).function_seconds == 2.0
+    assert [cores.shared_by(ranks).late_seconds for ranks in (2, 4, 8)] == [0.5, 0.5, 1.0]
     assert Machine.from_json(cores.to_json()) == cores
 
 

@@ -134,6 +134,27 @@ def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> N
     assert part.seconds == found.seconds - 7
 
 
+@pytest.mark.parametrize(
+    ("late", "computed", "wait_first", "seconds", "exposed"),
+    [
+        (3, 2, True, 6, {"gather": 4}),
+        (9, 2, True, 11, {"gather": 9}),
+        (9, 2, False, 9, {"gather": 7}),
+        (9, 9, False, 9, {}),
+    ],
+)
+@pytest.mark.parametrize("issuing", [0.0, 1.0])
+def test_a_wait_lasts_until_late_ranks_are_there(late, computed, wait_first, seconds, exposed, issuing) -> None:
+    """They have to issue it too: its seconds of the host are beside what it sends, and ahead of who is late."""
+    gm = gather_and_compute(computed, wait_first=wait_first)
+    found = play(gm, machine=replace(ROUND, late_seconds=late, host_seconds={"collective": issuing}))
+    hidden = issuing if late < 4 else 0.0  # else the link is not what is waited for
+    assert found.seconds == seconds + issuing - hidden
+    assert found.exposed == {cause: waited - hidden for cause, waited in exposed.items()}
+    assert found.busy == computed + issuing
+    assert [event.end for event in found.events if event.category == "gather"] == [4], "the link is as free as it was"
+
+
 def test_what_the_model_sends_itself_is_exposed_as_its_own() -> None:
     draw = Drawing()
     assert play(draw.done(draw.wait(draw.gather(draw.input(3))))).exposed == {"model": 3}
