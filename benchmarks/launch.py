@@ -25,7 +25,7 @@ _LOG_LINES = 25
 class Trial:
     """One contender at one stage, once. The ranks read it as JSON.
 
-    `heat` is the stage of the contenders that it takes turns with: its own, if it has one.
+    `heat` is the first stage of the contenders that it takes turns with: its own, if stages are timed one by one.
     """
 
     contender: str

@@ -1,14 +1,16 @@
 """The simulator against the clock: steps that `train_step.py` has timed, and what is predicted of them.
 
+    mkdir runs machines
     for ranks in 2 4; do for preset in tiny mini small medium; do
-        python benchmarks/train_step.py --preset $preset --ranks $ranks --contenders ours-muon --repeats 1 --steps 9 \\
-            --warmup 3 --links unlimited 1600mbit 800mbit --json runs/${preset}_$ranks.json
+        python -m compile_muon calibrate --out machines/${preset}_$ranks.json
+        python benchmarks/train_step.py --preset $preset --ranks $ranks --contenders ours-muon --together --repeats 1 \\
+            --steps 9 --warmup 3 --links unlimited 1600mbit 800mbit --json runs/${preset}_$ranks.json
     done; done
-    python -m compile_muon calibrate --out here.json
-    python benchmarks/simulator.py runs/*.json --machine here.json --out benchmarks/results/simulator.json
+    python benchmarks/simulator.py runs/*.json --machine machines/*.json --out benchmarks/results/simulator.json
 
 Prints each case, and writes them with a picture beside. docs/machines.md has what came out. A link's rate is that of
-all ranks together; each may send its part of it.
+all ranks together; each may send its part of it. A host that others compute on, too, is another one an hour later:
+calibrate before each run, or give one --machine for all.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Case:
     ranks: int
     stage: int
     link: str
+    machine: str
     predicted: float
     measured: float
     predicted_bytes: float
@@ -103,6 +106,7 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
                 ranks=world,
                 stage=stage,
                 link=link,
+                machine=machine.name,
                 predicted=slowest.seconds - at_once,
                 measured=row["step_s"],
                 predicted_bytes=statistics.fmean(timeline.traffic.bytes_sent for timeline in timelines),
@@ -164,11 +168,23 @@ def draw(found: Sequence[Case], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files of train_step.py")
-    parser.add_argument("--machine", default="cpu", help="name or file of the machine they were timed on")
+    parser.add_argument(
+        "--machine",
+        nargs="+",
+        default=["cpu"],
+        help="name or file of the machine they were timed on: one, or each its own",
+    )
     parser.add_argument("--out", type=Path, help="JSON file; the picture lies beside it")
     given = parser.parse_args()
-    machine = load_machine(given.machine)
-    found = [case for path in given.results for case in cases(json.loads(path.read_text()), machine)]
+    if len(given.machine) not in (1, len(given.results)):
+        parser.error(f"--machine: {len(given.machine)} of them for {len(given.results)} results; give one, or as many")
+    machines = [load_machine(name) for name in given.machine]
+    of_each = machines if len(machines) > 1 else machines * len(given.results)
+    found = [
+        case
+        for path, machine in zip(given.results, of_each, strict=True)
+        for case in cases(json.loads(path.read_text()), machine)
+    ]
     found.sort(key=lambda case: case.ranks)
     console = Console(width=110)
     console.print(table(found))
@@ -183,7 +199,8 @@ def main() -> None:
     for line in wrong:
         console.print(line)
     if given.out:
-        record = {"machine": machine.to_json(), "cases": [asdict(case) | {"error": case.error} for case in found]}
+        used = {machine.name: machine.to_json() for machine in machines}
+        record = {"machines": used, "cases": [asdict(case) | {"error": case.error} for case in found]}
         given.out.write_text(json.dumps(record, indent=1) + "\n")
         draw(found, given.out.with_suffix(".png"))
 

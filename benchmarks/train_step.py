@@ -6,6 +6,7 @@
     python benchmarks/train_step.py --preset 1b --device cuda --ranks 1 --stages 0 --dtype bfloat16    # one GPU
     python benchmarks/train_step.py --contenders ours-muon --earlier FOLDER    # beside another version of this package
     python benchmarks/train_step.py --preset small --stages 1 3 --links unlimited 1600mbit  # make bench LINK=1600mbit
+    python benchmarks/train_step.py --contenders ours-muon --together  # stages beside each other, for simulator.py
 
 Every contender trains the same GPT from the same weights on the same bytes, in rank processes of its own.
 The contenders of a stage are started one after another, warmed up, and then take turns, a step each, in an
@@ -67,6 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ns-method", default="standard", choices=["standard", "gram"], help="ours and DeepSpeed")
     parser.add_argument("--ns-dtype", default="auto", choices=["auto", "bfloat16"], help="ours; others: bfloat16")
     parser.add_argument("--keep-gathered", action="store_true", help="stage 3, ours and FSDP2: one gather, not two")
+    parser.add_argument("--together", action="store_true", help="all stages take turns, not only those of one stage")
     parser.add_argument("--memory", action="store_true", help="weigh each alone; times are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one step")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
@@ -117,7 +119,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial]]:
-    """The trials that take turns: a repeat's at one stage, bare compute among them. To be weighed, each runs alone."""
+    """The trials that take turns: a repeat's at one stage, or all, and bare compute. To be weighed, each runs alone."""
     runnable = []
     for name in options.contenders:
         missing = CONTENDERS[name].missing(getattr(torch, options.dtype), options.ranks)
@@ -126,14 +128,15 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
         else:
             runnable.append(name)
     enough_gpus = options.device == "cuda" and torch.cuda.device_count() >= options.ranks
+    together = [options.stages] if options.together else [[stage] for stage in options.stages]
     heats: list[list[Trial]] = []
     for repeat in range(options.repeats):
-        for heat in options.stages:
+        for stages in together:
             trials = [
                 Trial(
                     contender=name,
-                    stage=heat if heat in CONTENDERS[name].stages else NO_STAGE,
-                    heat=heat,
+                    stage=stage,
+                    heat=stages[0],
                     repeat=repeat,
                     ranks=options.ranks,
                     preset=options.preset,
@@ -149,7 +152,8 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
                     package=str(options.earlier.resolve()) if name == EARLIER else None,
                 )
                 for name in runnable
-                if {heat, NO_STAGE} & set(CONTENDERS[name].stages)
+                for stage in (*stages, NO_STAGE)
+                if stage in CONTENDERS[name].stages
             ]
             heats += [[trial] for trial in trials] if options.memory else [trials]
     return [heat for heat in heats if heat]

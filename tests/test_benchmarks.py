@@ -259,6 +259,26 @@ def test_train_step_says_what_is_wrong() -> None:
     ).stderr  # fmt: skip
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_stages_take_turns_one_by_one_or_together(benchmark, together) -> None:
+    train_step = benchmark("train_step")
+    given = ["--preset", "tiny", "--contenders", "ours-muon", "compute-only", "--stages", "0", "3", "--repeats", "2"]
+    heats = train_step.plan_heats(train_step.parse([*given, *["--together"] * together]), None)
+    found = [sorted((trial.contender, trial.stage) for trial in heat) for heat in heats]
+    bare, zero, three = ("compute-only", train_step.NO_STAGE), ("ours-muon", 0), ("ours-muon", 3)
+    assert found == ([[bare, zero, three]] if together else [[bare, zero], [bare, three]]) * 2
+    # ratios are taken within a heat
+    assert all(len({(trial.heat, trial.repeat) for trial in heat}) == 1 for heat in heats)
+    assert len({(heat[0].heat, heat[0].repeat) for heat in heats}) == len(heats)
+
+
+def test_the_simulator_wants_a_machine_for_all_runs_or_for_each(benchmark, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["simulator.py", "a.json", "b.json", "c.json", "--machine", "cpu", "h100"])
+    with pytest.raises(SystemExit):
+        benchmark("simulator").main()
+    assert "--machine: 2 of them for 3 results; give one, or as many" in capsys.readouterr().err
+
+
 def test_profile_of_a_step(tmp_path: Path) -> None:
     output, picture, trace = (tmp_path / name for name in ("profile.json", "timeline.png", "trace.json"))
     files = ("--json", str(output), "--picture", str(picture), "--trace", str(trace))
