@@ -96,9 +96,8 @@ def _accumulate(
     return torch.stack(losses).sum()
 
 
-def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
-    import compile_muon
-
+def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
+    """What :func:`compile_muon.initialize` is given; the simulator reads the same."""
     params: dict[str, object] = {"betas": list(plan.betas), "eps": plan.eps, "weight_decay": plan.weight_decay}
     if algorithm == "Muon":
         params |= {
@@ -111,15 +110,20 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
         }
     else:
         params |= {"lr": plan.adamw_lr}
-    config = {
+    return {
         "compile": {"reshard_after_forward": plan.reshard_after_forward},
         "optimizer": {"type": algorithm, "params": params},
         "zero_optimization": {"stage": plan.stage},
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": {"enabled": plan.dtype == torch.bfloat16},
     }
+
+
+def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
+    import compile_muon
+
     matrices = len(muon_names(model)) if algorithm == "Muon" else 0
-    model, optimizer = compile_muon.initialize(model, config)
+    model, optimizer = compile_muon.initialize(model, our_config(plan, algorithm))
 
     def step(micro_batches: MicroBatches) -> Tensor:
         loss = _accumulate(model, micro_batches)

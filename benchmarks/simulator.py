@@ -25,12 +25,13 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from contenders import Plan, our_config
 from gpt import GPT, Shape, read_corpus, sample_batch
 from links import BURST, UNLIMITED, bytes_per_second
 from rich.console import Console
 from rich.table import Table
 
-from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.config import load_config, read_options
 from compile_muon.machines import load_machine
 from compile_muon.passes.machine import Machine
 from compile_muon.planning import capture_step
@@ -81,17 +82,28 @@ def limited(machine: Machine, link: str, ranks: int) -> Machine:
 
 
 def cases(record: dict, machine: Machine) -> Iterator[Case]:
-    """Of one run of `train_step.py`."""
+    """Of one run of `train_step.py`, each step with the settings it was timed with."""
     shape, options = Shape(**record["shape"]), record["options"]
-    batch = sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))
+    sequences = shape.batch // options["micro_batches"]
+    batch = [tensor[:sequences] for tensor in sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))]
     ours = [row for row in record["rows"] if row["contender"] == "ours-muon"]
     for stage in sorted({row["stage"] for row in ours}):
-        config = config_from_kwargs(stage=stage, gradient_accumulation_steps=options["micro_batches"])
-        world = options["ranks"]
+        plan = Plan(
+            stage=stage,
+            ranks=options["ranks"],
+            micro_batches=options["micro_batches"],
+            sequences=sequences,
+            device=torch.device("cpu"),
+            dtype=getattr(torch, options["dtype"]),
+            ns_method=options["ns_method"],
+            ns_dtype=options["ns_dtype"],
+            reshard_after_forward=not options["keep_gathered"],
+        )
+        config = load_config(our_config(plan, "Muon"))
+        frames = read_options(config.compile.options())
+        world = plan.ranks
         steps = [
-            capture_step(
-                lambda shape=shape: GPT(shape), batch, world=world, rank=rank, config=config, options=FrameOptions()
-            )
+            capture_step(lambda shape=shape: GPT(shape), batch, world=world, rank=rank, config=config, options=frames)
             for rank in range(world)
         ]
         for row in (row for row in ours if row["stage"] == stage):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,6 +278,32 @@ def test_the_simulator_wants_a_machine_for_all_runs_or_for_each(benchmark, monke
     with pytest.raises(SystemExit):
         benchmark("simulator").main()
     assert "--machine: 2 of them for 3 results; give one, or as many" in capsys.readouterr().err
+
+
+def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> None:
+    """Whatever a run was given: the standard form was timed once, and the Gram form simulated."""
+    simulator, train_step = benchmark("simulator"), benchmark("train_step")
+    given = ["--preset", "tiny", "--ns-method", "standard", "--ns-dtype", "bfloat16", "--keep-gathered"]
+    options = train_step.parse([*given, "--micro-batches", "2", "--stages", "3"])
+    played = []
+
+    def capture(factory, batch, *, world, rank, config, options):
+        played.append((world, rank, config, options, batch[0].shape))
+        traffic = SimpleNamespace(bytes_sent=7)
+        return SimpleNamespace(simulated=lambda on: SimpleNamespace(seconds=1.0, exposed={}, traffic=traffic))
+
+    monkeypatch.setattr(simulator, "capture_step", capture)
+    row = {"contender": "ours-muon", "stage": 3, "link": "unlimited", "step_s": 2.0, "counted_bytes_per_step": 7}
+    record = train_step.describe(options) | {"rows": [row]}
+    (case,) = simulator.cases(record, simulator.load_machine("cpu"))
+    assert case.error == -0.5 and case.predicted_bytes == case.counted_bytes
+    assert [(world, rank) for world, rank, *_ in played] == [(2, 0), (2, 1)]
+    _, _, config, frames, shape = played[0]
+    assert (config.muon.ns.method, config.muon.ns.dtype) == ("standard", "bfloat16")
+    assert config.zero.stage == 3 and config.zero.gradient_accumulation_steps == 2
+    assert not frames.reshard_after_forward
+    tiny = benchmark("gpt").PRESETS["tiny"]
+    assert shape == (tiny.batch // 2, tiny.context)
 
 
 def test_profile_of_a_step(tmp_path: Path) -> None:

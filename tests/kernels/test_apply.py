@@ -40,7 +40,7 @@ def test_bitwise_torch(param_dtype, update_dtype, weight_decay, kind):
         torch.testing.assert_close(p, e, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lr=st.floats(0, 1), weight_decay=st.floats(0, 1), scale=st.floats(0.01, 100), seed=st.integers(0, 10**6))
 def test_bitwise_torch_for_any_rate(lr, weight_decay, scale, seed):
     params, updates = tensors(torch.float32, seed), tensors(torch.bfloat16, seed + 1)

@@ -40,7 +40,7 @@ def test_bitwise_torch(dtype, beta, nesterov):
         assert torch.equal(ours[1], new)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(beta=st.floats(0, 1), seed=st.integers(0, 10**6), rows=st.integers(1, 40), cols=st.integers(1, 40))
 def test_bitwise_torch_for_any_beta(beta, seed, rows, cols):
     grad, momentum = pair(torch.float32, (rows, cols), seed)

@@ -121,7 +121,7 @@ def test_bitwise_torch_muon(shape, dtype, view):
     assert torch.equal(x, before)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(m=st.integers(1, 40), n=st.integers(1, 40), seed=st.integers(0, 10**6), scale=st.integers(-20, 20))
 def test_bitwise_torch_muon_at_any_scale(m, n, seed, scale):
     x = (matrices((m, n), seed) * 10.0**scale).float()
@@ -230,7 +230,7 @@ def test_empty(shape, method):
     assert out.dtype == torch.float16
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(m=st.integers(1, 24), n=st.integers(1, 24), seed=st.integers(0, 10**6), name=st.sampled_from(SETS))
 def test_properties_in_float64(m, n, seed, name):
     """Transposition commutes, sign is odd, scale does not matter, and it is the definition."""

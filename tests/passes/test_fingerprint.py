@@ -113,7 +113,7 @@ def test_rows_with_equal_sums_may_not_change_places():
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.data())
 def test_every_bit_of_every_entry_counts(dtype, shape, data):
     x = sample(shape, dtype)

@@ -60,7 +60,7 @@ def best_makespan(loads, world):
     return best
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(shapes, min_size=1, max_size=7), st.integers(2, 3))
 def test_owners_are_balanced(found, world):
     """Longest processing time first is within 4/3 - 1/(3 W) of the best (Graham 1969)."""
