@@ -34,6 +34,7 @@ from rich.table import Table
 from compile_muon.config import load_config, read_options
 from compile_muon.machines import load_machine
 from compile_muon.passes.machine import Machine
+from compile_muon.passes.simulate import simulate_together
 from compile_muon.planning import capture_step
 
 matplotlib.use("Agg")
@@ -109,7 +110,11 @@ def cases(record: dict, machine: Machine) -> Iterator[Case]:
         for row in (row for row in ours if row["stage"] == stage):
             link = row["link"]
             on = limited(machine, link, world)
-            timelines = [step.simulated(on) for step in steps]
+            plays = {
+                rank: lambda others, step=step, on=on: step.simulated(on, others=others)
+                for rank, step in enumerate(steps)
+            }
+            timelines = list(simulate_together(plays).values())
             slowest = max(timelines, key=lambda timeline: timeline.seconds)
             # It had time to save up while other links had their turn.
             at_once = min(BURST / bytes_per_second(link), sum(slowest.exposed.values()))

@@ -290,7 +290,8 @@ def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> 
     def capture(factory, batch, *, world, rank, config, options):
         played.append((world, rank, config, options, batch[0].shape))
         traffic = SimpleNamespace(bytes_sent=7)
-        return SimpleNamespace(simulated=lambda on: SimpleNamespace(seconds=1.0, exposed={}, traffic=traffic))
+        timeline = SimpleNamespace(seconds=1.0, exposed={}, traffic=traffic, issued={})
+        return SimpleNamespace(simulated=lambda on, *, others: timeline)
 
     monkeypatch.setattr(simulator, "capture_step", capture)
     row = {"contender": "ours-muon", "stage": 3, "link": "unlimited", "step_s": 2.0, "counted_bytes_per_step": 7}

@@ -68,7 +68,13 @@ class Captured:
     resident: Mapping[str, int]
     codegen: str
 
-    def simulated(self, machine: Machine, *, one_stream: bool = False) -> Timeline:
+    def simulated(
+        self,
+        machine: Machine,
+        *,
+        one_stream: bool = False,
+        others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
+    ) -> Timeline:
         """See :func:`~compile_muon.passes.simulate.simulate`."""
         return simulate(
             self.graphs,
@@ -78,6 +84,7 @@ class Captured:
             resident=self.resident,
             codegen=self.codegen,
             one_stream=one_stream,
+            others=others,
         )
 
 

@@ -1,11 +1,12 @@
 """One training step of one rank, played from its lowered graphs: how long it takes, and what it holds.
 
 ``aliases`` says which nodes share memory, ``fusion`` which of them run as one kernel, ``cost`` how long a kernel takes,
-``memory`` what is live, and ``engine`` puts kernels on one stream and collectives on others. docs/machines.md is the
-same for users.
+``memory`` what is live, and ``engine`` puts kernels on one stream and collectives on others; ``together`` plays several
+ranks that wait for one another. docs/machines.md is the same for users.
 """
 
 from .engine import Event, Played, Timeline, simulate, to_chrome_trace
 from .memory import Held
+from .together import simulate_together
 
-__all__ = ["Event", "Held", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["Event", "Held", "Played", "Timeline", "simulate", "simulate_together", "to_chrome_trace"]

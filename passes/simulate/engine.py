@@ -101,6 +101,7 @@ class Timeline:
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
+        issued: when the collectives of each group were issued, in order, by the group's ranks.
     """
 
     seconds: float
@@ -110,6 +111,7 @@ class Timeline:
     events: tuple[Event, ...]
     traffic: Traffic
     peak: Held
+    issued: Mapping[tuple[int, ...], tuple[float, ...]]
 
 
 def simulate(
@@ -121,6 +123,7 @@ def simulate(
     resident: Mapping[str, int] | None = None,
     codegen: str = "inductor",
     one_stream: bool = False,
+    others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
 ) -> Timeline:
     """Play ``graphs`` one behind the other, as a step among others like it.
 
@@ -133,9 +136,11 @@ def simulate(
         resident: bytes by category that are live all the time: weights, optimizer state.
         codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
         one_stream: all collectives one behind the other, whatever their groups.
+        others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
+            before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
     """
     machine = machine.shared_by(ranks)
-    player = _Player(machine, groups, one_stream)
+    player = _Player(machine, groups, one_stream, others or {})
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
     took: dict[str, float] = defaultdict(float)
@@ -152,14 +157,16 @@ def simulate(
             traffic = traffic + measure_traffic(played.gm, groups)
     player.finish_refreshes()
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
-    return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak)
+    issued = {group: tuple(times) for group, times in player.issued.items()}
+    return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak, issued)
 
 
 @dataclass(eq=False)
 class _Sent:
     """A collective from its issue on; ``hops`` and ``transfer`` are the seconds that are left of each.
 
-    No wait for it ends before ``everyone``, when the last rank has issued it.
+    It does not begin before ``others``, when the last of the other ranks issues it as they were played, and no wait for
+    it ends before ``everyone``: how much later than that a rank may come that computes the same.
     """
 
     node: Node
@@ -169,6 +176,7 @@ class _Sent:
     hops: float
     transfer: float
     issued: float
+    others: float
     start: float = math.nan
     end: float = math.nan
     everyone: float = 0.0
@@ -189,7 +197,7 @@ class _Wires:
         queue = self.queues.setdefault(sent.stream, deque())
         queue.append(sent)
         if len(queue) == 1:
-            sent.start = sent.issued
+            self._begin(sent, sent.issued)
 
     def advance(self, until: float, awaited: _Sent | None = None) -> None:
         """Let time pass to ``until``, or to the end of ``awaited`` if that comes before."""
@@ -220,14 +228,27 @@ class _Wires:
         queue = self.queues[sent.stream]
         queue.popleft()
         if queue:
-            queue[0].start = self.now
+            self._begin(queue[0], self.now)
+
+    def _begin(self, sent: _Sent, now: float) -> None:
+        """Its stream is free; where others have not come yet it sends nothing until they have."""
+        sent.start = now
+        sent.hops += max(0.0, sent.others - now)
 
 
 class _Player:
-    def __init__(self, machine: Machine, groups: Mapping[Axis, Sequence[int]], one_stream: bool) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        groups: Mapping[Axis, Sequence[int]],
+        one_stream: bool,
+        others: Mapping[tuple[int, ...], Sequence[float]],
+    ) -> None:
         self.machine = machine
         self.groups = {axis.group: (axis, list(ranks)) for axis, ranks in groups.items()}
         self.one_stream = one_stream
+        self.others = others
+        self.issued: dict[tuple[int, ...], list[float]] = defaultdict(list)
         self.now = 0.0
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
@@ -293,7 +314,10 @@ class _Player:
         work = work_of(node)
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
         stream = "collectives" if self.one_stream else axis.group
-        sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now)
+        issued = self.issued[tuple(ranks)]
+        others = self.others[tuple(ranks)][len(issued)] if tuple(ranks) in self.others else self.now
+        issued.append(self.now)
+        sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)
         self._sent.append(sent)

@@ -17,7 +17,7 @@ from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.machine import Link, Machine
 from compile_muon.passes.operations import operations
-from compile_muon.passes.simulate import Played, simulate, to_chrome_trace
+from compile_muon.passes.simulate import Played, simulate, simulate_together, to_chrome_trace
 from compile_muon.passes.simulate.aliases import base, is_free, mutated
 from compile_muon.passes.simulate.cost import kernel_seconds, workspace_bytes
 from compile_muon.passes.simulate.fusion import kernels, moved_bytes
@@ -153,6 +153,55 @@ def test_a_wait_lasts_until_late_ranks_are_there(late, computed, wait_first, sec
     assert found.exposed == {cause: waited - hidden for cause, waited in exposed.items()}
     assert found.busy == computed + issuing
     assert [event.end for event in found.events if event.category == "gather"] == [4], "the link is as free as it was"
+
+
+def turns(*computed: int, axis: Axis = INNER):
+    """As many seconds of a kernel, and a second's gather behind each that is waited for at once."""
+    draw, waited = Drawing(), []
+    for each in computed:
+        draw.neg(draw.input(each))
+        waited.append(draw.wait(draw.gather(draw.input(1), axis)))
+    return draw.done(*waited)
+
+
+def together(graphs, *, groups=None):
+    plays = {
+        rank: lambda others, rank=rank, gm=gm: play(gm, groups=groups[rank] if groups else None, others=others)
+        for rank, gm in enumerate(graphs)
+    }
+    return simulate_together(plays)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        ([(6,), (2,)], 7),
+        ([(4, 1), (1, 4)], 10),  # each computes 5 seconds and gathers for 2: by turns they wait for each other
+        ([(1, 4, 1), (4, 1, 4)], 15),
+        ([(3, 3), (3, 3)], 8),
+    ],
+)
+def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds) -> None:
+    found = together([turns(*computed) for computed in ranks])
+    for rank, computed in enumerate(ranks):
+        alone = play(turns(*computed))
+        assert alone.seconds == sum(computed) + len(computed)
+        assert found[rank].seconds == seconds
+        assert found[rank].busy == alone.busy == sum(computed)
+        assert found[rank].exposed == {"model": seconds - sum(computed)}
+    assert found[0].issued == {(0, 1): tuple(event.end for event in found[0].events if event.stream == "compute")}
+
+
+def test_ranks_wait_for_those_of_the_group_only() -> None:
+    """Ranks 0 and 1 gather with 2 and 3, which are not played and keep their pace."""
+    groups = [{OUTER: [0, 2]}, {OUTER: [1, 3]}]
+    found = together([turns(6, axis=OUTER), turns(2, axis=OUTER)], groups=groups)
+    assert [found[rank].seconds for rank in (0, 1)] == [7, 3]
+
+
+def test_ranks_that_issue_different_collectives_are_not_played_together() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        together([turns(1, 1), turns(1)])
 
 
 def test_what_the_model_sends_itself_is_exposed_as_its_own() -> None:

@@ -1,0 +1,55 @@
+"""Ranks of one job, played together: a collective begins when the last rank of its group has issued it.
+
+One rank alone is played as if all kept its pace. They do where they compute the same between two collectives; where
+they own different matrices one is ahead now and another then, and each waits for the other by turns, though all compute
+equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .engine import Timeline
+
+__all__ = ["simulate_together"]
+
+#: by a group's ranks, when the last of the others issues each collective
+Others = Mapping[tuple[int, ...], tuple[float, ...]]
+
+#: seconds; a rank that comes no later than this is not late
+_NOTHING = 1e-6
+
+
+def simulate_together(plays: Mapping[int, Callable[[Others], Timeline]]) -> dict[int, Timeline]:
+    """The timeline of each rank, in which none waits for less than the others that are played.
+
+    Each is played again with what the others did until none comes later any more. A collective is final once those
+    ahead of it are, so there are no more rounds than collectives.
+
+    Args:
+        plays: :func:`~.engine.simulate` of each rank of the job, or of some, as a function of ``others``.
+    Raises:
+        ValueError: two ranks of a group issue different numbers of collectives.
+    """
+    others: dict[int, Others] = {rank: {} for rank in plays}
+    while True:
+        timelines = {rank: play(others[rank]) for rank, play in plays.items()}
+        found = {rank: _of_others(rank, timelines) for rank in plays}
+        if all(_as_early(found[rank], others[rank]) for rank in plays):
+            return timelines
+        others = found
+
+
+def _of_others(rank: int, timelines: Mapping[int, Timeline]) -> Others:
+    found = {}
+    for group in timelines[rank].issued:
+        times = [timelines[other].issued[group] for other in group if other != rank and other in timelines]
+        if times:
+            found[group] = tuple(max(each) for each in zip(*times, timelines[rank].issued[group], strict=True))
+    return found
+
+
+def _as_early(found: Others, before: Others) -> bool:
+    return found.keys() == before.keys() and all(
+        now <= then + _NOTHING for group in found for now, then in zip(found[group], before[group], strict=True)
+    )
