@@ -1,6 +1,7 @@
 """What a schedule hides of Muon's exchange, simulated: an 8 B model on nodes of H100s, by this schedule and by others.
 
-    python benchmarks/schedules.py MODEL --world 8 64 512 --replicas 1 8 --out benchmarks/results/schedules.json
+    python benchmarks/schedules.py MODEL --world 8 64 512 --replicas 1 8 --together \\
+        --out benchmarks/results/schedules.json
 
 MODEL is what `python -m compile_muon plan` takes; docs/exchange.md has the table for the shape of Llama 3.1 8B. Every
 number is simulated; no rank runs. What differs is the order of the same nodes:
@@ -14,6 +15,10 @@ none              every collective is waited for where it starts
 ================  ===================================================================================================
 
 Muon's price is the step less the same step with AdamW for every parameter, in the same order.
+
+One rank is played, one with most to orthogonalize. With ``--together`` it waits for others: of each exchange the rank
+with most of it is played too, and every collective begins when the last of all these has issued it, whichever of its
+groups each is in. That is what happens at most, since groups of both axes lie between any two of them.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import argparse
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -35,7 +40,7 @@ from compile_muon.machines import load_machine
 from compile_muon.passes import HALF_PASSES
 from compile_muon.passes.half import schedule
 from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import Timeline
+from compile_muon.passes.simulate import Timeline, simulate_together
 from compile_muon.planning import Captured
 from compile_muon.planning.candidates import planned_for, with_adamw
 from compile_muon.planning.models import Batch, load_subject
@@ -56,6 +61,7 @@ class Row:
     exposed: float
     price: float
     price_exposed: float
+    played: int = 1
 
 
 def _behind_backward(plan, reductions, exchanges, limit) -> None:
@@ -80,33 +86,59 @@ def ordered(name: str) -> Iterator[None]:
         yield
 
 
-def timeline(captured: Captured, name: str, machine: Machine) -> Timeline:
+def timeline(captured: Captured, name: str, machine: Machine, **others: Mapping) -> Timeline:
     """Of a step whose graphs came in the order ``name``."""
     if name != "this":
         graphs = tuple(replace(played, finished_by_forward=False, awaits={}) for played in captured.graphs)
         captured = replace(captured, graphs=graphs)
-    return captured.simulated(machine)
+    return captured.simulated(machine, **others)
 
 
-def row(trace: Trace, config: Config, machine: Machine, ranks: int, replicas: int, stage: int, name: str) -> Row:
+def kind(group: tuple[int, ...]) -> tuple[int, int]:
+    """Groups along the same axis are alike."""
+    return len(group), group[1] - group[0]
+
+
+def busiest_together(trace: Trace, target: Target, name: str, machine: Machine) -> list[Timeline]:
+    """Of the ranks with most of each exchange, that of the one with most of all first."""
+    of_exchanges = trace.bucket_work(target)
+    total = [sum(of_rank) for of_rank in zip(*of_exchanges, strict=True)]
+    first = total.index(max(total))
+    ranks = dict.fromkeys([first, *(work.index(max(work)) for work in of_exchanges)])
+    with ordered(name):
+        steps = {rank: trace.captured(target, rank=rank) for rank in ranks}
+    plays = {
+        rank: lambda others, step=step: timeline(step, name, machine, others=others) for rank, step in steps.items()
+    }
+    return list(simulate_together(plays, kind=kind).values())
+
+
+def row(
+    trace: Trace, config: Config, machine: Machine, ranks: int, replicas: int, stage: int, name: str, *, together: bool
+) -> Row:
     """One step of the rank with most to orthogonalize."""
-    found = []
+    found, played = [], 1
     axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
     chosen = replace(config, zero=replace(config.zero, stage=stage))
-    rank = 0
     if name != "this":
         # It keeps to the limit of what exchanges hold; the others know none.
         options = FrameOptions(exchange_bytes=2**62)
         trace = replace(trace, options=replace(options, bucket_bytes=25 * 2**20) if name == "before" else options)
+    rank = 0
     for of in (chosen, with_adamw(chosen)):
         target = Target(ranks, of, axes, "nccl")
+        if of is chosen and together:
+            timelines = busiest_together(trace, target, name, machine)
+            found.append(timelines[0])
+            played = len(timelines)
+            continue
         if of is chosen:
             work = trace.owner_work(target)
             rank = work.index(max(work))
         with ordered(name):
             found.append(timeline(trace.captured(target, rank=rank), name, machine))
     muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in found)
-    return Row(ranks, replicas, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1])
+    return Row(ranks, replicas, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1], played)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -133,6 +165,8 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--machine", default="h100")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--together", action="store_true", help="play the busiest ranks, which wait for each other")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     machine = load_machine(given.machine)
@@ -141,9 +175,9 @@ def main() -> None:
     subject = load_subject(given.model, Batch(given.tokens, given.tokens))
     trace = trace_step(subject.build, subject.batch, config, FrameOptions())
     rows = []
-    for ranks, replicas, stage, name in itertools.product(given.world, given.replicas, given.stages, SCHEDULES):
+    for ranks, replicas, stage, name in itertools.product(given.world, given.replicas, given.stages, given.schedules):
         if ranks % (replicas * (machine.node or 1)) == 0:
-            rows.append(row(trace, config, machine, ranks, replicas, stage, name))
+            rows.append(row(trace, config, machine, ranks, replicas, stage, name, together=given.together))
             print(rows[-1], flush=True)
     Console(width=140).print(table(rows))
     if given.out:

@@ -98,18 +98,21 @@ class Trace:
 
     def owner_work(self, target: Target) -> list[float]:
         """Nanoseconds of Newton-Schulz that each rank has in a step, by formula."""
+        return [sum(of_rank) for of_rank in zip(*self.bucket_work(target), strict=True)] or [0.0] * target.world
+
+    def bucket_work(self, target: Target) -> list[list[float]]:
+        """The same of each exchange: of each rank, in the order of the ranks."""
         with simulated_job(target.world, 0) as job:
             sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
             made: dict[str, None] = {}
-            work = [0.0] * target.world
+            found = []
             for visit in self.visits:
                 chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
                 made |= dict.fromkeys(chosen)
-                _add_work(work, [named[name].spec for name in chosen], self.options.bucket_bytes)
+                found += _work([named[name].spec for name in chosen], target.world, self.options.bucket_bytes)
             late = [a.spec for a in sharded.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
-            _add_work(work, late, self.options.bucket_bytes)
-            return work
+            return found + _work(late, target.world, self.options.bucket_bytes)
 
     def _traced_anew(self, config: Config) -> bool:
         """Whether the partition of the graphs would be another than what was traced."""
@@ -204,16 +207,21 @@ def _reshape(node: Node, like: torch.Tensor) -> None:
     node.meta["val"] = tensor_value(node).new_empty(like.shape, dtype=like.dtype)
 
 
-def _add_work(work: list[float], specs: Sequence[ParamSpec], cap_bytes: int) -> None:
-    """Add what each rank does of the directions that one graph makes."""
-    owners = assign_owners(specs, bucket_matrices(specs, cap_bytes))
-    for spec, owner in zip(specs, owners, strict=True):
-        muon = spec.muon_settings
-        done = owned_work(muon)
-        if muon.exchange == "owner":
-            for rank in spec.layout.owner_ranks(owner):
-                work[rank] += done
-        else:
-            share = done if muon.exchange == "replicate" else done / len(work)
-            for rank in range(len(work)):
-                work[rank] += share
+def _work(specs: Sequence[ParamSpec], world: int, cap_bytes: int) -> list[list[float]]:
+    """What each rank does of the directions that one graph makes, exchange by exchange."""
+    buckets = bucket_matrices(specs, cap_bytes)
+    owners = assign_owners(specs, buckets)
+    found = []
+    for bucket in buckets:
+        work = [0.0] * world
+        for spec, owner in ((specs[i], owners[i]) for i in bucket):
+            muon = spec.muon_settings
+            done = owned_work(muon)
+            if muon.exchange == "owner":
+                for rank in spec.layout.owner_ranks(owner):
+                    work[rank] += done
+            else:
+                share = done if muon.exchange == "replicate" else done / world
+                work = [one + share for one in work]
+        found.append(work)
+    return found

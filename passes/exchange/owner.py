@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,48 +28,93 @@ def owned_work(muon: MuonSpec) -> float:
 
 
 def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Owner of each parameter among all ranks that hold a piece: longest processing time first.
+    """Owner of each parameter among all ranks that hold a piece.
 
-    Of ranks with the same load, the one that has least of the bucket: what is exchanged together arrives as fast as the
-    fullest owner's link lets it, and gathers are padded to what that has.
+    How many of which matrices a rank gets is by longest processing time first, over all of them. Which ones is then
+    decided bucket by bucket, to the rank that has had least so far: one that is ahead of others waits for them in the
+    next collective, and is not repaid by having more later. Of ranks that have had the same, the one that has least of
+    the bucket: what is exchanged together arrives as fast as the fullest owner's link lets it, and gathers are padded
+    to what that has.
 
     Owners are counted company by company: ``c * meeting.size + m`` has the places ``c`` along ``layout.copying`` and
     ``m`` along ``layout.meeting``. Deterministic (ties go to the earlier parameter), so every rank computes the same
     table.
 
     Args:
-        buckets: indices of parameters that are exchanged together.
+        buckets: indices of parameters that are exchanged together, in the order in which they are.
     Raises:
         ValueError: a parameter without ``muon``.
     """
-    settings = [spec.muon_settings for spec in specs]
-    work = [owned_work(muon) for muon in settings]
-    load: dict[int, float] = defaultdict(float)
-    bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
-    share: dict[tuple[int | None, int], float] = defaultdict(float)
-    owners = [0] * len(specs)
-    known: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
-    for index in sorted(range(len(specs)), key=lambda i: (-work[i], i)):
-        layout = specs[index].layout
-        width = layout.meeting.size
+    found: dict[tuple[object, ...], _Places] = {}
+    tasks = []
+    for spec in specs:
+        layout = spec.layout
         kind = (layout.company, layout.meeting, layout.copying, layout.joined)
-        if kind not in known:
-            known[kind] = [layout.owner_ranks(owner) for owner in range(width * layout.copying.size)]
-        ranks = known[kind]
-        bucket = bucket_of.get(index)
+        if kind not in found:
+            count = layout.meeting.size * layout.copying.size
+            found[kind] = _Places(layout.meeting.size, tuple(map(layout.owner_ranks, range(count))))
+        tasks.append(_Task(owned_work(spec.muon_settings), found[kind]))
+    longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
+    quotas = {task: [0] * len(task.places.ranks) for task in tasks}
+    for index, owner in _dealt(tasks, longest_first).items():
+        quotas[tasks[index]][owner] += 1
+    bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    owners = _dealt(tasks, sorted(longest_first, key=lambda i: bucket_of.get(i, -1)), bucket_of, quotas)
+    return tuple(owners[index] for index in range(len(tasks)))
 
-        def order(
-            owner: int, ranks: list[tuple[int, ...]] = ranks, bucket: int | None = bucket, width: int = width
-        ) -> tuple[float, ...]:
-            first = ranks[owner][0]
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where the owner of a matrix may be.
+
+    Args:
+        width: how many of them are one company.
+        ranks: that each is, one or (for experts) several.
+    """
+
+    width: int
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class _Task(NamedTuple):
+    """A matrix to own. Of equal ones it makes no difference to the ranks' work which of them each has."""
+
+    work: float
+    places: _Places
+
+
+def _dealt(
+    tasks: Sequence[_Task],
+    order: Sequence[int],
+    bucket_of: Mapping[int, int] | None = None,
+    quotas: Mapping[_Task, list[int]] | None = None,
+) -> dict[int, int]:
+    """Owner of each, in ``order`` to the place that has had least until then.
+
+    Args:
+        quotas: how many of each task a place takes, which are used up; without, as many as may be.
+    """
+    load: dict[int, float] = defaultdict(float)
+    share: dict[tuple[int | None, int], float] = defaultdict(float)
+    owners = {}
+    for index in order:
+        task, bucket = tasks[index], (bucket_of or {}).get(index)
+        work, places = task
+
+        def had(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
+            first = places.ranks[owner][0]
             # Ties go round the copies: what replicas share less of is the link between them.
-            return load[first], share[bucket, first], owner % width, owner
+            return load[first], share[bucket, first], owner % places.width, owner
 
-        owners[index] = min(range(len(ranks)), key=order)
-        for rank in ranks[owners[index]]:
-            load[rank] += work[index]
-            share[bucket, rank] += work[index]
-    return tuple(owners)
+        quota = None if quotas is None else quotas[task]
+        owner = min((i for i in range(len(places.ranks)) if quota is None or quota[i]), key=had)
+        if quota is not None:
+            quota[owner] -= 1
+        for rank in places.ranks[owner]:
+            load[rank] += work
+            share[bucket, rank] += work
+        owners[index] = owner
+    return owners
 
 
 def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:

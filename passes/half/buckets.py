@@ -100,15 +100,29 @@ def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int
         count = math.ceil(total / cap_bytes)
         if ranks > 1:
             count = max(count, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
-        count = max(min(count, len(members) // (copies if ranks > copies > 1 else ranks)), 1)
-        cut: list[list[int]] = [[] for _ in range(count)]
-        before = 0.0
-        for index, size in zip(members, sizes, strict=True):
-            middle = before + size / 2
-            cut[min(int(count * middle / total), count - 1) if total else 0].append(index)
-            before += size
-        buckets += [bucket for bucket in cut if bucket]
+        fewest = copies if ranks > copies > 1 else ranks
+        count = max(min(count, len(members) // fewest), 1)
+        buckets += _cut(members, sizes, count, fewest)
     return sorted(buckets, key=lambda bucket: bucket[-1])
+
+
+def _cut(members: Sequence[int], sizes: Sequence[float], count: int, fewest: int) -> list[list[int]]:
+    """``members`` in their order, in ``count`` parts of about the same size, or less where large ones leave no
+    ``fewest`` for each."""
+    total, before = sum(sizes), 0.0
+    parts: list[list[int]] = []
+    begun = -1
+    for index, size in zip(members, sizes, strict=True):
+        number = min(int(count * (before + size / 2) / total), count - 1) if total else 0
+        if not parts or (number > begun and len(parts[-1]) >= fewest):
+            parts.append([])
+            begun = number
+        parts[-1].append(index)
+        before += size
+    if len(parts) > 1 and len(parts[-1]) < fewest:
+        short = parts.pop()
+        parts[-1] += short
+    return parts
 
 
 def _sharers(spec: ParamSpec) -> int:

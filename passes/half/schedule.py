@@ -17,8 +17,9 @@ bucket travels during Newton-Schulz of those behind it; what is waited for last 
 under way are bounded: where the next would not fit, the oldest goes on first.
 
 Where directions are handed round among replicas, which is most of what Newton-Schulz sends and over the slowest links,
-that travels under backward too: a bucket goes on, to Newton-Schulz and further, whenever another starts, which it is
-ahead of on its way. The last bucket is left for the end.
+that travels under backward too: a bucket goes on, to Newton-Schulz and further, whenever others start. Those that start
+together go on together, a reduction later, since an owner begins the way back by its Newton-Schulz later than the rest
+of its company, who would wait for it at once otherwise. The last bucket is left for the end.
 
 Places are given by the order of buckets and legs alone. How many nodes a rank has between them, or whether it owns
 anything, makes no difference, so ranks meet in the same order.
@@ -129,23 +130,27 @@ def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: 
             waiting.remove(chain)
             yield from under_way.start(chain)
 
-    def reduced(leg: _Leg) -> Iterator[_Leg]:
+    def reduced(leg: _Leg, *, under_backward: bool) -> Iterator[_Leg]:
         """``leg`` of a reduction, and the exchanges that waited for it."""
         yield leg
-        if leg in ends:
-            done.add(leg.work.bucket)
-            yield from started([chain for chain in ready(travels=True) if chain[0].work.needs])
-            yield from started([chain for chain in ready(travels=False) if chain[0].work.needs][:-1])
+        if leg not in ends:
+            return
+        done.add(leg.work.bucket)
+        travelling = [chain for chain in ready(travels=True) if chain[0].work.needs]
+        local = [chain for chain in ready(travels=False) if chain[0].work.needs][:-1]
+        if under_backward and (travelling or local):
+            yield from under_way.hand_round()
+        yield from started(travelling)
+        yield from started(local)
 
     ends = {chain[-1] for chain in reductions}
     for start, *_ in reductions:
-        _, *behind = (found for leg in (start, *plan.after[start]) for found in reduced(leg))
-        plan.after[start] = behind
+        legs = (start, *plan.after[start])
+        _, *plan.after[start] = (found for leg in legs for found in reduced(leg, under_backward=True))
     left, plan.end = plan.end, []
-    if left:  # Newton-Schulz of the oldest, while the last reductions are under way
+    for leg in left:  # Newton-Schulz of the oldest, while the last reductions are under way
         plan.end += under_way.advance() if under_way.works else started(ready(travels=False)[:1])
-    for leg in left:
-        plan.end += reduced(leg)
+        plan.end += reduced(leg, under_backward=False)
     plan.end += started(ready(travels=True))
     plan.end += started(ready(travels=False))
     while under_way.works:
@@ -180,11 +185,14 @@ class _UnderWay:
         """The first leg of ``chain``, behind what makes room for it."""
         while self.chains and sum(other[0].work.nbytes for other in self.chains) + chain[0].work.nbytes > self.limit:
             yield from self._go_on(self.chains[0])
-        for other in list(self.chains):
-            if other[0].work.handed_round and not self._only_waits(other):
-                yield from self._go_on(other)
         yield chain[0]
         self.chains.append(chain[1:])
+
+    def hand_round(self) -> Iterator[_Leg]:
+        """The next leg of all whose directions are handed round, towards that."""
+        for chain in list(self.chains):
+            if chain[0].work.handed_round and not self._only_waits(chain):
+                yield from self._go_on(chain)
 
     def advance(self) -> Iterator[_Leg]:
         """The next leg of the oldest that has more to do than to be waited for, if any."""

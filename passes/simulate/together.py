@@ -7,7 +7,8 @@ equally long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
 
 from .engine import Timeline
 
@@ -20,7 +21,9 @@ Others = Mapping[tuple[int, ...], tuple[float, ...]]
 _NOTHING = 1e-6
 
 
-def simulate_together(plays: Mapping[int, Callable[[Others], Timeline]]) -> dict[int, Timeline]:
+def simulate_together(
+    plays: Mapping[int, Callable[[Others], Timeline]], *, kind: Callable[[tuple[int, ...]], Hashable] = tuple
+) -> dict[int, Timeline]:
     """The timeline of each rank, in which none waits for less than the others that are played.
 
     Each is played again with what the others did until none comes later any more. A collective is final once those
@@ -28,25 +31,32 @@ def simulate_together(plays: Mapping[int, Callable[[Others], Timeline]]) -> dict
 
     Args:
         plays: :func:`~.engine.simulate` of each rank of the job, or of some, as a function of ``others``.
+        kind: of a group's ranks. In groups of one kind all ranks that are played wait for each other, as if they stood
+            for those that are not; by default those of the same group.
     Raises:
         ValueError: two ranks of a group issue different numbers of collectives.
     """
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
         timelines = {rank: play(others[rank]) for rank, play in plays.items()}
-        found = {rank: _of_others(rank, timelines) for rank in plays}
+        found = {rank: _of_others(rank, timelines, kind) for rank in plays}
         if all(_as_early(found[rank], others[rank]) for rank in plays):
             return timelines
         others = found
 
 
-def _of_others(rank: int, timelines: Mapping[int, Timeline]) -> Others:
-    found = {}
-    for group in timelines[rank].issued:
-        times = [timelines[other].issued[group] for other in group if other != rank and other in timelines]
-        if times:
-            found[group] = tuple(max(each) for each in zip(*times, timelines[rank].issued[group], strict=True))
-    return found
+def _of_others(rank: int, timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> Others:
+    peers: dict[Hashable, list[tuple[float, ...]]] = defaultdict(list)
+    for other, timeline in timelines.items():
+        if other != rank:
+            for group, times in timeline.issued.items():
+                peers[kind(group)].append(times)
+    own = timelines[rank].issued
+    return {
+        group: tuple(max(each) for each in zip(*peers[kind(group)], own[group], strict=True))
+        for group in own
+        if kind(group) in peers
+    }
 
 
 def _as_early(found: Others, before: Others) -> bool:

@@ -101,6 +101,32 @@ def test_exchanges_of_links_that_start_slowly_are_fewer():
     assert count(64 * MIB, cap_mib=2) == 16
 
 
+def matrix(rows: int, cols: int, stage: int, ranks: int) -> ParamSpec:
+    how = MuonSpec(1, rows, cols, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "owner")
+    return ParamSpec(Layout((rows, cols), stage, Axis("shard", ranks, 0, "s")), "float32", "float32", "float32", how)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_exchange_has_a_matrix_for_each_rank(stage):
+    """Cut by bytes alone, every other exchange here would be one matrix, which nobody but its owner has work from."""
+    layer = [(512, 2048), (2048, 512), (512, 512), (1536, 512)]
+    specs = [matrix(*shape, stage, 2) for shape in layer * 6]
+    assert bucket_matrices(specs, 512 * MIB) == [[i, i + 1] for i in range(0, 24, 2)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 2048), st.integers(1, 2048)), min_size=1, max_size=40),
+    st.integers(2, 9),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from([0.25, 3.0, 512.0]),
+)
+def test_every_matrix_is_in_one_exchange_that_has_one_for_each_rank(shapes, ranks, stage, cap_mib):
+    specs = [matrix(*shape, stage, ranks) for shape in shapes]
+    buckets = bucket_matrices(specs, int(cap_mib * MIB))
+    assert [i for bucket in buckets for i in bucket] == list(range(len(specs)))
+    assert len(buckets) == 1 or min(map(len, buckets)) >= ranks
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_path):
     """In bytes that they could have gathered or reduced meanwhile: more ranks and slower links, more of them."""

@@ -20,10 +20,10 @@ BUCKET = 2 * 4 * 48 * 48  # two matrices
 
 
 class Deep(nn.Module):
-    def __init__(self):
+    def __init__(self, layers):
         super().__init__()
         self.embedding = nn.Embedding(16, 48)
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2 * LAYERS)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(2 * layers)))
         self.head = nn.Linear(48, 16)
 
     def forward(self, x):
@@ -41,7 +41,7 @@ def graphs():
         if key not in known:
             torch.manual_seed(0)
             with world(rank, size):
-                model = Deep()
+                model = Deep(settings.pop("layers", LAYERS))
                 replicas = settings.pop("replicas", None)
                 if replicas:
                     shape, names = (replicas, size // replicas), ("replicate", "shard")
@@ -201,6 +201,27 @@ def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, 
     under_backward = [bucket for bucket, position in sorted(rounds.items()) if position < end]
     assert under_backward == sorted(rounds)[: len(under_backward)]
     assert len(under_backward) == (3 if stage == 3 else 1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, trace, world, monkeypatch):
+    """Several exchanges may start at once. None then waits at once for what the one ahead of it has just begun: an
+    owner comes to that later than the others, by its Newton-Schulz."""
+    monkeypatch.setattr(buckets, "bucket_bytes", lambda total, start: total)
+    monkeypatch.setattr(buckets, "_COLLECTIVES", 6)  # of four matrices each, while exchanges are of two
+    monkeypatch.setattr(buckets, "_EXCHANGES", 2 * LAYERS)
+    with_replicas = graphs(0, 4, trace, world, stage=stage, replicas=2, layers=2 * LAYERS)
+    gm, _ = with_replicas.lowered(Half.BACKWARD, Purpose.SPECULATE)
+    products = [place for place, node in enumerate(gm.graph.nodes) if node.target is torch.ops.aten.mm.default]
+    started, between = {}, []
+    for place, node in enumerate(gm.graph.nodes):
+        work = work_of(node)
+        if work is not None and work.category is Category.EXCHANGE:
+            if is_collective(node):
+                started[node] = place
+            elif is_wait(node) and place < products[-1]:
+                between.append(sum(started[node.args[0]] < product < place for product in products))
+    assert between and min(between) > 0
 
 
 def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
