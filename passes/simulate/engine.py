@@ -101,7 +101,7 @@ class Timeline:
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
-        issued: when the collectives of each group were issued, in order, by the group's ranks.
+        issued: by a group's ranks, its collectives in order: their names, and when they were issued.
     """
 
     seconds: float
@@ -111,7 +111,7 @@ class Timeline:
     events: tuple[Event, ...]
     traffic: Traffic
     peak: Held
-    issued: Mapping[tuple[int, ...], tuple[float, ...]]
+    issued: Mapping[tuple[int, ...], tuple[tuple[str, float], ...]]
 
 
 def simulate(
@@ -248,7 +248,7 @@ class _Player:
         self.groups = {axis.group: (axis, list(ranks)) for axis, ranks in groups.items()}
         self.one_stream = one_stream
         self.others = others
-        self.issued: dict[tuple[int, ...], list[float]] = defaultdict(list)
+        self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
         self.now = 0.0
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
@@ -316,7 +316,7 @@ class _Player:
         stream = "collectives" if self.one_stream else axis.group
         issued = self.issued[tuple(ranks)]
         others = self.others[tuple(ranks)][len(issued)] if tuple(ranks) in self.others else self.now
-        issued.append(self.now)
+        issued.append((name, self.now))
         sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)

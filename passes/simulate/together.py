@@ -7,8 +7,8 @@ equally long.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from .engine import Timeline
 
@@ -32,9 +32,10 @@ def simulate_together(
     Args:
         plays: :func:`~.engine.simulate` of each rank of the job, or of some, as a function of ``others``.
         kind: of a group's ranks. In groups of one kind all ranks that are played wait for each other, as if they stood
-            for those that are not; by default those of the same group.
+            for those that are not; by default those of the same group. A collective that another rank has none of (a
+            company of ranks that own nothing of a bucket) does not wait for it.
     Raises:
-        ValueError: two ranks of a group issue different numbers of collectives.
+        ValueError: two ranks of a group issue different collectives.
     """
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
@@ -46,17 +47,35 @@ def simulate_together(
 
 
 def _of_others(rank: int, timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> Others:
-    peers: dict[Hashable, list[tuple[float, ...]]] = defaultdict(list)
+    own = {group: _numbered(issued) for group, issued in timelines[rank].issued.items()}
+    last: dict[tuple[Hashable, _Name], float] = {}
     for other, timeline in timelines.items():
-        if other != rank:
-            for group, times in timeline.issued.items():
-                peers[kind(group)].append(times)
-    own = timelines[rank].issued
+        if other == rank:
+            continue
+        for group, issued in timeline.issued.items():
+            theirs = _numbered(issued)
+            if group in own and list(own[group]) != list(theirs):
+                raise ValueError(f"ranks {rank} and {other} issue other collectives to the group {group}")
+            for name, time in theirs.items():
+                last[kind(group), name] = max(time, last.get((kind(group), name), time))
     return {
-        group: tuple(max(each) for each in zip(*peers[kind(group)], own[group], strict=True))
-        for group in own
-        if kind(group) in peers
+        group: tuple(max(time, last.get((kind(group), name), time)) for name, time in issued.items())
+        for group, issued in own.items()
     }
+
+
+#: of a collective, and how many of the same name are ahead of it
+_Name = tuple[str, int]
+
+
+def _numbered(issued: Sequence[tuple[str, float]]) -> dict[_Name, float]:
+    """Collectives of one group, in order."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for name, time in issued:
+        found[name, seen[name]] = time
+        seen[name] += 1
+    return found
 
 
 def _as_early(found: Others, before: Others) -> bool:

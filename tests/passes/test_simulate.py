@@ -189,7 +189,8 @@ def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds)
         assert found[rank].seconds == seconds
         assert found[rank].busy == alone.busy == sum(computed)
         assert found[rank].exposed == {"model": seconds - sum(computed)}
-    assert found[0].issued == {(0, 1): tuple(event.end for event in found[0].events if event.stream == "compute")}
+    (issued,) = found[0].issued.values()
+    assert [time for _, time in issued] == [event.end for event in found[0].events if event.stream == "compute"]
 
 
 def test_ranks_wait_for_those_of_the_group_only() -> None:
@@ -199,8 +200,30 @@ def test_ranks_wait_for_those_of_the_group_only() -> None:
     assert [found[rank].seconds for rank in (0, 1)] == [7, 3]
 
 
+def test_ranks_may_stand_for_others_of_their_groups() -> None:
+    """One of ranks 0 to 3 and one of 4 to 7, of which the second owns nothing of a first bucket."""
+    groups = [{INNER: [0, 1, 2, 3]}, {INNER: [4, 5, 6, 7]}]
+
+    def of_buckets(*computed: tuple[int, int]):
+        draw, waited = Drawing(), []
+        for bucket, seconds in computed:
+            draw.neg(draw.input(seconds))
+            gather = draw.gather(draw.input(1))
+            note_work(gather, Work(Category.EXCHANGE, bucket))
+            waited.append(draw.wait(gather))
+        return draw.done(*waited)
+
+    graphs = [of_buckets((0, 1), (1, 6)), of_buckets((1, 2))]
+    plays = {
+        4 * rank: lambda others, gm=gm, groups=found: play(gm, groups=groups, others=others)
+        for rank, (gm, found) in enumerate(zip(graphs, groups, strict=True))
+    }
+    assert [each.seconds for each in simulate_together(plays).values()] == [9, 3]
+    assert [each.seconds for each in simulate_together(plays, kind=len).values()] == [9, 9]
+
+
 def test_ranks_that_issue_different_collectives_are_not_played_together() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 issue other collectives to the group \(0, 1\)"):
         together([turns(1, 1), turns(1)])
 
 
