@@ -101,7 +101,7 @@ class Timeline:
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
-        issued: by a group's ranks, its collectives in order: their names, and when they were issued.
+        issued: by a group's ranks, its collectives in order: what all of these call each, and when it was issued.
     """
 
     seconds: float
@@ -249,6 +249,7 @@ class _Player:
         self.one_stream = one_stream
         self.others = others
         self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
+        self._graphs = 0
         self.now = 0.0
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
@@ -258,6 +259,7 @@ class _Player:
         self._refreshes: dict[int, list[Callable[[], None]]] = {}
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
+        self._graphs += 1
         if played.parameters is not None:
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters)
         sending = dict(collectives(played.gm))
@@ -316,7 +318,8 @@ class _Player:
         stream = "collectives" if self.one_stream else axis.group
         issued = self.issued[tuple(ranks)]
         others = self.others[tuple(ranks)][len(issued)] if tuple(ranks) in self.others else self.now
-        issued.append((name, self.now))
+        # Frames are counted by process, and nodes of the model may have other names on other ranks.
+        issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
         sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)

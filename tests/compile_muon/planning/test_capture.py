@@ -22,7 +22,7 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.half import buckets
 from compile_muon.passes.half.schedule import SCHEDULE
 from compile_muon.passes.machine import Link
-from compile_muon.passes.simulate import simulate
+from compile_muon.passes.simulate import simulate, simulate_together
 from compile_muon.passes.simulate.cost import workspace_bytes
 from compile_muon.passes.simulate.engine import COMPUTE
 from compile_muon.passes.torch_private import fake_group
@@ -233,3 +233,17 @@ def test_the_process_group_is_gone_behind_it_even_if_the_model_fails() -> None:
     with pytest.raises(RuntimeError, match="no model"):
         capture_step(broken, (TOKENS,), world=2)
     assert not dist.is_initialized()
+
+
+def test_ranks_of_a_step_are_played_together() -> None:
+    """They meet in the same collectives, though frames and nodes are named otherwise in each, and end together."""
+    steps = [captured(0, world=2, rank=rank) for rank in range(2)]
+    alone = [each.simulated(SLOW) for each in steps]
+    plays = {rank: lambda others, each=each: each.simulated(SLOW, others=others) for rank, each in enumerate(steps)}
+    found = simulate_together(plays)
+    for rank, timeline in found.items():
+        assert timeline.busy == alone[rank].busy
+        assert timeline.seconds >= max(each.seconds for each in alone) * (1 - 1e-9)
+        (issued,) = timeline.issued.values()
+        assert [name for name, _ in issued] == [name for name, _ in next(iter(found[0].issued.values()))]
+    assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.02)
