@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from gpt import muon_names
@@ -42,6 +43,17 @@ class Plan:
     ns_method: str = "standard"
     ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
     reshard_after_forward: bool = True  # of ours and FSDP2 at stage 3; DeepSpeed keeps what fits its default limits
+
+    @classmethod
+    def of(cls, trial: Mapping[str, Any], batch: int, device: torch.device) -> Plan:
+        """What a trial's settings ask for, of ``batch`` sequences a step; the simulator reads the same."""
+        names = ("stage", "ranks", "micro_batches", "ns_method", "ns_dtype", "reshard_after_forward")
+        return cls(
+            **{name: trial[name] for name in names},
+            sequences=batch // trial["micro_batches"],
+            device=device,
+            dtype=getattr(torch, trial["dtype"]),
+        )
 
 
 @dataclass(frozen=True)

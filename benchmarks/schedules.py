@@ -27,7 +27,7 @@ import argparse
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -41,7 +41,6 @@ from compile_muon.passes import HALF_PASSES
 from compile_muon.passes.half import schedule
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.simulate import Timeline, simulate_together
-from compile_muon.planning import Captured
 from compile_muon.planning.candidates import planned_for, with_adamw
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.trace import Target, Trace, trace_step
@@ -86,59 +85,49 @@ def ordered(name: str) -> Iterator[None]:
         yield
 
 
-def timeline(captured: Captured, name: str, machine: Machine, **others: Mapping) -> Timeline:
-    """Of a step whose graphs came in the order ``name``."""
-    if name != "this":
-        graphs = tuple(replace(played, finished_by_forward=False, awaits={}) for played in captured.graphs)
-        captured = replace(captured, graphs=graphs)
-    return captured.simulated(machine, **others)
-
-
 def kind(group: tuple[int, ...]) -> tuple[int, int]:
     """Groups along the same axis are alike."""
     return len(group), group[1] - group[0]
 
 
-def busiest_together(trace: Trace, target: Target, name: str, machine: Machine) -> list[Timeline]:
-    """Of the ranks with most of each exchange, that of the one with most of all first."""
-    of_exchanges = trace.bucket_work(target)
-    total = [sum(of_rank) for of_rank in zip(*of_exchanges, strict=True)]
-    first = total.index(max(total))
-    ranks = dict.fromkeys([first, *(work.index(max(work)) for work in of_exchanges)])
+def timelines(trace: Trace, target: Target, ranks: Iterable[int], name: str, machine: Machine) -> list[Timeline]:
+    """Of these ranks, which wait for each other, with their graphs in the order ``name``."""
     with ordered(name):
         steps = {rank: trace.captured(target, rank=rank) for rank in ranks}
-    plays = {
-        rank: lambda others, step=step: timeline(step, name, machine, others=others) for rank, step in steps.items()
-    }
+    if name != "this":
+        for rank, step in steps.items():
+            graphs = tuple(replace(played, finished_by_forward=False, awaits={}) for played in step.graphs)
+            steps[rank] = replace(step, graphs=graphs)
+    plays = {rank: lambda others, step=step: step.simulated(machine, others=others) for rank, step in steps.items()}
     return list(simulate_together(plays, kind=kind).values())
+
+
+def busiest(trace: Trace, target: Target) -> list[int]:
+    """The rank with most to orthogonalize, and the others that have most of an exchange."""
+    of_exchanges = trace.bucket_work(target)
+    total = [sum(of_rank) for of_rank in zip(*of_exchanges, strict=True)]
+    return list(dict.fromkeys(work.index(max(work)) for work in (total, *of_exchanges)))
 
 
 def row(
     trace: Trace, config: Config, machine: Machine, ranks: int, replicas: int, stage: int, name: str, *, together: bool
 ) -> Row:
     """One step of the rank with most to orthogonalize."""
-    found, played = [], 1
     axes = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
     chosen = replace(config, zero=replace(config.zero, stage=stage))
     if name != "this":
         # It keeps to the limit of what exchanges hold; the others know none.
         options = FrameOptions(exchange_bytes=2**62)
         trace = replace(trace, options=replace(options, bucket_bytes=25 * 2**20) if name == "before" else options)
-    rank = 0
-    for of in (chosen, with_adamw(chosen)):
-        target = Target(ranks, of, axes, "nccl")
-        if of is chosen and together:
-            timelines = busiest_together(trace, target, name, machine)
-            found.append(timelines[0])
-            played = len(timelines)
-            continue
-        if of is chosen:
-            work = trace.owner_work(target)
-            rank = work.index(max(work))
-        with ordered(name):
-            found.append(timeline(trace.captured(target, rank=rank), name, machine))
-    muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in found)
-    return Row(ranks, replicas, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1], played)
+    with_muon, with_adamw_alone = (Target(ranks, of, axes, "nccl") for of in (chosen, with_adamw(chosen)))
+    first, *others = busiest(trace, with_muon)
+    played = [first, *others] if together else [first]
+    steps = (
+        timelines(trace, with_muon, played, name, machine)[0],
+        timelines(trace, with_adamw_alone, [first], name, machine)[0],
+    )
+    muon, adamw = ((1e3 * t.seconds, 1e3 * sum(t.exposed.values())) for t in steps)
+    return Row(ranks, replicas, stage, name, *muon, muon[0] - adamw[0], muon[1] - adamw[1], len(played))
 
 
 def table(rows: Sequence[Row]) -> Table:

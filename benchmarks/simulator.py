@@ -85,21 +85,12 @@ def limited(machine: Machine, link: str, ranks: int) -> Machine:
 def cases(record: dict, machine: Machine) -> Iterator[Case]:
     """Of one run of `train_step.py`, each step with the settings it was timed with."""
     shape, options = Shape(**record["shape"]), record["options"]
-    sequences = shape.batch // options["micro_batches"]
-    batch = [tensor[:sequences] for tensor in sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))]
+    sample = sample_batch(read_corpus(), shape, torch.Generator().manual_seed(0))
     ours = [row for row in record["rows"] if row["contender"] == "ours-muon"]
     for stage in sorted({row["stage"] for row in ours}):
-        plan = Plan(
-            stage=stage,
-            ranks=options["ranks"],
-            micro_batches=options["micro_batches"],
-            sequences=sequences,
-            device=torch.device("cpu"),
-            dtype=getattr(torch, options["dtype"]),
-            ns_method=options["ns_method"],
-            ns_dtype=options["ns_dtype"],
-            reshard_after_forward=not options["keep_gathered"],
-        )
+        trial = options | {"stage": stage, "reshard_after_forward": not options["keep_gathered"]}
+        plan = Plan.of(trial, shape.batch, torch.device("cpu"))
+        batch = [tensor[: plan.sequences] for tensor in sample]
         config = load_config(our_config(plan, "Muon"))
         frames = read_options(config.compile.options())
         world = plan.ranks

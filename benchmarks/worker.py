@@ -40,17 +40,7 @@ class Rank:
         model = GPT(self._shape).to(self._device)
         self._parameters = sum(p.numel() for p in model.parameters())
         expected = len(muon_names(model))
-        plan = Plan(
-            stage=trial["stage"],
-            ranks=trial["ranks"],
-            micro_batches=self._micro_batches,
-            sequences=self._shape.batch // self._micro_batches,
-            device=self._device,
-            dtype=getattr(torch, trial["dtype"]),
-            ns_method=trial["ns_method"],
-            ns_dtype=trial["ns_dtype"],
-            reshard_after_forward=trial["reshard_after_forward"],
-        )
+        plan = Plan.of(trial, self._shape.batch, self._device)
         started = time.perf_counter()
         self._session = CONTENDERS[trial["contender"]].build(model, plan)
         self._setup_s = time.perf_counter() - started

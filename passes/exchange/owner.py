@@ -55,8 +55,9 @@ def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] =
             found[kind] = _Places(layout.meeting.size, tuple(map(layout.owner_ranks, range(count))))
         tasks.append(_Task(owned_work(spec.muon_settings), found[kind]))
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
+    as_many_as_may_be = {task: [len(tasks)] * len(task.places.ranks) for task in tasks}
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
-    for index, owner in _dealt(tasks, longest_first).items():
+    for index, owner in _dealt(tasks, longest_first, {}, as_many_as_may_be).items():
         quotas[tasks[index]][owner] += 1
     bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
     owners = _dealt(tasks, sorted(longest_first, key=lambda i: bucket_of.get(i, -1)), bucket_of, quotas)
@@ -86,30 +87,29 @@ class _Task(NamedTuple):
 def _dealt(
     tasks: Sequence[_Task],
     order: Sequence[int],
-    bucket_of: Mapping[int, int] | None = None,
-    quotas: Mapping[_Task, list[int]] | None = None,
+    bucket_of: Mapping[int, int],
+    quotas: Mapping[_Task, list[int]],
 ) -> dict[int, int]:
     """Owner of each, in ``order`` to the place that has had least until then.
 
     Args:
-        quotas: how many of each task a place takes, which are used up; without, as many as may be.
+        quotas: how many of each task a place takes, which are used up.
     """
     load: dict[int, float] = defaultdict(float)
     share: dict[tuple[int | None, int], float] = defaultdict(float)
     owners = {}
     for index in order:
-        task, bucket = tasks[index], (bucket_of or {}).get(index)
+        task, bucket = tasks[index], bucket_of.get(index)
         work, places = task
+        quota = quotas[task]
 
         def had(owner: int, places: _Places = places, bucket: int | None = bucket) -> tuple[float, ...]:
             first = places.ranks[owner][0]
             # Ties go round the copies: what replicas share less of is the link between them.
             return load[first], share[bucket, first], owner % places.width, owner
 
-        quota = None if quotas is None else quotas[task]
-        owner = min((i for i in range(len(places.ranks)) if quota is None or quota[i]), key=had)
-        if quota is not None:
-            quota[owner] -= 1
+        owner = min((place for place, left in enumerate(quota) if left), key=had)
+        quota[owner] -= 1
         for rank in places.ranks[owner]:
             load[rank] += work
             share[bucket, rank] += work

@@ -245,7 +245,7 @@ class _Player:
         others: Mapping[tuple[int, ...], Sequence[float]],
     ) -> None:
         self.machine = machine
-        self.groups = {axis.group: (axis, list(ranks)) for axis, ranks in groups.items()}
+        self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
         self.one_stream = one_stream
         self.others = others
         self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
@@ -316,8 +316,8 @@ class _Player:
         work = work_of(node)
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
         stream = "collectives" if self.one_stream else axis.group
-        issued = self.issued[tuple(ranks)]
-        others = self.others[tuple(ranks)][len(issued)] if tuple(ranks) in self.others else self.now
+        issued = self.issued[ranks]
+        others = self.others[ranks][len(issued)] if ranks in self.others else self.now
         # Frames are counted by process, and nodes of the model may have other names on other ranks.
         issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
         sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)

@@ -14,7 +14,7 @@ from .engine import Timeline
 
 __all__ = ["simulate_together"]
 
-#: by a group's ranks, when the last of the others issues each collective
+#: by a group's ranks, when the last of them issues each collective
 Others = Mapping[tuple[int, ...], tuple[float, ...]]
 
 #: seconds; a rank that comes no later than this is not late
@@ -40,27 +40,30 @@ def simulate_together(
     others: dict[int, Others] = {rank: {} for rank in plays}
     while True:
         timelines = {rank: play(others[rank]) for rank, play in plays.items()}
-        found = {rank: _of_others(rank, timelines, kind) for rank in plays}
+        found = _last_of_all(timelines, kind)
         if all(_as_early(found[rank], others[rank]) for rank in plays):
             return timelines
         others = found
 
 
-def _of_others(rank: int, timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> Others:
-    own = {group: _numbered(issued) for group, issued in timelines[rank].issued.items()}
+def _last_of_all(timelines: Mapping[int, Timeline], kind: Callable[[tuple[int, ...]], Hashable]) -> dict[int, Others]:
+    """Of each rank, when the last of those that it meets, itself among them, issues each of its collectives."""
+    numbered = {
+        rank: {group: _numbered(issued) for group, issued in timeline.issued.items()}
+        for rank, timeline in timelines.items()
+    }
     last: dict[tuple[Hashable, _Name], float] = {}
-    for other, timeline in timelines.items():
-        if other == rank:
-            continue
-        for group, issued in timeline.issued.items():
-            theirs = _numbered(issued)
-            if group in own and list(own[group]) != list(theirs):
-                raise ValueError(f"ranks {rank} and {other} issue other collectives to the group {group}")
-            for name, time in theirs.items():
+    first_of: dict[tuple[int, ...], int] = {}
+    for rank, groups in numbered.items():
+        for group, issued in groups.items():
+            other = first_of.setdefault(group, rank)
+            if list(numbered[other][group]) != list(issued):
+                raise ValueError(f"ranks {other} and {rank} issue other collectives to the group {group}")
+            for name, time in issued.items():
                 last[kind(group), name] = max(time, last.get((kind(group), name), time))
     return {
-        group: tuple(max(time, last.get((kind(group), name), time)) for name, time in issued.items())
-        for group, issued in own.items()
+        rank: {group: tuple(last[kind(group), name] for name in issued) for group, issued in groups.items()}
+        for rank, groups in numbered.items()
     }
 
 
