@@ -205,8 +205,8 @@ def gram_operations(rows: int, cols: int, *, steps: int) -> float:
 
 def start_bytes(machine: Machine, kind: str, ranks: Sequence[int]) -> int:
     """What a rank could send in the time that a collective of ``kind`` among ``ranks`` takes to start; see START."""
-    start = machine.collective_seconds(kind, 0.0, ranks)
-    return round(start * _LARGE / (machine.collective_seconds(kind, _LARGE, ranks) - start)) if start else 0
+    start, transfer = machine.collective_parts(kind, _LARGE, ranks)
+    return round(start * _LARGE / transfer) if start else 0
 
 
 def weight_start_bytes(

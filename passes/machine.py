@@ -16,7 +16,7 @@ import torch
 
 from .errors import DescriptionError
 
-__all__ = ["COLLECTIVES", "Link", "Machine"]
+__all__ = ["COLLECTIVES", "Link", "Machine", "Protocol"]
 
 #: kinds of :meth:`Machine.collective_seconds`, as :mod:`.collectives` counts them
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -76,6 +76,30 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """Another way to do a collective than in a ring whose hops are :attr:`Link.latency`: taken where it is faster.
+
+    Args:
+        name: as its library calls it.
+        start_seconds: before its first hop.
+        latencies: seconds of a hop over each link, innermost first.
+        fraction: of what a ring sends over the same links.
+        tree: all-reduces up and down a tree, whose part over the innermost links is a chain; else a ring, which does all-gathers and
+            reduce-scatters too. Nothing here does an all-to-all.
+    """
+
+    name: str
+    start_seconds: float
+    latencies: tuple[float, ...]
+    fraction: float = 1.0
+    tree: bool = False
+
+    def does(self, kind: str) -> bool:
+        """Whether collectives of ``kind`` may go this way."""
+        return kind == "all_reduce" if self.tree else kind != "all_to_all"
+
+
+@dataclass(frozen=True)
 class Machine:
     """The devices of a job and what joins them; every rank has the same.
 
@@ -104,6 +128,7 @@ class Machine:
         start_seconds: what a collective takes before its first hop.
         late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
+        protocols: other ways to do collectives, of which each takes the fastest.
         collectives: kind -> (hops, bytes): how many times the hops, and the seconds of its bytes, it takes. (1, 1) for
             a kind that is not there.
         cores: that ranks of this machine share, one for each while there are enough; 0 where each rank has a device.
@@ -127,6 +152,7 @@ class Machine:
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     start_seconds: float = 0.0
     late_seconds: float = 0.0
+    protocols: tuple[Protocol, ...] = ()
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cores: int = 0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -175,6 +201,14 @@ class Machine:
             links=tuple(replace(link, latency=link.latency * load) for link in self.links),
             start_seconds=self.start_seconds * load,
             late_seconds=self.late_seconds * load,
+            protocols=tuple(
+                replace(
+                    protocol,
+                    start_seconds=protocol.start_seconds * load,
+                    latencies=tuple(latency * load for latency in protocol.latencies),
+                )
+                for protocol in self.protocols
+            ),
             cores=0,
         )
 
@@ -217,11 +251,15 @@ class Machine:
         return self.kernel_seconds + nbytes / (bandwidth * self.memory_fraction)
 
     def collective_seconds(self, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> float:
-        """Of one collective among ``ranks`` of the job; none for one rank.
+        """Of one collective among ``ranks`` of the job; none for one rank. Arguments as of :meth:`collective_parts`."""
+        return sum(self.collective_parts(kind, nbytes_sent, ranks))
+
+    def collective_parts(self, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> tuple[float, float]:
+        """The same in two parts: what it takes to start, hops included, and what its bytes take.
 
         Over links at several levels, a ring leaves a block once with all of ``nbytes_sent``, which the block's members
         send together, each through its own link; of an all-to-all each rank sends what goes outside through its own.
-        Levels work at the same time, their hops add up.
+        Levels work at the same time, their hops add up. Of the ways there are (:attr:`protocols`) it goes the fastest.
 
         Args:
             kind: one of :data:`COLLECTIVES`.
@@ -229,22 +267,30 @@ class Machine:
         """
         if kind not in COLLECTIVES:
             raise ValueError(f"{kind!r} is not one of {', '.join(COLLECTIVES)}")
-        count = len(ranks)
-        if count < 2:
-            return 0.0
-        blocks, hops, transfer = count, 0.0, 0.0
-        for link in self.links:
+        if len(ranks) < 2:
+            return 0.0, 0.0
+        plain = Protocol("ring", self.start_seconds, tuple(link.latency for link in self.links))
+        ways = [plain, *(protocol for protocol in self.protocols if protocol.does(kind))]
+        return min((self._by(protocol, kind, nbytes_sent, ranks) for protocol in ways), key=sum)
+
+    def _by(self, protocol: Protocol, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> tuple[float, float]:
+        blocks = count = len(ranks)
+        hops = transfer = 0.0
+        for level, (link, latency) in enumerate(zip(self.links, protocol.latencies, strict=True)):
             outer = len({rank // link.within for rank in ranks}) if link.within else 1
             if outer < blocks:
                 if kind == "all_to_all":
                     sent = nbytes_sent * (count / outer - count / blocks) / (count - 1)
                 else:
                     sent = nbytes_sent * blocks / count
-                hops += (blocks - outer) * link.latency
+                if not protocol.tree:
+                    hops += (blocks - outer) * latency
+                else:
+                    hops += (math.floor(math.log2(blocks / outer)) if level else blocks / outer - 1) * latency
                 transfer = max(transfer, link.transfer_seconds(sent))
             blocks = outer
         more_hops, more_bytes = self.collectives.get(kind, (1.0, 1.0))
-        return self.start_seconds + more_hops * hops + more_bytes * transfer
+        return protocol.start_seconds + more_hops * hops, more_bytes * transfer / protocol.fraction
 
     # -------------------------------------------------------------------------------------------------- as JSON
 
@@ -253,6 +299,9 @@ class Machine:
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         found["links"] = [
             asdict(link) | {"bandwidths": [list(pair) for pair in link.bandwidths]} for link in self.links
+        ]
+        found["protocols"] = [
+            asdict(protocol) | {"latencies": list(protocol.latencies)} for protocol in self.protocols
         ]
         found["collectives"] = {kind: list(pair) for kind, pair in self.collectives.items()}
         for name in ("rates", "attention_rates"):
@@ -271,7 +320,16 @@ class Machine:
             DescriptionError: naming the first field that is unknown, missing, of a wrong type or out of range.
         """
         given = _fields(cls, "", record)
-        return cls(**{name: _READERS[name](name, value) for name, value in given.items()})
+        found = {name: _READERS[name](name, value) for name, value in given.items()}
+        for place, protocol in enumerate(found.get("protocols", ())):
+            if len(protocol.latencies) != len(found["links"]):
+                raise DescriptionError(
+                    f"protocols[{place}].latencies",
+                    list(protocol.latencies),
+                    f"has {len(protocol.latencies)} of them for {len(found['links'])} links",
+                    "give one for each link",
+                )
+        return cls(**found)
 
 
 def _divided(table: Table, by: float) -> Table:
@@ -414,6 +472,27 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
     return tuple(found)
 
 
+def _protocols(path: str, value: object) -> tuple[Protocol, ...]:
+    found = []
+    for place, record in enumerate(_sequence(path, value)):
+        at = f"{path}[{place}]"
+        given = _fields(Protocol, at, record)
+        latencies = _sequence(f"{at}.latencies", given["latencies"])
+        tree = given.get("tree", False)
+        if not isinstance(tree, bool):
+            raise DescriptionError(f"{at}.tree", tree, "is no truth value", "use true or false")
+        found.append(
+            Protocol(
+                _text(f"{at}.name", given["name"]),
+                _number(f"{at}.start_seconds", given["start_seconds"]),
+                tuple(_number(f"{at}.latencies[{level}]", latency) for level, latency in enumerate(latencies)),
+                _fraction(f"{at}.fraction", given.get("fraction", 1.0)),
+                tree,
+            )
+        )
+    return tuple(found)
+
+
 def _kinds(path: str, value: object) -> dict[str, tuple[float, float]]:
     found = {}
     for kind, pair in _mapping(path, value).items():
@@ -460,6 +539,7 @@ _READERS: dict[str, Callable[[str, object], Any]] = {
     "host_seconds": _host,
     "start_seconds": _number,
     "late_seconds": _number,
+    "protocols": _protocols,
     "collectives": _kinds,
     "cores": lambda path, value: 0 if value == 0 and not isinstance(value, bool) else _count(path, value),
     "sources": _sources,

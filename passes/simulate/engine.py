@@ -311,8 +311,7 @@ class _Player:
             # Ranks of one machine send over the same loopback, where what one takes more another takes less.
             shared = self.machine.device == "cpu"
             kind, nbytes = "all_to_all", (nbytes + received) // 2 if shared else max(nbytes, received)
-        hops = self.machine.collective_seconds(kind, 0, ranks)
-        transfer = self.machine.collective_seconds(kind, nbytes, ranks) - hops
+        hops, transfer = self.machine.collective_parts(kind, nbytes, ranks)
         work = work_of(node)
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
         stream = "collectives" if self.one_stream else axis.group

@@ -56,6 +56,32 @@ def test_every_figure_of_a_gpu_has_a_source(name: str) -> None:
     assert machine.sources.keys() == figures
 
 
+@pytest.mark.parametrize("name", ["b200", "h100", "h200"])
+def test_collectives_start_as_the_library_s_own_table_says(name: str) -> None:
+    """Worked out by hand from NCCL's src/graph/tuning.cc, in microseconds: nodes of 8, and 64 of them."""
+    machine = load_machine(name)
+    found = {
+        (kind, ranks): machine.collective_seconds(kind, 0, range(ranks)) * 1e6
+        for kind in ("all_gather", "all_reduce")
+        for ranks in (8, 64, 512)
+    }
+    assert found == pytest.approx(
+        {
+            ("all_gather", 8): 6.6 + 7 * 1.0,
+            ("all_gather", 64): 6.6 + 56 * 1.0 + 7 * 2.7,
+            ("all_gather", 512): 6.6 + 448 * 1.0 + 63 * 2.7,
+            ("all_reduce", 8): 6.8 + 2 * 7 * 0.6,
+            ("all_reduce", 64): 6.8 + 2 * (7 * 0.6 + 3 * 5.0),
+            ("all_reduce", 512): 6.8 + 2 * (7 * 0.6 + 6 * 5.0),
+        }
+    )
+    # What is large goes by LL128 where there are many ranks, and by SIMPLE within a node.
+    start, _ = machine.collective_parts("all_gather", 2**28, range(512))
+    assert start * 1e6 == pytest.approx(14.0 + 448 * 1.9 + 63 * 4.0)
+    start, _ = machine.collective_parts("all_gather", 2**28, range(8))
+    assert start * 1e6 == pytest.approx(8.4 + 7 * 3.4)
+
+
 def test_gpus_are_ordered_as_they_were_built() -> None:
     h100, h200, b200 = (load_machine(name) for name in ("h100", "h200", "b200"))
     assert h100.rates == h200.rates

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_muon.passes.errors import DescriptionError
-from compile_muon.passes.machine import COLLECTIVES, Link, Machine
+from compile_muon.passes.machine import COLLECTIVES, Link, Machine, Protocol
 from compile_muon.passes.operations import operations
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
@@ -124,6 +124,8 @@ def test_ranks_on_one_core_share_it_and_the_memory() -> None:
     sent = [machine.collective_seconds("all_to_all", 1e12, range(2)) for machine in (two, four)]
     assert sent == pytest.approx([1e3, 1e3], rel=1e-4)
     assert four.memory_bytes == CPU.memory_bytes // 4
+    way = replace(CPU, protocols=(Protocol("tree", 1.0, (2.0,), tree=True),)).shared_by(4).protocols[0]
+    assert (way.start_seconds, way.latencies) == (2.0, (4.0,))
     assert NODES.shared_by(64) is NODES
 
 
@@ -166,6 +168,31 @@ def test_bandwidths_of_a_link_may_depend_on_the_size() -> None:
     assert replace(NODES, links=(link,), start_seconds=0).collective_seconds("all_gather", 1e7, range(4)) == seconds[-1]
 
 
+LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
+TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
+WAYS = replace(NODES, protocols=(LL, TREE))
+
+
+def test_a_collective_goes_the_fastest_way_there_is() -> None:
+    """A start and hops of its own, and a part of the bandwidth: small ones start sooner, large ones are as before."""
+    ranks = range(64)  # 8 nodes
+    assert WAYS.collective_parts("all_gather", 8e3, ranks) == pytest.approx((1e-6 + 56e-7 + 7e-6, 1e3 / 1e10 / 0.1))
+    assert WAYS.collective_parts("all_gather", 8e9, ranks) == NODES.collective_parts("all_gather", 8e9, ranks)
+    # up and down: 7 hops inside of a node, and 3 between 8 of them
+    assert WAYS.collective_parts("all_reduce", 8e3, ranks) == pytest.approx((2e-6 + 14e-7 + 12e-6, 1e3 / 1e10 / 0.5))
+    of_each_node = WAYS.collective_parts("all_reduce", 1e3, range(0, 64, 8))
+    assert of_each_node == pytest.approx((2e-6 + 12e-6, 1e3 / 1e10 / 0.5))
+    inside = WAYS.collective_parts("all_reduce", 1e3, range(8))
+    assert inside == pytest.approx((1e-6 + 14e-7, 1e3 / 1e11 / 0.1))
+    for kind, nbytes in (("all_to_all", 1e3), ("all_to_all", 1e9), ("all_reduce", 1e12)):
+        assert WAYS.collective_seconds(kind, nbytes, ranks) == NODES.collective_seconds(kind, nbytes, ranks)
+
+
+@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e10), st.integers(2, 64))
+def test_another_way_never_makes_a_collective_slower(kind: str, nbytes: float, count: int) -> None:
+    assert WAYS.collective_seconds(kind, nbytes, range(count)) <= NODES.collective_seconds(kind, nbytes, range(count))
+
+
 def test_only_known_kinds() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         NODES.collective_seconds("broadcast", 1.0, range(2))
@@ -174,7 +201,7 @@ def test_only_known_kinds() -> None:
 # ----------------------------------------------------------------------------------------------------------- as JSON
 
 
-@pytest.mark.parametrize("machine", [NODES, CPU])
+@pytest.mark.parametrize("machine", [NODES, CPU, WAYS])
 def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
     for again in (Machine.from_json(machine.to_json()), pickle.loads(pickle.dumps(machine))):
         assert again == machine
@@ -186,6 +213,7 @@ def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
 
 GOOD = CPU.to_json()
 LINK = GOOD["links"][0]
+WAY = {"name": "tree", "start_seconds": 1.0, "latencies": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -242,6 +270,13 @@ LINK = GOOD["links"][0]
         (GOOD | {"links": [LINK | {"fraction": 2}]}, "links[0].fraction"),
         (GOOD | {"links": [without(LINK, "latency")]}, "links[0].latency"),
         (GOOD | {"links": [LINK | {"width": 2}]}, "links[0].width"),
+        (GOOD | {"protocols": {}}, "protocols"),
+        (GOOD | {"protocols": [WAY | {"latencies": [1, 1]}]}, "protocols[0].latencies"),
+        (GOOD | {"protocols": [WAY | {"latencies": [-1]}]}, "protocols[0].latencies[0]"),
+        (GOOD | {"protocols": [WAY, WAY | {"fraction": 2}]}, "protocols[1].fraction"),
+        (GOOD | {"protocols": [WAY | {"tree": 1}]}, "protocols[0].tree"),
+        (GOOD | {"protocols": [without(WAY, "start_seconds")]}, "protocols[0].start_seconds"),
+        (GOOD | {"protocols": [WAY | {"chain": True}]}, "protocols[0].chain"),
         (GOOD | {"collectives": {"broadcast": [1, 1]}}, "collectives.broadcast"),
         (GOOD | {"collectives": {"all_reduce": [1]}}, "collectives.all_reduce"),
         (GOOD | {"collectives": {"all_reduce": [1, -1]}}, "collectives.all_reduce[1]"),
@@ -260,6 +295,7 @@ def test_fields_with_a_default_may_be_left_out() -> None:
     machine = Machine.from_json({name: GOOD[name] for name in needed})
     assert (machine.cores, machine.bandwidths, machine.start_seconds, machine.memory_fraction) == (0, (), 0, 1)
     assert dict(machine.collectives) == {}
+    assert machine.protocols == ()
 
 
 # -------------------------------------------------------------------------------------------------------- operations

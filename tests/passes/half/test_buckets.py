@@ -132,7 +132,7 @@ def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_pat
     """In bytes that they could have gathered or reduced meanwhile: more ranks and slower links, more of them."""
     slow = tmp_path / "slow.json"
     links = H100.links[0], replace(H100.links[1], latency=1e-3)
-    slow.write_text(json.dumps(replace(H100, links=links).to_json()))
+    slow.write_text(json.dumps(replace(H100, links=links, protocols=()).to_json()))
 
     def described(machine, size, **mesh):
         with world(0, size):
