@@ -84,8 +84,8 @@ class Protocol:
         start_seconds: before its first hop.
         latencies: seconds of a hop over each link, innermost first.
         fraction: of what a ring sends over the same links.
-        tree: all-reduces up and down a tree, whose part over the innermost links is a chain; else a ring, which does all-gathers and
-            reduce-scatters too. Nothing here does an all-to-all.
+        tree: all-reduces up and down a tree, whose part over the innermost links is a chain; else a ring, which does
+            all-gathers and reduce-scatters too. Nothing here does an all-to-all.
     """
 
     name: str
@@ -300,9 +300,7 @@ class Machine:
         found["links"] = [
             asdict(link) | {"bandwidths": [list(pair) for pair in link.bandwidths]} for link in self.links
         ]
-        found["protocols"] = [
-            asdict(protocol) | {"latencies": list(protocol.latencies)} for protocol in self.protocols
-        ]
+        found["protocols"] = [asdict(protocol) | {"latencies": list(protocol.latencies)} for protocol in self.protocols]
         found["collectives"] = {kind: list(pair) for kind, pair in self.collectives.items()}
         for name in ("rates", "attention_rates"):
             found[name] = {dtype: [list(pair) for pair in table] for dtype, table in found[name].items()}
