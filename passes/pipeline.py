@@ -162,10 +162,10 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -
             gm.graph.lint()
         except Exception as error:
             raise PassContractError(f"pass {graph_pass.name!r} left an ill-formed graph: {error}") from error
-        gm.recompile()
         ctx.timings[graph_pass.name] = time.perf_counter() - started
         done.add(graph_pass.name)
         _dump(gm, ctx, f"{number:02d}_{graph_pass.name}")
+    gm.recompile()  # once: nobody runs what is between two passes
     return gm
 
 
