@@ -33,7 +33,13 @@ from compile_muon.summary import Summary
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
     from compile_muon.runtime.clipping import clip_grad_norm_
-    from compile_muon.weights import full_state_dict, load_full_state_dict, load_pretrained, save_pretrained
+    from compile_muon.weights import (
+        full_state_dict,
+        load_full_state_dict,
+        load_pretrained,
+        merge_adapters,
+        save_pretrained,
+    )
 
 __all__ = [
     "CheckpointError",
@@ -54,6 +60,7 @@ __all__ = [
     "load_config",
     "load_full_state_dict",
     "load_pretrained",
+    "merge_adapters",
     "save_pretrained",
 ]
 
@@ -67,6 +74,7 @@ _LATE = {
     "full_state_dict": "compile_muon.weights",
     "load_full_state_dict": "compile_muon.weights",
     "load_pretrained": "compile_muon.weights",
+    "merge_adapters": "compile_muon.weights",
     "save_pretrained": "compile_muon.weights",
 }
 
@@ -75,3 +83,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

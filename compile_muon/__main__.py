@@ -6,14 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from compile_muon.checkpoint.commands import add_commands
-from compile_muon.checkpoint.commands import run as run_checkpoint
-from compile_muon.config.convert import run as run_convert
+import compile_muon
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code; without one, print the usage."""
     parser = argparse.ArgumentParser(prog="python -m compile_muon", description="Muon and ZeRO inside torch.compile.")
+    parser.add_argument("--version", action="version", version=f"compile_muon {compile_muon.__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor", help="say whether this environment can train: versions, devices, compiler, entry point, a config"
@@ -36,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner.add_argument("--trace", type=Path, help="file to write timelines to, for Perfetto")
     converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
     converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
-    add_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
+    _add_checkpoint_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
     chosen = parser.parse_args(arguments)
+    # Each command imports what it needs: `doctor` must run where something is missing.
     if chosen.command == "doctor":
         from compile_muon.doctor import run
 
@@ -51,12 +51,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_plan(chosen)
     if chosen.command == "convert":
+        from compile_muon.config.convert import run as run_convert
+
         return run_convert(chosen.file)
     if chosen.command == "checkpoint":
+        from compile_muon.checkpoint.commands import run as run_checkpoint
+
         return run_checkpoint(chosen)
     parser.print_help()
     return 0
 
 
+def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="action", title="commands", metavar="COMMAND", required=True)
+    for name, text in (
+        ("list", "which checkpoints there are"),
+        ("verify", "read every file and compare its checksum; exit code 1 if one is damaged"),
+        ("inspect", "what is in a checkpoint"),
+        ("export", "whole weights as one Hugging Face-style safetensors folder"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("folder", type=Path, help="the folder of a Checkpointer")
+        if name != "list":
+            which = "all" if name == "verify" else "the newest"
+            command.add_argument("--step", type=int, help=f"default: {which}")
+        if name == "export":
+            command.add_argument("--out", type=Path, required=True, help="a new folder for the weights")
+
+
+def _to_the_end() -> int:
+    """:func:`main`, also where nobody reads the rest: ``... | head``."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 1
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_to_the_end())

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
@@ -29,17 +29,73 @@ from compile_muon.passes.torch_private import (
     make_partitioner,
     order_saved_values,
 )
+from compile_muon.runtime.account import account_of
 from compile_muon.runtime.frame import BackwardGraph, Codegen, ForwardGraph
+from compile_muon.runtime.handouts import written_in_forward
+from compile_muon.runtime.shards import edits_of, local_tensor
 
 __all__ = ["compile_frame", "muon_zero"]
 
 _IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
 
 
+_UNSHARDS = (UNSHARD, torch.ops.muon_zero.unshard)
+
+
 def _has_markers(gm: GraphModule) -> bool:
-    targets = (UNSHARD, torch.ops.muon_zero.unshard)
     graphs = (m for m in gm.modules() if isinstance(m, GraphModule))
-    return any(node.target in targets for sub in graphs for node in sub.graph.nodes)
+    return any(node.target in _UNSHARDS for sub in graphs for node in sub.graph.nodes)
+
+
+def _check_writes(gm: GraphModule, inputs: Sequence[Any]) -> None:
+    """Refuse a frame that writes to a gathered weight, which no parameter would see.
+
+    Dynamo has run the frame on fake tensors, whose version counters tell.
+
+    Raises:
+        UnsupportedModelError: naming the parameters.
+    """
+    named = {
+        node: account.name
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
+        if (account := account_of(value)) is not None
+    }
+    written: dict[str, None] = {}
+    for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
+        values = {n: v for n in sub.graph.nodes if isinstance(v := n.meta.get("example_value"), Tensor)}
+        edited = {_memory(value) for value in values.values() if edits_of(value)}
+        for node in values:
+            if node.target in _UNSHARDS and _memory(values[node]) in edited:
+                state = node.args[1]
+                written[named.get(state, str(state))] = None
+    if written:
+        raise written_in_forward(list(written))
+
+
+def _escaping_weights(gm: GraphModule) -> dict[int, int]:
+    """Outputs of a frame that are gathered weights, which Python code behind a graph break gets: to their states."""
+    places = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    outputs = gm.graph.output_node().args[0]
+    weights = {i: n for i, n in enumerate(outputs) if isinstance(n, Node) and n.target in _UNSHARDS}
+    return {i: places[state] for i, n in weights.items() if isinstance(state := n.args[1], Node) and state in places}
+
+
+def _handing_out(run: Callable[..., Any], escaping: Mapping[int, int]) -> Callable[..., Any]:
+    """``run``, whose weights that escape are watched as those that eager code reads."""
+
+    def watched(*args: Any) -> Any:
+        states = {output: args[place] for output, place in escaping.items()}
+        results = run(*args)
+        for output, state in states.items():
+            if (account := account_of(state)) is not None:
+                account.handouts.read(account.name, results[output], inside=True)
+        return results
+
+    return watched
+
+
+def _memory(value: Tensor) -> int:
+    return local_tensor(value).untyped_storage()._cdata
 
 
 class _Frame:
@@ -137,6 +193,7 @@ def muon_zero(
         mode: not supported; Inductor's own configuration applies.
     Raises:
         ConfigError: about every unknown option and bad value.
+        UnsupportedModelError: the frame writes to a weight.
     """
     if mode not in (None, "default"):
         raise ConfigError(f"mode = {mode!r}: muon_zero has no modes; set torch._inductor.config instead")
@@ -146,7 +203,10 @@ def muon_zero(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '
             "call compile_muon.MuonZero(model, ...) or compile_muon.initialize(model, config) first"
         )
-    return compile_frame(gm, example_inputs, frame_options)
+    _check_writes(gm, example_inputs)
+    escaping = _escaping_weights(gm)
+    run = compile_frame(gm, example_inputs, frame_options)
+    return _handing_out(run, escaping) if escaping else run
 
 
 def compile_frame(gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions) -> Callable[..., Any]:

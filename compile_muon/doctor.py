@@ -165,6 +165,8 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_triton,
     lambda: check_package("sympy"),
     lambda: check_package("rich"),
+    lambda: check_package("safetensors"),
+    lambda: check_package("numpy"),
     lambda: check_package("compile_muon"),
     check_devices,
     check_distributed,

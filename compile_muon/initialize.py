@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,9 +61,23 @@ def initialize(
 
 def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
     """``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
-    module.compile(
+    compiled: dict[str, Any] = dict(
         backend="muon_zero",
         fullgraph=settings.fullgraph,
         dynamic=settings.dynamic,
         options=settings.options(),
     )
+    if type(module).forward.__module__.startswith("torch."):
+        # Dynamo begins no frame in PyTorch's own files: of an nn.Sequential nothing would be compiled.
+        module._compiled_call_impl = torch.compile(_calling(module), **compiled)
+    else:
+        module.compile(**compiled)
+
+
+def _calling(module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    # Dynamo counts recompilations by code object, and gives up after some: each model has one of its own.
+    call.__code__ = call.__code__.replace(co_name=f"call_{type(module).__name__}")
+    return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from compile_muon.config import (
     ZeroConfig,
     config_from_kwargs,
 )
-from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, listed, warn_user
+from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.materialize import Values
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
@@ -37,6 +37,7 @@ from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
+from compile_muon.model.support import check_modules
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
 from compile_muon.runtime.account import Account
@@ -57,6 +58,8 @@ __all__ = ["MuonZero"]
 
 #: hyperparameters of parameter groups that may change between steps
 _RATES = ("lr", "momentum", "weight_decay", "betas", "eps")
+#: names of parameter groups, in their order
+_GROUPS = ("muon", "muon_no_decay", "adamw", "adamw_no_decay")
 
 
 class MuonZero(Optimizer):
@@ -65,7 +68,8 @@ class MuonZero(Optimizer):
     Args:
         model: module with all parameters on one device; becomes sharded. Not yet wrapped by DDP or FSDP.
         lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the AdamW group.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW's groups.
+        adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
         adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape.
         ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
             ``ns_steps`` None for as many steps as the coefficients have.
@@ -82,6 +86,8 @@ class MuonZero(Optimizer):
         max_skipped_steps: how many steps in a row "skip" may leave out before NonFiniteError is raised.
         check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
+        master_dtype: of the parameters themselves and all optimizer state; None for float32 where the model is in half
+            precision.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         machine: name or file of the machine that ``exchange="auto"`` decides for; default: by the type of the device.
         mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
@@ -90,6 +96,8 @@ class MuonZero(Optimizer):
             one rank of each stage, this rank included. The gradient norm, and whether a step is clipped, refused or
             left out, are then decided over all stages; docs/parallelism.md has an example.
         weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
+    Attributes:
+        scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.
     Raises:
         ConfigError: settings are out of range or contradict each other; ``errors`` of it is one for each.
         UnsupportedModelError: a parameter cannot be sharded or orthogonalized. Nothing is changed in either case.
@@ -107,6 +115,7 @@ class MuonZero(Optimizer):
         adamw_betas: tuple[float, float] = AdamWConfig.betas,
         adamw_eps: float = AdamWConfig.eps,
         adamw_weight_decay: float = AdamWConfig.weight_decay,
+        adamw_decay_vectors: bool = AdamWConfig.decay_vectors,
         adjust_lr: str = MuonConfig.adjust_lr,
         ns_steps: int | None = NSConfig.steps,
         ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
@@ -126,6 +135,7 @@ class MuonZero(Optimizer):
         check_replicas: int | None = ZeroConfig.check_replicas,
         param_dtype: torch.dtype | str | None = ZeroConfig.param_dtype,
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
+        master_dtype: torch.dtype | str | None = ZeroConfig.master_dtype,
         muon_params: Callable[[str, nn.Parameter], Any] | Sequence[str] | None = Config.muon_params,
         machine: str | None = Config.machine,
         mesh: DeviceMesh | None = None,
@@ -163,6 +173,7 @@ class MuonZero(Optimizer):
         weights: str | os.PathLike | None,
         init: Callable[..., Any] | None,
     ) -> None:
+        check_modules(model)
         values = Values.of(model, weights, init)
         meta = values is not None and values.meta
         device = target_device(mesh, process_group) if meta else _device_of(model)
@@ -211,6 +222,7 @@ class MuonZero(Optimizer):
         self._handouts = self._ledger.accounts[0].handouts
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
+        _warn_of_half_masters(trained)
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._scales = {
@@ -218,6 +230,7 @@ class MuonZero(Optimizer):
             for account in self._muon
             if (muon := account.spec.muon) is not None
         }
+        self._accounts = {account.param: account for account in trained}
         super().__init__(self._groups(), {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
@@ -226,35 +239,31 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._create_state()
         self._sync_momentum()
+        self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
+        self._scheduled: int | None = None
 
     def _groups(self) -> list[dict[str, Any]]:
+        """Muon's, and AdamW's with decay and without; a Muon matrix has none only where the model says so."""
         muon, rest = self.config.muon, self.config.adamw
-        groups: list[dict[str, Any]] = []
-        if self._muon:
-            groups.append(
-                {
-                    "params": [(a.name, a.param) for a in self._muon],
-                    "algorithm": "muon",
-                    "lr": muon.lr,
-                    "momentum": muon.momentum,
-                    "weight_decay": muon.weight_decay,
-                }
-            )
-        if self._adamw:
-            groups.append(
-                {
-                    "params": [(a.name, a.param) for a in self._adamw],
-                    "algorithm": "adamw",
-                    "lr": rest.lr,
-                    "betas": rest.betas,
-                    "eps": rest.eps,
-                    "weight_decay": rest.weight_decay,
-                }
-            )
-        return groups
+        rates: dict[str, dict[str, Any]] = {
+            "muon": {"lr": muon.lr, "momentum": muon.momentum, "weight_decay": muon.weight_decay},
+            "adamw": {"lr": rest.lr, "betas": rest.betas, "eps": rest.eps, "weight_decay": rest.weight_decay},
+        }
+        groups: dict[str, dict[str, Any]] = {}
+        for account in (*self._muon, *self._adamw):
+            algorithm = self._assignments[account.name].algorithm
+            decays = self._assignments[account.name].decays(vectors=rest.decay_vectors)
+            name = algorithm if decays else f"{algorithm}_no_decay"
+            settings = rates[algorithm] if decays else {**rates[algorithm], "weight_decay": 0.0}
+            group = groups.setdefault(name, {"params": [], "algorithm": algorithm, "name": name, **settings})
+            group["params"].append((account.name, account.param))
+        return [groups[name] for name in _GROUPS if name in groups]
 
-    def _group_of(self, algorithm: str) -> dict[str, Any]:
-        return next(group for group in self.param_groups if group["algorithm"] == algorithm)
+    def _groups_of(self, algorithm: str) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["algorithm"] == algorithm]
+
+    def _with_gradient(self, group: Mapping[str, Any]) -> list[Account]:
+        return [self._accounts[param] for param in group["params"] if param.grad is not None]
 
     def _create_state(self) -> None:
         """All state exists from the start, so checkpoints and sharding see it before the first step."""
@@ -268,7 +277,10 @@ class MuonZero(Optimizer):
         """Bring the tensor that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
         if not self._muon:
             return
-        momentum = float(self._group_of("muon")["momentum"])
+        factors = {float(group["momentum"]) for group in self._groups_of("muon")}
+        if len(factors) > 1:
+            raise config_error("momentum", factors, "differs between Muon's groups", "give all of them the same")
+        momentum = factors.pop()
         if momentum != self._ledger.momentum_factor:
             # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
             self._hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
@@ -296,7 +308,9 @@ class MuonZero(Optimizer):
             ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
         """
         counters = self._ledger.counters
-        rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in self.param_groups}
+        rates: dict[str, float] = {}
+        for group in self.param_groups:
+            rates.setdefault(f"{group['algorithm']}_lr", float(group["lr"]))
         several = self._mesh is not None and len(self._mesh.names) > 1
         by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
@@ -347,7 +361,20 @@ class MuonZero(Optimizer):
             self._step()
         return loss
 
+    def _check_schedule(self) -> None:
+        """DeepSpeed's engine steps the schedule of its configuration behind each step of the optimizer; a loop must.
+
+        Raises:
+            ConfigError: it did not.
+        """
+        if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
+            raise config_error(
+                "scheduler", type(self.config.scheduler).__name__, "was not stepped since the last optimizer.step()",
+                "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
+            )  # fmt: skip
+
     def _step(self) -> None:
+        self._check_schedule()
         problem = self._model_problem()
         self._own_momenta()
         self._sync_momentum()
@@ -357,15 +384,19 @@ class MuonZero(Optimizer):
         agreement = self._agreement() if self._compares else None
         directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
-            scales = [self._scales[a.name] for a in muon]
             with self._ledger.range("step commit muon"):
-                commit_muon(muon, directions, scales, self._group_of("muon") if muon else {})
-            directions.clear()
+                for group in self._groups_of("muon"):
+                    own = self._with_gradient(group)
+                    made = [directions.pop(account.name) for account in own]
+                    commit_muon(own, made, [self._scales[account.name] for account in own], group)
             with self._ledger.range("step commit adamw"):
-                commit_adamw(rest, [self.state[a.param] for a in rest], self._group_of("adamw") if rest else {})
+                for group in self._groups_of("adamw"):
+                    own = self._with_gradient(group)
+                    commit_adamw(own, [self.state[account.param] for account in own], group)
             # In the order in which the model has them, which is about that of their use in the next forward.
             trained = {*muon, *rest}
             self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
+            self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         self._ledger.close([*muon, *rest])
 
     def _model_problem(self) -> UnsupportedModelError | None:
@@ -407,7 +438,7 @@ class MuonZero(Optimizer):
 
     def _agreement(self) -> Agreement:
         """What every rank must bring to this step alike."""
-        values = {f"{g['algorithm']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
+        values = {f"{g['name']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
         scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: repr(value) for name, value in values.items() if name not in scalars}
         step, every = self._ledger.place.step, self.config.zero.check_replicas
@@ -429,13 +460,15 @@ class MuonZero(Optimizer):
                 survey.add(what, [account.name for account in self._adamw], values)
         for group in self.param_groups:
             for key in _RATES:
-                survey.add_rate(f"{group['algorithm']} {key}", group.get(key, 0.0))
+                survey.add_rate(f"{group['name']} {key}", group.get(key, 0.0))
         if agreement is not None:
             agreement.put(survey)
         return survey
 
-    def _directions(self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None) -> list[Tensor] | None:
-        """Directions of these matrices: those of backward where they hold, the others made here.
+    def _directions(
+        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
+    ) -> dict[str, Tensor] | None:
+        """Directions of these matrices by name: those of backward where they hold, the others made here.
 
         Waits for the device once, and again only where some were made in backward and others must be made here, or
         where pipeline stages must know of each other before any is made. Gradients are scaled in place where their
@@ -483,7 +516,7 @@ class MuonZero(Optimizer):
         if (late or self._stages is not None) and self._refused(survey, directions):
             return None
         self._settle([account for account in muon if account.name in ready], held, clipped=clipped)
-        return [directions[account.name] for account in muon]
+        return {account.name: directions[account.name] for account in muon}
 
     def _check_agreement(self, survey: Survey, agreement: Agreement | None) -> None:
         """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
@@ -658,6 +691,15 @@ class MuonZero(Optimizer):
             account.speculations.drop()
         self._sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))
+
+
+def _warn_of_half_masters(trained: Sequence[Account]) -> None:
+    half = [account for account in trained if account.spec.dtype in ("bfloat16", "float16")]
+    if half:
+        warn_user(
+            f"master weights and optimizer state of {listed([account.name for account in half])} are "
+            f"{half[0].spec.dtype} (master_dtype): small updates are rounded away; leave master_dtype out for float32"
+        )
 
 
 def _device_of(model: nn.Module) -> torch.device:

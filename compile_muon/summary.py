@@ -26,6 +26,7 @@ class Row:
 
     Args:
         name, shape, algorithm, reason: as assigned.
+        decays: whether its weight decay is that of the configuration, and not 0.
         exchange: strategy of the Muon update, "-" otherwise.
         bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
             (formula).
@@ -36,6 +37,7 @@ class Row:
     shape: tuple[int, ...]
     algorithm: str
     reason: str
+    decays: bool
     exchange: str
     bytes_sent: dict[str, float]
     multiply_adds: float
@@ -93,7 +95,8 @@ class Summary:
             shape = "x".join(map(str, row.shape)) or "scalar"
             sent = [f"{sent:,.0f}" + (f" {axis}" if self.axes else "") for axis, sent in row.bytes_sent.items()]
             numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.algorithm == "muon" else ("-", "-")
-            table.add_row(row.name, shape, row.algorithm, row.exchange, *numbers, row.reason)
+            decay = "" if row.decays or row.algorithm == "frozen" else ", no decay"
+            table.add_row(row.name, shape, row.algorithm + decay, row.exchange, *numbers, row.reason)
         return table
 
     def __str__(self) -> str:
@@ -124,7 +127,7 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     return {names[axis]: muon.batch * sent for axis, sent in found.items()}
 
 
-def _row(account: Account, assignment: Assignment) -> Row:
+def _row(account: Account, assignment: Assignment, config: Config) -> Row:
     muon = account.spec.muon
     experts = account.spec.layout.expert.size
     work = 0.0 if muon is None else experts * muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
@@ -133,6 +136,7 @@ def _row(account: Account, assignment: Assignment) -> Row:
         shape=account.spec.layout.whole,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
+        decays=assignment.decays(vectors=config.adamw.decay_vectors),
         exchange="-" if muon is None else muon.exchange,
         bytes_sent=_exchange_bytes(account.spec),
         multiply_adds=work,
@@ -145,7 +149,7 @@ def summarize(
     """Collect the rows of a sharded model."""
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
-        rows=tuple(_row(account, assignments[account.name]) for account in accounts),
+        rows=tuple(_row(account, assignments[account.name], config) for account in accounts),
         stage=config.zero.stage,
         world_size=1 if mesh is None else mesh.size,
         update="step" if config.zero.update == "step" else "backward",

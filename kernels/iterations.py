@@ -73,9 +73,7 @@ def standard(x: M, steps: Sequence[Triple], products: Products[M], *, out: M | N
     return x
 
 
-def gram(
-    x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None
-) -> M:
+def gram(x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None) -> M:
     """The same polynomial, iterated on k × k matrices between restarts.
 
     Args:

@@ -37,6 +37,7 @@ __all__ = [
     "make_partitioner",
     "mark_recompute",
     "mark_save",
+    "never_a_frame",
     "order_saved_values",
     "profiler_enabled",
     "storage_holders",
@@ -337,6 +338,17 @@ def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) 
 def current_backward() -> int:
     """A number for the backward call under way on this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def never_a_frame(function: Any) -> None:
+    """Have Dynamo leave alone ``function``, and what it calls, where code that is not compiled calls it.
+
+    Frames that are compiled inline it still, where ``torch.compiler.disable`` would break their graphs.
+    """
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
 
 
 def compiled_autograd_active() -> bool:

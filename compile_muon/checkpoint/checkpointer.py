@@ -155,8 +155,8 @@ class Checkpointer:
             values.put("loader", loader.state_dict())
         for name, value in contents.module_state.items():
             values.put(f"module.{name}", value)
-        for algorithm, group in contents.groups.items():
-            values.put(f"group.{algorithm}", group)
+        for name, group in contents.groups.items():
+            values.put(f"group.{name}", group)
         own.put("random", random_state())
         tensors = dict(contents.tensors)
         for key in contents.buffers:  # they may come of a rank's own batches
@@ -272,7 +272,7 @@ class Checkpointer:
             for key, source in fitting.sources.items():
                 local_tensor(contents.tensors[key]).copy_(local_tensor(staged[source]))
         for group in optimizer.param_groups:
-            group.update(groups.get(group["algorithm"], {}))
+            group.update(groups.get(group["name"], {}))
         optimizer.loaded(manifest.step)
         if problems:
             warn_user(f"{place}: {_list(problems, 'all else was loaded')}")

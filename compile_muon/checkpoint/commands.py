@@ -5,27 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 from compile_muon.checkpoint.export import export
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 
-__all__ = ["add_commands", "run"]
-
-
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Declare the subcommands and their arguments."""
-    commands = parser.add_subparsers(dest="action", title="commands", metavar="COMMAND", required=True)
-    for name, (_, text) in _ACTIONS.items():
-        command = commands.add_parser(name, help=text)
-        command.add_argument("folder", type=Path, help="the folder of a Checkpointer")
-        if name != "list":
-            which = "all" if name == "verify" else "the newest"
-            command.add_argument("--step", type=int, help=f"default: {which}")
-        if name == "export":
-            command.add_argument("--out", type=Path, required=True, help="a new folder for the weights")
+__all__ = ["run"]
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -38,7 +24,7 @@ def run(chosen: argparse.Namespace) -> int:
         print(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
         return 1
     try:
-        return _ACTIONS[chosen.action][0](chosen, folder, steps)
+        return _ACTIONS[chosen.action](chosen, folder, steps)
     except (CheckpointError, OSError) as error:
         print(error)
         return 1
@@ -95,9 +81,9 @@ def _export(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int
     return 0
 
 
-_ACTIONS: dict[str, tuple[Callable[[argparse.Namespace, Folder, list[int]], int], str]] = {
-    "list": (_list, "which checkpoints there are"),
-    "verify": (_verify, "read every file and compare its checksum; exit code 1 if one is damaged"),
-    "inspect": (_inspect, "what is in a checkpoint"),
-    "export": (_export, "whole weights as one Hugging Face-style safetensors folder"),
+_ACTIONS: dict[str, Callable[[argparse.Namespace, Folder, list[int]], int]] = {
+    "list": _list,
+    "verify": _verify,
+    "inspect": _inspect,
+    "export": _export,
 }

@@ -33,7 +33,7 @@ class Contents:
         buffers: names of ``tensors`` that are no parameters; ranks may hold different ones.
         aliases: further names of tied weights to the first.
         module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
-        groups: hyperparameters by algorithm.
+        groups: hyperparameters by the name of the group.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -69,12 +69,14 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
 
     Raises:
         CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
+        UnsupportedModelError: a gathered copy of a parameter was edited.
     """
+    optimizer._handouts.check(thoroughly=True)
     found = Contents()
     algorithm: dict[int, str] = {}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
-        found.groups[group["algorithm"]] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        found.groups[group["name"]] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     names: dict[int, str] = {}

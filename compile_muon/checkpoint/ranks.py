@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.checkpoint.manifest import DamagedError
-from compile_muon.errors import CheckpointError
+from compile_muon.errors import CheckpointError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
 from compile_muon.runtime.board import gather_objects
 from compile_muon.runtime.place import Place
@@ -114,4 +114,4 @@ class Ranks:
 
 
 def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MuonZeroError) else f"{type(error).__name__}: {error}"

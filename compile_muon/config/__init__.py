@@ -1,12 +1,20 @@
 """Configuration: what can be set, in which vocabularies, and what of it is wrong.
 
 The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
-them), ``compile_options``, ``settings``, ``foreign``, ``deepspeed``, ``convert``.
+them), ``compile_options``, ``schedule``, ``settings``, ``foreign``, ``sections``, ``deepspeed``, ``convert``.
 """
 
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options
 from compile_muon.config.convert import convert
 from compile_muon.config.deepspeed import load_config
+from compile_muon.config.schedule import (
+    LRRangeTest,
+    OneCycle,
+    ScheduleConfig,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 from compile_muon.config.settings import (
     ARGUMENTS,
     AdamWConfig,
@@ -28,9 +36,15 @@ __all__ = [
     "Config",
     "ExpertParallelConfig",
     "FrameOptions",
+    "LRRangeTest",
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
+    "OneCycle",
+    "ScheduleConfig",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
     "ZeroConfig",
     "config_from_kwargs",
     "convert",

@@ -16,11 +16,11 @@ class Mistakes:
     """Collects errors, so that who made several mistakes reads of all of them at once."""
 
     def __init__(self) -> None:
-        self._found: list[ConfigError] = []
+        self.found: list[ConfigError] = []
 
     def add(self, error: ConfigError) -> None:
         """Keep ``error`` for the end."""
-        self._found.extend(error.errors)
+        self.found.extend(error.errors)
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -32,8 +32,8 @@ class Mistakes:
 
     def raise_all(self) -> None:
         """Raise what was collected as one ConfigError; nothing where there is nothing."""
-        if self._found:
-            raise join_errors(self._found) from None
+        if self.found:
+            raise join_errors(self.found) from None
 
 
 def setting(default: object, check: Callable[..., Any], *, none: bool = False, **limits: object) -> Any:

@@ -16,6 +16,7 @@ from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.ranges import nvtx_installed
 
 __all__ = [
+    "FILLED",
     "check_boolean",
     "check_choice",
     "check_dtype",
@@ -36,9 +37,21 @@ _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64
 }
 
 
+#: Paths of a config at which ``compile_muon.integrations.transformers.MuonTrainer`` takes "auto".
+FILLED = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    *(f"optimizer.params.{key}" for key in ("lr", "weight_decay", "betas", "eps")),
+    *(f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")),
+)
+
+
 def _refuse_auto(field: str, value: object, remedy: str) -> None:
     """Common in DeepSpeed configs written for Transformers."""
     if isinstance(value, str) and value == "auto":
+        if field in FILLED:
+            remedy += ", or use MuonTrainer, which fills it in"
         raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from compile_muon.config.checked import Checked
-from compile_muon.config.deepspeed import read_config
+from compile_muon.config.checks import FILLED
+from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.settings import ARGUMENTS, AdamWConfig, CompileConfig, Config, MuonConfig, NSConfig, ZeroConfig
 from compile_muon.errors import ConfigError, config_error
 
@@ -32,23 +34,46 @@ def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str,
     Raises:
         ConfigError: as :func:`load_config`, and about what only Python can say (a predicate as ``muon_params``).
 
-    >>> convert({"train_batch_size": 8, "zero_optimization": {"stage": 3, "overlap_comm": True}})
+    >>> convert({"zero_optimization": {"stage": 3, "overlap_comm": True}})
     {'zero_optimization': {'stage': 3}}
     """
-    return _written(read_config(source)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is written nothing is without effect, or said twice
+        return _written(load_config(source))
 
 
 def run(path: Path) -> int:
-    """Print the converted file; what is wrong with it, or without effect, goes to stderr. The exit code is 0 or 2."""
+    """Print what can be taken over of a file; to stderr goes what is left to do, and what has no effect.
+
+    Two things stay as they are though they are left to do, since the rest would train something else without them:
+    "auto" where MuonTrainer fills it in, and an optimizer that is not one of ours.
+
+    Returns:
+        The exit code: 0, or 1 where something is left to do, or 2 where there is nothing to read.
+    """
     try:
-        config, hints = read_config(path)
+        reading = read_all(path)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if hints:
-        print(f"no effect here: {', '.join(hints)}", file=sys.stderr)
-    print(json.dumps(_written(config), indent=2))
-    return 0
+    written = _written(reading.config)
+    for wrong in reading.errors:
+        if wrong.field == "optimizer.type" or (wrong.field in FILLED and wrong.shown == repr("auto")):
+            _keep(written, reading.source, wrong.field)
+    if reading.errors:
+        print("left to do:", *reading.errors, sep="\n  ", file=sys.stderr)
+    for remark in reading.remarks:
+        print(remark, file=sys.stderr)
+    print(json.dumps(written, indent=2))
+    return 1 if reading.errors else 0
+
+
+def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> None:
+    """Put a value of the source where it was; a schedule, of which a part says little, as a whole."""
+    *path, key = ["scheduler"] if field.startswith("scheduler.") else field.split(".")
+    for section in path:
+        written, source = written.setdefault(section, {}), source[section]
+    written[key] = source[key]
 
 
 def _written(config: Config) -> dict[str, Any]:
@@ -70,17 +95,23 @@ def _written(config: Config) -> dict[str, Any]:
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     top = {key: given.pop(key) for key in _AT_THE_TOP if key in given}
     zero = {key: given.pop(key) for key in _IN_ZERO if key in given}
-    bf16 = {}
+    experts, bf16 = config.expert_parallel, {}
     if config.zero.param_dtype is torch.bfloat16:
         bf16 = {"enabled": True}
         del given["param_dtype"]
+    scheduler = _scheduler(config, given)
     optimizer = {"type": "AdamW" if config.algorithm == "adamw" else None, "params": _params(config, given)}
     sections = {
         "compile": _compile(config.compile),
         "optimizer": {key: value for key, value in optimizer.items() if value},
+        "scheduler": scheduler,
         "zero_optimization": zero,
     }
-    last = {"bf16": bf16, "mesh": {} if config.mesh is None else asdict(config.mesh)}
+    last = {
+        "bf16": bf16,
+        "mesh": {} if config.mesh is None else asdict(config.mesh),
+        "expert_parallel": {f.name: v for f in fields(experts) if (v := getattr(experts, f.name)) != f.default},
+    }
     return _filled(sections) | top | _filled(last)
 
 
@@ -89,21 +120,38 @@ def _filled(sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:
-    """optimizer.params; ``lr`` and ``weight_decay`` there are of both halves, under "AdamW" of the one there is."""
+    """optimizer.params; ``weight_decay`` there is of both halves, ``lr`` too, but nobody expects it."""
     both = {}
     for key in ("lr", "weight_decay"):
         muon, adamw = getattr(config.muon, key), getattr(config.adamw, key)
         if config.algorithm == "adamw":
             if f"adamw_{key}" in given:
                 both[key] = given.pop(f"adamw_{key}")
+        elif key == "lr":
+            continue
         elif muon == adamw and {key, f"adamw_{key}"} & given.keys():
             both[key] = muon
             given.pop(key, None)
             given.pop(f"adamw_{key}", None)
-        elif key == "weight_decay" and key in given:  # has no name of Muon's alone
+        elif key in given:  # has no name of Muon's alone
             given["adamw_weight_decay"] = adamw
     named = both | {_IN_PARAMS.get(argument, argument): _plain(value) for argument, value in given.items()}
     return {key: named[key] for key in sorted(named, key=_ORDER.index)}
+
+
+def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
+    """The section; rates for which DeepSpeed has a default there move to it from ``given``."""
+    schedule = config.scheduler
+    if schedule is None:
+        return {}
+    params = {f.name: _plain(v) for f in fields(schedule) if (v := getattr(schedule, f.name)) != f.default}
+    if schedule.rate_default is not None:
+        given.pop("lr", None)
+        given.pop("adamw_lr", None)
+        muon, adamw = config.muon.lr, config.adamw.lr
+        one = config.algorithm == "adamw" or muon == adamw
+        params = {schedule.rate_key: adamw if one else [muon, adamw], **params}
+    return {"type": type(schedule).__name__, "params": params}
 
 
 def _compile(config: CompileConfig) -> Any:

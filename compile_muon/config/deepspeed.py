@@ -6,11 +6,14 @@ Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
 * ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
   override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
 * ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
+* In a config of DeepSpeed, which always has a batch size, vectors decay as all else does; otherwise they do not.
 * Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
 * What is absent takes the default of :mod:`compile_muon.config.settings`, not DeepSpeed's
   (``zero_optimization.stage`` is 2, not 0).
 * ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
 * ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
+* Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
+  have different rates is an error.
 * ``compile.deepcompile`` is ``compile.enabled``, ``communication_data_type`` is ``reduce_dtype``, and ``bfloat16`` is
   ``bf16``.
 * DeepSpeed's other keys are accepted where they change nothing that is trained, and named in one warning; the rest are
@@ -19,23 +22,21 @@ Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
-from compile_muon.config.foreign import FOREIGN, refusal
+from compile_muon.config.schedule import SCHEDULES, ScheduleConfig, check_rates
+from compile_muon.config.sections import PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
     NO_MUON,
-    Arguments,
+    AdamWConfig,
     CompileConfig,
     Config,
     ExpertParallelConfig,
@@ -43,61 +44,45 @@ from compile_muon.config.settings import (
     MuonConfig,
     NSConfig,
 )
-from compile_muon.errors import ConfigError, config_error, warn_user
+from compile_muon.errors import ConfigError, config_error, join_errors, warn_user
 
-__all__ = ["load_config", "read_config"]
+__all__ = ["Reading", "load_config", "read_all"]
 
 C = TypeVar("C", bound=Checked)
 
-_TOP = (
-    "compile",
-    "optimizer",
-    "zero_optimization",
-    "gradient_clipping",
-    "gradient_accumulation_steps",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "communication_data_type",
-    "mesh",
-    "expert_parallel",
-    "machine",
-)
-#: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
-_PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
 _SHARED = ("lr", "weight_decay")
+#: DeepSpeed refuses a config without one of these, and nobody else writes them; there vectors decay as all else does.
+_BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 #: Arguments nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = frozenset(name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)) | {
     "exchange",
     "muon_params",
 }
-_SECTIONS: dict[str, tuple[str, ...]] = {
-    "": _TOP,
-    "compile": (*(f.name for f in fields(CompileConfig)), "deepcompile"),
-    "optimizer": ("type", "params"),
-    "zero_optimization": ("stage", "shard_state_over"),
-    "optimizer.params": (*_PARAM_ALIASES, *ARGUMENTS),
-    "bf16": ("enabled",),
-    "bfloat16": ("enabled",),
-    "fp16": ("enabled",),
-    "mesh": tuple(f.name for f in fields(MeshConfig)),
-    "expert_parallel": tuple(f.name for f in fields(ExpertParallelConfig)),
-}
 
 
-class _Given(Arguments):
-    """What a config gives; ``hints`` are the paths of its keys that have no effect here."""
+class Reading(NamedTuple):
+    """What there is in a config.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.hints: list[str] = []
+    Attributes:
+        source: the keys and values as they were given.
+        config: all that could be taken over.
+        hints: paths of the keys that have no effect here.
+        remarks: what may be meant otherwise.
+        errors: about the rest.
+    """
+
+    source: Mapping[str, Any]
+    config: Config
+    hints: list[str]
+    remarks: list[str]
+    errors: list[ConfigError]
 
 
 def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Config:
     """Read a config from a JSON file or a mapping in DeepSpeed's vocabulary; a ``Config`` comes back as it is.
 
     Keys of DeepSpeed that have no effect here (batch sizes, buckets, overlap, logging, whatever is switched off) are
-    named in one warning.
+    named in one warning; another one says that ``lr`` alone is the rate of both halves.
 
     Raises:
         ConfigError: naming, for each mistake, the path of the key (``optimizer.params.muon_lr``), its value and the
@@ -107,58 +92,102 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     >>> load_config({"optimizer": {"type": "Muon", "params": {"lr": 0.01, "adam_lr": 1e-3}}}).adamw.lr
     0.001
     """
-    config, hints = read_config(source)
-    if hints:
-        warn_user(f"no effect here: {', '.join(hints)}")
-    return config
-
-
-def read_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> tuple[Config, list[str]]:
-    """:func:`load_config` without the warning: beside the ``Config``, the paths of keys without effect."""
     if isinstance(source, Config):
-        return source, []
-    given = _Given()
-    top = _section(given, "", _read_json(given, source) if isinstance(source, (str, os.PathLike)) else source)
-    optimizer = _section(given, "optimizer", top.get("optimizer", {}))
-    algorithm = _read_algorithm(given, optimizer.get("type", "Muon"))
+        return source
+    reading = read_all(source)
+    if reading.errors:
+        raise join_errors(reading.errors)
+    for remark in reading.remarks:
+        warn_user(remark)
+    return reading.config
+
+
+def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
+    """:func:`load_config` of the settings that are right, with a list of those that are not.
+
+    Raises:
+        ConfigError: there is nothing to read: the file is missing or not JSON, or the whole is not an object.
+    """
+    given = Given()
+    values: Any = read_json(given, source) if isinstance(source, (str, os.PathLike)) else source
+    if not isinstance(values, Mapping):
+        raise config_error("config", values, f"must be an object, not {type(values).__name__}", "write {...}")
+    top = section(given, "", values)
+    optimizer = section(given, "optimizer", top.get("optimizer", {}))
+    kind, params = optimizer.get("type", "Muon"), section(given, "optimizer.params", optimizer.get("params", {}))
+    algorithm = _read_algorithm(given, kind, optimizer.get("params", {}))
     put_params = _put_adamw_params if algorithm == "adamw" else _put_params
-    put_params(given, _section(given, "optimizer.params", optimizer.get("params", {})))
-    for key, value in _section(given, "zero_optimization", top.get("zero_optimization", {})).items():
+    put_params(given, params)
+    if not _BATCH_SIZES.isdisjoint(values):
+        given.values.setdefault("adamw_decay_vectors", True)
+        if algorithm == "adamw" and not given.mistakes.found:
+            _remark_on_defaults(given)
+    for key, value in section(given, "zero_optimization", top.get("zero_optimization", {})).items():
         given.put(key, value, f"zero_optimization.{key}")
     for key in ("gradient_clipping", "gradient_accumulation_steps", "machine"):
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)
-    config = given.config(
+    config = given.best(
+        scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
         mesh=_read(given, top, "mesh", MeshConfig) if "mesh" in top else None,
         expert_parallel=_read(given, top, "expert_parallel", ExpertParallelConfig) or ExpertParallelConfig(),
     )
-    return config, given.hints
+    remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
+    return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
 
 
-def _read_algorithm(given: _Given, kind: object) -> str:
-    if isinstance(kind, str) and kind.lower() in ALGORITHMS:
-        return kind.lower()
-    remedy = 'use "Muon" or "AdamW"'
-    if isinstance(kind, str) and kind.lower() == "adam":
-        remedy += ", which DeepSpeed's Adam is unless adam_w_mode is false"
-    given.mistakes.add(config_error("optimizer.type", kind, "is not an optimizer of compile_muon", remedy))
+def _read_algorithm(given: Given, kind: object, params: object) -> str:
+    name = kind.lower() if isinstance(kind, str) else ""
+    if name == "adam":
+        # DeepSpeed's decays as AdamW does, unless told otherwise, and by nothing where nothing is said.
+        said = params if isinstance(params, Mapping) else {}
+        if said.get("adam_w_mode", True) is not False or not said.get("weight_decay"):
+            if "weight_decay" not in said:
+                given.put("adamw_weight_decay", 0.0, "optimizer.params.weight_decay")
+            return "adamw"
+        problem = "with adam_w_mode = False adds the decay to the gradient, which is not done here"
+        given.mistakes.add(config_error("optimizer.type", kind, problem, 'use "AdamW", whose decay is decoupled'))
+    if name in ALGORITHMS:
+        return name
+    if name != "adam":
+        problem = "is not an optimizer of compile_muon"
+        given.mistakes.add(config_error("optimizer.type", kind, problem, 'use "Muon" or "AdamW"'))
     return Config.algorithm
 
 
-def _put(given: _Given, argument: str, value: object, path: str) -> None:
+def _remark_on_defaults(given: Given) -> None:
+    """What DeepSpeed's AdamW would take for settings that are not there."""
+    theirs = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    apart = [
+        f"{key} = {getattr(AdamWConfig, key)}, there {value}"
+        for key, value in theirs.items()
+        if f"adamw_{key}" not in given.values
+    ]
+    if apart:
+        given.remarks.append(
+            f"optimizer.params: what is left out takes another default than in DeepSpeed: {'; '.join(apart)}; write it"
+        )
+
+
+def _put(given: Given, argument: str, value: object, path: str) -> None:
     """``given.put``, but clipping by 0 is none, as in DeepSpeed."""
     off = argument == "gradient_clipping" and value == 0 and not isinstance(value, bool)
     given.put(argument, None if off else value, path)
 
 
-def _put_params(given: _Given, params: Mapping[str, Any]) -> None:
+def _put_params(given: Given, params: Mapping[str, Any]) -> None:
     """optimizer.params: specific keys first, then the two that are shared by both halves."""
     for key, value in params.items():
         if key not in _SHARED:
-            _put(given, _PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
+            _put(given, PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
+    if "lr" in params and "adamw_lr" not in given.values and params.get("adjust_lr") != "match_rms_adamw":
+        given.remarks.append(
+            f"optimizer.params.lr = {params['lr']} is AdamW's rate too, as in DeepSpeed: that of embeddings, the "
+            f"output head and vectors, for which MuonZero takes {AdamWConfig.lr} otherwise; write muon_lr and adam_lr"
+        )
     for key in _SHARED:
         if key in params:
             path = f"optimizer.params.{key}"
@@ -169,11 +198,11 @@ def _put_params(given: _Given, params: Mapping[str, Any]) -> None:
                         given.put(argument, value, path)
 
 
-def _put_adamw_params(given: _Given, params: Mapping[str, Any]) -> None:
+def _put_adamw_params(given: Given, params: Mapping[str, Any]) -> None:
     """optimizer.params of type "AdamW": the shared keys are AdamW's, those of Muon are refused."""
     for key, value in params.items():
         path = f"optimizer.params.{key}"
-        argument = f"adamw_{key}" if key in _SHARED else _PARAM_ALIASES.get(key, key)
+        argument = f"adamw_{key}" if key in _SHARED else PARAM_ALIASES.get(key, key)
         if argument in _MUON_ONLY:
             remedy = "use lr, the rate of AdamW here" if key == "muon_lr" else "remove it"
             given.mistakes.add(config_error(path, value, NO_MUON, f'{remedy}, or set optimizer.type to "Muon"'))
@@ -181,11 +210,14 @@ def _put_adamw_params(given: _Given, params: Mapping[str, Any]) -> None:
             _put(given, argument, value, path)
 
 
-def _put_precision(given: _Given, top: Mapping[str, Any]) -> None:
+def _put_precision(given: Given, top: Mapping[str, Any]) -> None:
     """bf16.enabled is param_dtype=bfloat16; fp16.enabled would need loss scaling."""
-    fp16 = _precision(given, top, "fp16")
+    fp16 = _precision(given, top, "fp16").get("enabled", False)
+    if fp16 == "auto":  # a choice of whoever fills it in, and here there is none
+        given.hints.append("fp16.enabled")
+        fp16 = False
     with given.mistakes.collected():
-        if check_boolean("fp16.enabled", fp16.get("enabled", False)):
+        if check_boolean("fp16.enabled", fp16):
             problem = "needs loss scaling, which compile_muon does not do"
             raise config_error("fp16.enabled", True, problem, 'use "bf16": {"enabled": true}')
     for name in ("bf16", "bfloat16"):
@@ -202,23 +234,23 @@ def _put_precision(given: _Given, top: Mapping[str, Any]) -> None:
         given.hints.append("communication_data_type")
 
 
-def _precision(given: _Given, top: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _precision(given: Given, top: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object called ``name``; null and false are an absent one."""
     value = top.get(name, {})
     if value is None or value is False:
         given.hints.append(name)
         return {}
-    return _section(given, name, value)
+    return section(given, name, value)
 
 
-def _read_compile(given: _Given, value: object) -> CompileConfig:
+def _read_compile(given: Given, value: object) -> CompileConfig:
     if isinstance(value, bool):
         return CompileConfig(enabled=value)
     if not isinstance(value, Mapping):
         problem = "must be true, false or an object"
         given.mistakes.add(config_error("compile", value, problem, 'use "compile": true'))
         return CompileConfig()
-    settings = dict(_section(given, "compile", value))
+    settings = dict(section(given, "compile", value))
     if "deepcompile" in settings:
         with given.mistakes.collected():
             deep = check_boolean("compile.deepcompile", settings.pop("deepcompile"))
@@ -230,75 +262,73 @@ def _read_compile(given: _Given, value: object) -> CompileConfig:
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
 
 
-def _read(given: _Given, top: Mapping[str, Any], key: str, kind: type[C]) -> C | None:
+def _read(given: Given, top: Mapping[str, Any], key: str, kind: type[C]) -> C | None:
     """The section ``key`` as a dataclass; None where it contradicts itself."""
-    values = kind.canonical(_section(given, key, top.get(key, {})), given.mistakes, lambda name: f"{key}.{name}")
+    return _built(given, kind, section(given, key, top.get(key, {})), key)
+
+
+def _built(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
+    """A dataclass of these values, which are found at ``path``; None where they contradict each other or lack one."""
+    good = kind.canonical(values, given.mistakes, lambda name: f"{path}.{name}")
     try:
-        return kind(**values)
+        return kind(**good)
     except ConfigError as error:
         for each in error.errors:
-            given.mistakes.add(each.renamed(each.field.replace(kind.__name__, key)))
+            name = each.field.removeprefix(f"{kind.__name__}.")
+            if name in good or name not in values:  # else it has been complained of
+                given.mistakes.add(each.renamed(f"{path}.{name}"))
         return None
 
 
-def _section(given: _Given, path: str, value: object) -> Mapping[str, Any]:
-    """The keys of ``value`` that are read here; of the others DeepSpeed's are hints or mistakes, the rest mistakes."""
-    if not isinstance(value, Mapping):
-        example = '{"enabled": true}' if path in ("bf16", "bfloat16", "fp16") else "{...}"
-        if path == "zero_optimization":  # DeepSpeed still takes an old true, which is stage 1
-            example = f'{{"stage": {int(value) if isinstance(value, bool) else 2}}}'
-        problem = f"must be an object, not {type(value).__name__}"
-        given.mistakes.add(config_error(path or "config", value, problem, f"write {example}"))
-        return {}
-    for key in value:
-        if key in _SECTIONS[path]:
-            continue
-        name = _full(path, str(key))
-        if key not in FOREIGN.get(path, ()):
-            problem = "is not a known key"
-            given.mistakes.add(config_error(name, value[key], problem, _nearest_key(path, str(key))))
-        elif error := refusal(path, key, value[key]):
-            given.mistakes.add(error)
-        else:
-            given.hints.append(name)
-    return {key: entry for key, entry in value.items() if key in _SECTIONS[path]}
+def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConfig | None:
+    """The schedule; rates in it that stand for those of the optimizer become those of its halves."""
+    if not value or (isinstance(value, Mapping) and not value.get("type")):
+        given.hints.append("scheduler")
+        return None
+    top = section(given, "scheduler", value)
+    name = top.get("type")
+    kind = SCHEDULES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        if name is not None:  # else the section is no object
+            remedy = f"use one of {', '.join(SCHEDULES)}, or remove it and make one of torch.optim.lr_scheduler"
+            given.mistakes.add(config_error("scheduler.type", name, "is not a schedule that is built here", remedy))
+        return None
+    said = section(given, "scheduler.params", top.get("params", {}))
+    params = {}
+    for key, entry in said.items():
+        with given.mistakes.collected():
+            params[key] = _read_param(kind, key, entry, algorithm)
+    if kind.rate_key in params or kind.rate_key not in said:
+        rates = params.pop(kind.rate_key, kind.rate_default)
+        if rates is not None or kind.rate_default is not None:
+            with given.mistakes.collected():
+                _put_rates(given, rates, f"scheduler.params.{kind.rate_key}", algorithm)
+    return _built(given, kind, params, "scheduler.params")
 
 
-def _full(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
+def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:
+    """One value of ``scheduler.params``; a list of one, for DeepSpeed's one group under "AdamW", is what is in it."""
+    path = f"scheduler.params.{key}"
+    if key not in parameters(kind):
+        remedy = f"remove it: there are {', '.join(parameters(kind))}"
+        raise config_error(path, value, f"is not a parameter of {kind.__name__}", remedy)
+    if algorithm != "adamw" or not isinstance(value, (list, tuple)):
+        return value
+    if len(value) != 1:
+        raise config_error(path, value, "is a list, and AdamW trains everything here", "write one number")
+    return value[0]
 
 
-def _nearest_key(section: str, key: str) -> str:
-    """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere."""
-    names = {place: (*own, *FOREIGN.get(place, ())) for place, own in _SECTIONS.items()}
-    for place in _SECTIONS:
-        if place != section and key in names[place] and key != "enabled":
-            return f"did you mean {_full(place, key)}?"
-    near = difflib.get_close_matches(key, names[section], n=1)
-    if near:
-        return f"did you mean {_full(section, near[0])}?"
-    paths = {name: _full(place, name) for place in _SECTIONS for name in names[place]}
-    near = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
-    if near:
-        return f"did you mean {paths[near[0]]}?"
-    return f"known here are {', '.join(_SECTIONS[section])}"
-
-
-def _read_json(given: _Given, source: str | os.PathLike) -> object:
-    path = os.fspath(source)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                given.mistakes.add(config_error(key, value, f"is given twice in {path}", "keep one of the two"))
-            found[key] = value
-        return found
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file, object_pairs_hook=unique)
-    except OSError as error:
-        raise config_error("config", path, f"cannot be read ({error.strerror})", "give a JSON file or a dict") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None
+def _put_rates(given: Given, value: object, path: str, algorithm: str) -> None:
+    """What a schedule says of rates is the last word, as in DeepSpeed, but it does not make one of two."""
+    rates = check_rates(path, value)
+    muon, adamw = rates if isinstance(rates, tuple) else (rates, rates)
+    if algorithm == "adamw":
+        given.values["adamw_lr"] = adamw
+        return
+    own = [given.values.get("lr", MuonConfig.lr), given.values.get("adamw_lr", AdamWConfig.lr)]
+    apart = own[0] != own[1] and not {"lr", "adamw_lr"}.isdisjoint(given.values)
+    if apart and not isinstance(rates, tuple):
+        problem = f"would be the rate of both halves, which are {own[0]} for Muon and {own[1]} for AdamW"
+        raise config_error(path, value, problem, f"write {own}, or remove the scheduler")
+    given.values |= {"lr": muon, "adamw_lr": adamw}

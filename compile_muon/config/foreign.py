@@ -27,6 +27,11 @@ def _switched_off(value: object) -> bool:
     return _off(value.get("enabled")) if isinstance(value, Mapping) else _off(value)
 
 
+def _switched_off_or_auto(value: object) -> bool:
+    """As well one that leaves it to the Trainer of Transformers."""
+    return _switched_off(value) or (isinstance(value, Mapping) and value.get("enabled") == "auto")
+
+
 def _nowhere(value: object) -> bool:
     """An object without a device to offload to."""
     return _off(value.get("device")) if isinstance(value, Mapping) else _off(value)
@@ -70,7 +75,7 @@ _OF_BF16 = "immediate_grad_update check_grad_overflow check_overflow"
 _HINTS: dict[str, str] = {
     "": "train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last managed_gradient_accumulation "
     "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers "
-    "flops_profiler tensorboard wandb comet csv_monitor comms_logger "
+    "flops_profiler tensorboard wandb comet csv_monitor comms_logger comms_config monitor_config "
     "prescale_gradients gradient_predivide_factor sparse_gradients seq_parallel_communication_data_type "
     "disable_allgather allgather_size disable_python_gc graph_harvesting vocabulary_size "
     "use_data_before_expert_parallelism data_parallel_size pipeline aio zero_allow_untested_optimizer "
@@ -99,6 +104,8 @@ _HINTS: dict[str, str] = {
     "fp16": "auto_cast loss_scale loss_scale_window initial_scale_power hysteresis consecutive_hysteresis "
     "min_loss_scale fp16_master_weights_and_grads",
     "expert_parallel": "",
+    # Of `cycle_momentum`, which has to be false.
+    "scheduler.params": "cycle_min_mom cycle_max_mom decay_mom_rate",
 }
 
 _OFFLOAD = "asks for DeepSpeed's offload"
@@ -115,16 +122,16 @@ _REQUESTS: tuple[_Request, ...] = (
         _NO_OFFLOAD,
     ),
     _Request(
-        {"": "scheduler"},
-        "sets the learning rates of DeepSpeed, and is not read here",
-        "pass the optimizer to a scheduler of torch.optim.lr_scheduler",
-        lambda value: _off(value) or (isinstance(value, Mapping) and _off(value.get("type"))),
+        {"scheduler.params": "last_batch_iteration"},
+        "would begin a schedule in its middle",
+        "a checkpoint brings back where the schedule was",
+        _either(-1),
     ),
     _Request(
         {"": "torch_autocast amp"},
         "is a DeepSpeed precision setting that is not honoured here",
         'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
-        _switched_off,
+        _switched_off_or_auto,
     ),
     _Request(
         {"": "data_types"},
@@ -149,6 +156,7 @@ _REQUESTS: tuple[_Request, ...] = (
         '"compile": true is the whole switch',
         lambda value: _off(value) or (isinstance(value, (list, tuple)) and all(name in ("z1", "z3") for name in value)),
     ),
+    _Request({"compile": "disable"}, "is an old switch of DeepSpeed", 'write "enabled": false'),
     _Request(
         {"compile": "kwargs"},
         "holds arguments of torch.compile, which have keys of their own here",

@@ -34,6 +34,7 @@ from compile_muon.config.checks import (
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
+from compile_muon.config.schedule import ScheduleConfig
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
@@ -152,12 +153,18 @@ class MuonConfig(Checked):
 
 @dataclass(frozen=True)
 class AdamWConfig(Checked):
-    """The AdamW half of the optimizer; fields mean what they mean in ``torch.optim.AdamW``."""
+    """The AdamW half of the optimizer; fields mean what they mean in ``torch.optim.AdamW``.
+
+    Attributes:
+        decay_vectors: whether norms, biases and other vectors decay, too, as every parameter does in torch and
+            DeepSpeed.
+    """
 
     lr: float = setting(3e-4, check_real)
     betas: tuple[float, float] = setting((0.9, 0.95), check_pair)
     eps: float = setting(1e-8, check_real)
     weight_decay: float = setting(0.1, check_real)
+    decay_vectors: bool = setting(False, check_boolean)
 
 
 def _check_clipping(field: str, value: object) -> float:
@@ -185,6 +192,8 @@ class ZeroConfig(Checked):
             state) is compared, or None for never.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
         reduce_dtype: dtype gradients are reduced in; None keeps the gradient's own.
+        master_dtype: dtype of the trained parameters themselves, their gradients and optimizer state; None for float32
+            where the model is in half precision, and else what the model is in.
         shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
             "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
         communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
@@ -201,6 +210,7 @@ class ZeroConfig(Checked):
     check_replicas: int | None = setting(None, check_integer, none=True, low=1)
     param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
+    master_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
 
@@ -284,6 +294,7 @@ class Config(Checked):
         expert_parallel: whether experts of a Transformers model are spread over ranks.
         machine: name or file of the machine that the cost model decides for, the same on every rank; None for "h100" on
             GPUs and "cpu" on CPUs.
+        scheduler: how the rates of both halves change from step to step, or None.
     """
 
     muon: MuonConfig = setting(MuonConfig(), check_instance, kind=MuonConfig)
@@ -297,6 +308,7 @@ class Config(Checked):
     mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
     expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
     machine: str | None = setting(None, check_machine, none=True)
+    scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Settings that nothing would read; only values that differ from the default show here."""
@@ -357,26 +369,30 @@ class Arguments:
         Raises:
             ConfigError: about all mistakes.
         """
-        config = self._build(
-            Config,
-            muon=self._build(MuonConfig, ns=self._build(NSConfig)),
-            adamw=self._build(AdamWConfig),
-            zero=self._build(ZeroConfig),
-            **rest,
-        )
+        config = self.best(**rest)
         self.mistakes.raise_all()
         return config
 
+    def best(self, **rest: Any) -> Config:
+        """The same without what contradicts the rest of it, which is one more mistake."""
+        paths = {f"{owner.__name__}.{field}": argument for argument, (owner, field) in ARGUMENTS.items()}
+        while True:
+            try:
+                muon = self._build(MuonConfig, ns=self._build(NSConfig))
+                adamw, zero = self._build(AdamWConfig), self._build(ZeroConfig)
+                return self._build(Config, muon=muon, adamw=adamw, zero=zero, **rest)
+            except ConfigError as error:
+                before = len(self.values)
+                for each in error.errors:
+                    argument = paths.get(each.field, each.field)
+                    self.mistakes.add(each.renamed(self.names.get(argument, argument)))
+                    self.values.pop(argument, None)
+                if len(self.values) == before:  # it lies in `rest`
+                    return Config()
+
     def _build(self, kind: type[C], **rest: Any) -> C:
-        """A dataclass of what was put for it; where that contradicts itself, the default one."""
         own = {field: argument for argument, (owner, field) in ARGUMENTS.items() if owner is kind}
-        try:
-            return kind(**{f: self.values[a] for f, a in own.items() if a in self.values}, **rest)
-        except ConfigError as error:
-            names = {f"{owner.__name__}.{field}": self.names.get(a, a) for a, (owner, field) in ARGUMENTS.items()}
-            for each in error.errors:
-                self.mistakes.add(each.renamed(names.get(each.field, each.field)))
-            return kind()
+        return kind(**{f: self.values[a] for f, a in own.items() if a in self.values}, **rest)
 
 
 def config_from_kwargs(**kwargs: Any) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["filled", "refused_axes"]
+__all__ = ["filled", "refused_axes", "says"]
 
 
 def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
@@ -22,6 +22,15 @@ def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
     remedy = "leave it out, or write the loop yourself (docs/parallelism.md)"
     return [config_error("mesh.tensor", mesh.tensor, problem, remedy)]
+
+
+def says(values: object, *path: str) -> bool:
+    """Whether there is something at this path of keys."""
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True
 
 
 def filled(

@@ -11,7 +11,9 @@ optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on w
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -29,7 +30,7 @@ from compile_muon.config import Config, load_config
 from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
-from compile_muon.integrations.automatic import filled, refused_axes
+from compile_muon.integrations.automatic import filled, refused_axes, says
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.optimizer import MuonZero
 
@@ -48,30 +49,49 @@ _AUTO = {
     ("optimizer", "params", "weight_decay"): lambda args: args.weight_decay,
     ("optimizer", "params", "betas"): lambda args: [args.adam_beta1, args.adam_beta2],
     ("optimizer", "params", "eps"): lambda args: args.adam_epsilon,
+    ("scheduler", "params", "warmup_min_lr"): lambda args: 0.0,
+    ("scheduler", "params", "warmup_max_lr"): lambda args: args.learning_rate,
 }
 
 
-def _read(source: str | os.PathLike | Mapping[str, Any] | Config, args: TrainingArguments) -> Config:
+def _read(source: str | os.PathLike | Mapping[str, Any] | Config, args: TrainingArguments, steps: int = 1) -> Config:
     """The configuration, with ``"auto"`` filled in and micro-batches counted as the arguments say.
 
+    Args:
+        steps: of the optimizer in the run, for a schedule; before they are known 1 will do.
     Raises:
         ConfigError: about all that is wrong with it.
     """
     automatic = {path: value(args) for path, value in _AUTO.items()}
+    automatic["scheduler", "params", "total_num_steps"] = steps
+    automatic["scheduler", "params", "warmup_num_steps"] = max(1, args.get_warmup_steps(steps))
     defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
-    return _with_accumulation(load_config(filled(source, automatic, defaults=defaults)), args)
+    values = filled(source, automatic, defaults=defaults)
+    config = _as_the_arguments_say(load_config(values), args)
+    if not isinstance(source, Config) and not says(values, "optimizer", "params", "adamw_decay_vectors"):
+        # Also of a config of DeepSpeed: with it the Trainer makes groups, too.
+        config = dataclasses.replace(config, adamw=dataclasses.replace(config.adamw, decay_vectors=False))
+    return config
 
 
-def _with_accumulation(config: Config, args: TrainingArguments) -> Config:
-    steps = config.zero.gradient_accumulation_steps
-    if steps not in (None, args.gradient_accumulation_steps):
-        raise config_error(
-            "gradient_accumulation_steps", steps,
-            f"contradicts TrainingArguments.gradient_accumulation_steps = {args.gradient_accumulation_steps}",
-            'leave it out of muon_config, or write "auto"',
-        )  # fmt: skip
+def _as_the_arguments_say(config: Config, args: TrainingArguments) -> Config:
+    """Micro-batches and clipping, of which the Trainer has settings of its own."""
+    zero, steps = config.zero, args.gradient_accumulation_steps
+    limit = args.max_grad_norm if 0 < (args.max_grad_norm or 0) < math.inf else None
+    errors = [
+        config_error(key, ours, f"contradicts TrainingArguments.{name} = {theirs}", 'write "auto", or leave it out')
+        for key, ours, name, theirs in (
+            ("gradient_accumulation_steps", zero.gradient_accumulation_steps, "gradient_accumulation_steps", steps),
+            ("gradient_clipping", zero.gradient_clipping, "max_grad_norm", limit),
+        )
+        if None not in (ours, theirs) and ours != theirs
+    ]
+    if errors:
+        raise join_errors(errors)
+    limit = zero.gradient_clipping or limit
     # The Trainer says which micro-batch is a step's last, by accelerator.no_sync: an epoch may end with fewer of them.
-    return dataclasses.replace(config, zero=dataclasses.replace(config.zero, gradient_accumulation_steps=1))
+    zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=limit)
+    return dataclasses.replace(config, zero=zero)
 
 
 #: optimizer settings of the TrainingArguments, and what a configuration says of the same
@@ -154,6 +174,7 @@ class MuonTrainer(Trainer):
 
     model: Any
     optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -162,6 +183,7 @@ class MuonTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._muon_source = muon_config
         errors = _refuse(self.args, self.accelerator, kwargs)
         try:
             self.muon_config = _read(muon_config, self.args)
@@ -188,8 +210,33 @@ class MuonTrainer(Trainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Shard the model in place, compile it if the config says so, and make its optimizer; once."""
         if self.optimizer is None:
-            self.model, self.optimizer = initialize(self.model if model is None else model, self.muon_config)
+            model = self.model if model is None else model
+            decayed = set(self.get_decay_parameter_names(model))
+            for name, param in model.named_parameters():
+                if name not in decayed and not self.muon_config.adamw.decay_vectors:
+                    setattr(param, "_no_weight_decay", True)  # noqa: B010 - an attribute that no type declares
+            self.model, self.optimizer = initialize(model, self.muon_config)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The schedule of ``muon_config``, where it has one, in place of ``lr_scheduler_type``."""
+        if self.lr_scheduler is None and self.muon_config.scheduler is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # all there is to say was said when it was read first
+                schedule = _read(self._muon_source, self.args, num_training_steps).scheduler
+            assert schedule is not None
+            self.lr_scheduler = self.muon.scheduler = schedule.build(self.muon)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> None:
+        """Nothing: the optimizer clips in its step, which knows of it when directions are made in backward."""
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
+        """Known after the step: see :meth:`_maybe_log_save_evaluate`."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._maybe_log_save_evaluate(tr_loss, self.muon.metrics()["grad_norm"], *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest checkpoint that was not cut off."""
@@ -238,10 +285,6 @@ class MuonTrainer(Trainer):
             metrics = self.muon.metrics()
             logs = {**logs, **{f"muon_zero/{name}": value for name, value in metrics.items() if name != "grad_norm"}}
         super().log(logs, *args, **kwargs)
-
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     # ------------------------------------------------------------------ saving and loading
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -64,12 +64,24 @@ class Assignment:
         algorithm: "muon", "adamw", or "frozen" for parameters that need no gradient.
         reason: one line for people.
         matrix: for Muon only, the view (batch, rows, cols) Newton-Schulz and the lr scale work on.
+        vector: whether it is one to weight decay: norms, biases, vectors in disguise.
+        undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
     """
 
     name: str
     algorithm: Algorithm
     reason: str
     matrix: tuple[int, int, int] | None
+    vector: bool = False
+    undecayed: bool = False
+
+    def decays(self, *, vectors: bool) -> bool:
+        """Whether weight decay is for it.
+
+        Args:
+            vectors: whether it is for vectors of AdamW.
+        """
+        return not self.undecayed and (self.algorithm == "muon" or vectors or not self.vector)
 
 
 @dataclass(frozen=True)
@@ -113,11 +125,16 @@ def assign(
     check_supported(model, meta=meta, dtensors=dtensors)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
+    if use_muon:
+        chosen, heads = _choose(parameters, uses, muon_params), output_heads(model)
+        result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
+    else:
+        result = {name: _plain_adamw(name, param) for name, param in parameters.items()}
+    for name, param in parameters.items():
+        undecayed = bool(getattr(param, "_no_weight_decay", False))
+        result[name] = replace(result[name], vector=_is_vector(param, uses[id(param)]), undecayed=undecayed)
     if not use_muon:
-        return {name: _plain_adamw(name, param) for name, param in parameters.items()}
-    chosen = _choose(parameters, uses, muon_params)
-    heads = output_heads(model)
-    result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
+        return result
     trained = {a.algorithm for a in result.values()} - {"frozen"}
     if not trained or (trained == {"adamw"} and not partial):
         _raise_no_muon(result, muon_params)
@@ -184,6 +201,10 @@ def _decide(
         if reason:
             return adamw(reason)
     return Assignment(name, "muon", _hidden(matrix, uses), matrix)
+
+
+def _is_vector(param: nn.Parameter, uses: Sequence[_Use]) -> bool:
+    return param.ndim < 2 or bool(_elementwise(uses) or _vector(param, _matrix(param, uses)))
 
 
 def _use_muon(name: str, param: nn.Parameter) -> bool | None:

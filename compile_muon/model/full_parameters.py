@@ -34,7 +34,8 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     the parameters of ``module`` are gathered, so a large model can be treated module by module.
 
     On leaving with ``write=True`` the values of the first rank count: they are broadcast, every rank keeps its rows,
-    and the resident weights are refreshed. Without it nothing is written, and an edit is an error. An exception inside
+    and the resident weights are refreshed. Modules may then be taken out, moved, or put in without parameters, as
+    PEFT's ``merge_and_unload()`` does. Without it nothing is written, and an edit is an error. An exception inside
     leaves everything as it was. Gradients of the sharded parameters and the optimizer's state are not touched;
     gradients that a backward inside leaves on the whole parameters are dropped with them.
 
@@ -53,8 +54,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         module: the model or any module in it; one without sharded parameters is left alone.
         write: whether edits are kept. The same on every rank: entering is collective, and so is leaving then.
     Raises:
-        UnsupportedModelError: a parameter was edited without ``write``; its shape, dtype, device or requires_grad
-            changed; a parameter or module was added, removed or untied. The sharded model is as before then.
+        UnsupportedModelError: a gathered copy of a parameter was edited before; a parameter was edited without
+            ``write``; its shape, dtype, device or requires_grad changed; a parameter was added, removed or untied, or a
+            module with parameters added. The sharded model is as before then.
     """
     held = [Held.of(path, inner) for path, inner in module.named_modules()]
     accounts = list({id(account): account for each in held for account in each.accounts.values()}.values())
@@ -64,6 +66,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
                 f"{account.name}: is whole already in an outer full_parameters block, over another module it is tied "
                 "to; enter one block over a module that holds both"
             )
+    problems = _of_all_ranks(accounts, _edited_copies(accounts))
+    if problems:
+        raise UnsupportedModelError("; ".join(problems))
     gathered = gather_whole(accounts)
     whole: dict[int, Any] = {id(account): _parameter(account, gathered[id(account)]) for account in accounts}
     before = None if write else _fingerprints(accounts, whole)
@@ -73,12 +78,13 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         account.handouts.whole.add(account.name)
     try:
         yield
-        problems = [problem for each in held for problem in each.problems()]
+        problems = [problem for each in held for problem in each.problems()] + _came(held)
         for each in held:
             # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
             whole |= {id(account): each.module._parameters.get(name) for name, account in each.accounts.items()}
         problems = problems or _untied(held, whole)
     finally:
+        children = [dict(each.module._modules) for each in held]
         for each in held:
             each.close()
         for account in accounts:
@@ -90,6 +96,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
+        for each, now in zip(held, children, strict=True):
+            each.module._modules.clear()
+            each.module._modules.update(now)
         _write(accounts, [local_tensor(whole[id(account)]).detach() for account in accounts])
 
 
@@ -139,19 +148,23 @@ class Held:
         Args:
             among: ids of the accounts whose parameters are looked at; default: all.
         """
-        now, children = self.module._parameters, self.module._modules
+        now = self.module._parameters
         where = self.path + "." if self.path else ""
-        found = [
-            f"{where}{name}: a module was added, removed or replaced"
-            for name in {**self.children, **children}
-            if self.children.get(name) is not children.get(name)
-        ]
-        found += [f"{where}{name}: was added" for name in now if name not in self.parameters and now[name] is not None]
+        found = [f"{where}{name}: was added" for name in now if name not in self.parameters and now[name] is not None]
         for name, account in self.accounts.items():
             problem = self._problem(name, account, now.get(name))
             if problem and (among is None or id(account) in among):
                 found.append(f"{where}{name}: {problem}")
         return found
+
+    def rearranged(self) -> list[str]:
+        """Modules that were added, taken out or replaced."""
+        where, now = self.path + "." if self.path else "", self.module._modules
+        return [
+            f"{where}{name}: a module was added, removed or replaced"
+            for name in {**self.children, **now}
+            if self.children.get(name) is not now.get(name)
+        ]
 
     def _problem(self, name: str, account: Account, param: Tensor | None) -> str | None:
         spec = account.spec
@@ -169,6 +182,17 @@ class Held:
         return None
 
 
+def _came(held: Sequence[Held]) -> list[str]:
+    """Modules with parameters that nobody has sharded."""
+    known = {id(each.module) for each in held}
+    return [
+        f"{each.path + '.' if each.path else ''}{name}: a module with parameters was added"
+        for each in held
+        for name, child in each.module._modules.items()
+        if child is not None and id(child) not in known and next(child.parameters(), None) is not None
+    ]
+
+
 def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
     return [
         f"{each.path + '.' if each.path else ''}{name}: is tied to {account.name}, but one of them was replaced alone"
@@ -183,6 +207,16 @@ def _parameter(account: Account, full: Tensor) -> nn.Parameter:
     for key, value in user_attributes(account.param).items():
         setattr(param, key, value)
     return param
+
+
+def _edited_copies(accounts: Sequence[Account]) -> list[str]:
+    """Gathered copies that were edited before: what is gathered now does not have it."""
+    try:
+        if accounts:
+            accounts[0].handouts.check({account.name for account in accounts}, thoroughly=True)
+    except UnsupportedModelError as error:
+        return [str(error)]
+    return []
 
 
 def _edited(accounts: Sequence[Account], before: Tensor | None, after: Tensor | None) -> list[str]:
@@ -226,7 +260,7 @@ def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
         bad = bool(_c10d.wait_tensor(_c10d.all_reduce(flag, "max", group))) or bad
     if bad and not problems:
-        return ["full_parameters: another rank changed what cannot be written back (its own error says what)"]
+        return ["full_parameters: was refused by another rank, whose own error says why"]
     return problems
 
 

@@ -123,6 +123,13 @@ def _starts(machine: Machine, layout: Layout) -> dict[str, int]:
     }
 
 
+def _master_dtype(param: Tensor, config: Config) -> torch.dtype:
+    """Of what is trained float32 at least, unless another one is asked for; what is frozen stays as it is."""
+    if not param.requires_grad:
+        return param.dtype
+    return config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
+
+
 def describe(
     param: Tensor,
     assignment: Assignment,
@@ -148,7 +155,7 @@ def describe(
     compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
     return ParamSpec(
         layout,
-        dtype=encode_dtype(param.dtype),
+        dtype=encode_dtype(_master_dtype(param, config)),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
         muon=_muon_spec(assignment, config, machine, device, layout),

@@ -214,7 +214,7 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
         try:
             with edits:
                 init(module)
-            problems = [problem for each in held for problem in each.problems(wanted)]
+            problems = [problem for each in held for problem in (*each.rearranged(), *each.problems(wanted))]
             found = {id(a): each.module._parameters.get(name) for each in held for name, a in each.accounts.items()}
         finally:
             for each in held:

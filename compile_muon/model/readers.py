@@ -6,7 +6,8 @@ The class of a module with sharded parameters is swapped for a subclass of it, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from torch.distributed.tensor import DTensor
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
+from compile_muon.passes.torch_private import never_a_frame
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.handouts import in_forward
+from compile_muon.runtime.place import READING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter
 
@@ -66,6 +70,22 @@ def _moved(name: str, what: str, before: object, after: object) -> UnsupportedMo
     )
 
 
+def _stays_here(module: nn.Module, what: str) -> UnsupportedModelError:
+    name = next(iter(accounts_of(module).values())).name
+    return UnsupportedModelError(
+        f"{name}: is sharded, and its module cannot be {what}; save weights with compile_muon.save_pretrained or "
+        "full_state_dict and a whole run with a Checkpointer, or take copy.deepcopy(model) inside "
+        "`with compile_muon.full_parameters(model):`, which is whole and plain"
+    )
+
+
+def _check_copies(accounts: Mapping[str, Account]) -> None:
+    """Raise if a gathered copy of one of these was edited: what is saved or loaded now would not have it."""
+    names = {account.name for account in accounts.values()}
+    for handouts in {id(account.handouts): account.handouts for account in accounts.values()}.values():
+        handouts.check(names, thoroughly=True)
+
+
 def check_kind(account: Account, tensor: Tensor) -> None:
     """Raise if ``tensor``, which is to stand for the parameter, has another dtype or device than it was sharded with.
 
@@ -93,17 +113,25 @@ def _reader(name: str) -> property:
         if torch.compiler.is_compiling():
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
             return account.as_read(part)
+        if torch.jit.is_tracing():
+            raise _stays_here(module, "traced by torch.jit")
         check_kind(account, shard)
         ledger = account.ledger
+        inside = in_forward()
         with ledger.place.at("an eager read", "", [account]):
+            if account.spec.layout.gathered:
+                evaluates = not torch.is_grad_enabled()
+                ledger.place.change(ledger.phase(evaluates=evaluates) if inside else READING)
             keep_fresh(account)
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
         if account.spec.layout.gathered:
             ledger.trail.note("forward", "", [account])
-        account.handouts.read(account.name, whole)
+        account.handouts.read(account.name, whole, inside=inside)
         return account.as_read(whole)
 
+    # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
+    never_a_frame(read)
     return property(read)
 
 
@@ -182,6 +210,7 @@ def _as_parameter(account: Account, value: Tensor) -> Tensor:
 def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
     """``_load_from_state_dict`` of ``cls``, with whole tensors cut and ours kept where torch would replace them."""
     accounts = accounts_of(module)
+    _check_copies(accounts)
 
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for name, account in accounts.items():
@@ -252,6 +281,8 @@ def _guard(module: nn.Module, name: str, value: Any) -> None:
     account = accounts_of(module)[name]
     if value is account.param:
         return
+    if account.handouts.gave(account.name, value):  # module.weight = module.weight
+        return account.handouts.check({account.name}, thoroughly=True)
     if module.__dict__.get(_LOADING) and isinstance(value, Tensor):  # load_state_dict(assign=True)
         with torch.no_grad():
             account.param.copy_(value)
@@ -272,6 +303,10 @@ def _put_back(module: nn.Module) -> None:
 
 def _swapped(cls: type, names: tuple[str, ...]) -> type:
     """``cls`` with a reader for each of ``names``, and guards."""
+
+    def __new__(kind: type, *args: Any, **kwargs: Any) -> nn.Module:
+        # type(module)(...) makes another model, which nobody has sharded.
+        return cls(*args, **kwargs) if kind is swapped else super(swapped, kind).__new__(kind)
 
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         if name in names:
@@ -300,16 +335,53 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
     def _load_from_state_dict(self: nn.Module, *args: Any) -> None:
         _load(swapped, self, args)
 
+    def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # who wants the parameters themselves may not be about to save them, nor on all ranks
+            _check_copies(accounts_of(self))
+        super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
+
     def apply_(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         _apply(swapped, self, fn, recurse)
         return self
 
+    def __copy__(self: nn.Module) -> nn.Module:
+        new = object.__new__(swapped)
+        new.__setstate__(dict(super(swapped, self).__reduce_ex__(4)[2]))
+        return new
+
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        inherited = getattr(super(swapped, self), "__deepcopy__", None)
+        if inherited is not None:
+            return inherited(memo)
+        memo[id(self)] = new = object.__new__(swapped)
+        new.__setstate__(copy.deepcopy(super(swapped, self).__reduce_ex__(4)[2], memo))
+        return new
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        raise _stays_here(self, "pickled (torch.save(model), spawned processes)")
+
+    def __prepare_scriptable__(self: nn.Module) -> nn.Module:
+        raise _stays_here(self, "compiled by torch.jit")
+
     body: dict[str, Any] = {name: _reader(name) for name in names}
-    body |= {"__setattr__": __setattr__, "__delattr__": __delattr__, "register_parameter": register_parameter}
-    body |= {"_load_from_state_dict": _load_from_state_dict, "_apply": apply_}
+    body |= {"__new__": __new__, "__setattr__": __setattr__, "__delattr__": __delattr__}
+    body |= {"register_parameter": register_parameter, "_apply": apply_}
+    body |= {"_load_from_state_dict": _load_from_state_dict, "_save_to_state_dict": _save_to_state_dict}
+    body |= {"__deepcopy__": __deepcopy__, "__copy__": __copy__, "__reduce_ex__": __reduce_ex__}
+    body |= {"__prepare_scriptable__": __prepare_scriptable__}
     body |= {_ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     swapped: Any = type(cls.__name__, (cls,), body)
     return swapped
+
+
+class _NotUnderDDP:
+    """Stands where DDP looks for names to leave alone, before it does anything to the model."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise UnsupportedModelError(
+            "DistributedDataParallel: the model is sharded by MuonZero, which averages gradients over the ranks; "
+            "leave the wrapper out"
+        )
 
 
 def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) -> None:
@@ -318,6 +390,7 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
     Args:
         accounts: by the parameter that the model still holds.
     """
+    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
     cache: dict[tuple[type, tuple[str, ...]], type] = {}  # equal modules share a class, and so their compiled code
     for module in model.modules():
         own = {name: param for name, param in module._parameters.items() if param is not None}

@@ -22,11 +22,12 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.model.layout import describe
 from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.readers import install_readers
-from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.parameter import sharded_parameter
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
@@ -83,19 +84,20 @@ def _split(
 
     One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
     """
-    layout = spec.layout
+    layout, master = spec.layout, decode_dtype(spec.dtype)
     whole = local_tensor(param).detach().contiguous()  # all that this rank's model has
     if param.is_meta and not layout.gathered:
         whole = torch.empty_like(whole, device=device)
     if mesh is None or (layout.stage == 0 and not mesh.parted):
-        if not param.is_meta and role.placed is None:
+        if not param.is_meta and role.placed is None and param.dtype is master:
             return param, None
-        return _like(param, whole), None
+        return _like(param, whole.to(master)), None
     replica = None
-    local = whole
-    if layout.sharded:
+    if not layout.sharded:
+        local = whole.to(master)
+    else:
         rows, first = layout.local_rows, 0
-        compute = getattr(torch, spec.compute_dtype)
+        compute = decode_dtype(spec.compute_dtype)
         # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
         shared = layout.resident and spec.compute_dtype == spec.dtype
         if layout.replicated_weight:
@@ -107,7 +109,7 @@ def _split(
             assert replica is not None
             local = _view_alone(replica[rows.start - first : rows.stop - first])
         else:
-            local = _cut(whole[rows], whole.dtype, device)
+            local = _cut(whole[rows], master, device)
     distributed = DTensor.from_local(
         local,
         mesh.device_mesh(role),
@@ -121,7 +123,10 @@ def _split(
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter of these values; attributes users put on ``param`` (use_muon, tags of other libraries) stay on it."""
-    new = nn.Parameter(values, requires_grad=param.requires_grad)
+    if isinstance(values, DTensor):
+        new = sharded_parameter(values, requires_grad=param.requires_grad)
+    else:
+        new = nn.Parameter(values, requires_grad=param.requires_grad)
     for key, value in user_attributes(param).items():
         setattr(new, key, value)
     return new

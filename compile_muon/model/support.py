@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_muon.errors import UnsupportedModelError
+from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.shards import has_memory, local_tensor
 
-__all__ = ["check_supported", "wrapper_types"]
+__all__ = ["check_modules", "check_supported", "wrapper_types"]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -26,7 +27,7 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
     Raises:
         UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
     """
-    _check_modules(model)
+    check_modules(model)
     parameters = dict(model.named_parameters())
     for name, param in parameters.items():
         _check_parameter(name, param, meta=meta, dtensors=dtensors)
@@ -39,12 +40,20 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
     _check_overlaps(parameters)
 
 
-def _check_modules(model: nn.Module) -> None:
+def check_modules(model: nn.Module) -> None:
+    """The part of :func:`check_supported` that asks for no parameter."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"model: is a {type(model).__name__}, not an nn.Module; pass the module itself")
     wrappers = wrapper_types()
     for name, module in model.named_modules():
         where = name or "model"
+        for account in accounts_of(module).values():
+            if not account.ledger.stepped and not account.distributed:
+                continue  # of a copied module, whole
+            raise UnsupportedModelError(
+                f"{account.name}: is sharded by a MuonZero already; go on with that optimizer, or take a whole and "
+                "plain copy.deepcopy(model) inside `with compile_muon.full_parameters(model):` and shard the copy"
+            )
         if isinstance(module, wrappers):
             kind = type(module).__name__
             raise UnsupportedModelError(
@@ -55,10 +64,18 @@ def _check_modules(model: nn.Module) -> None:
                 f"{where}: {type(module).__name__} keeps its own references to its weights (_flat_weights), so they "
                 f"cannot be sharded; build the recurrence from {_cell_name(module)}, or train it outside compile_muon"
             )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedModelError(
-                f"{name + '.' if name else ''}weight: has sparse gradients; build the embedding with sparse=False"
-            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(f"{name + '.' if name else ''}weight", module)
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.sparse and module.weight.requires_grad:
+        raise UnsupportedModelError(f"{name}: has sparse gradients; build the embedding with sparse=False")
+    if module.max_norm is not None:
+        raise UnsupportedModelError(
+            f"{name}: max_norm = {module.max_norm} rescales rows of the weight inside forward, those of a rank's own "
+            "batch; build the embedding with max_norm=None, and rescale the parameter between steps"
+        )
 
 
 def _cell_name(module: nn.RNNBase) -> str:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ _SMALL_WORLD = 64
 _REMEMBER_EVERY = 1.0
 #: a store that answers no sooner is gone
 _STORE_SECONDS = 1.5
+#: how long ranks wait for each other where the group has no time-out of its own
+_LONGEST = 1800.0
 #: part of the group's time-out after which a rank says what it waits for, if its backend will not
 _PATIENCE = 0.9
 
@@ -69,6 +71,7 @@ class Entry(NamedTuple):
         raised: the error it left with; "PeerError" if it has waited in vain.
         ended: whether its optimizer or process has come to its end.
         beat: grows as long as the rank lives.
+        changes: how often it has changed over between training, evaluation and reading, see :meth:`Place.change`.
     """
 
     step: int
@@ -78,6 +81,7 @@ class Entry(NamedTuple):
     raised: str = ""
     ended: bool = False
     beat: int = 0
+    changes: int = 0
 
 
 class Board:
@@ -109,6 +113,8 @@ class Board:
         timeout = timeout_of(group, device)
         speaks = backend_of(group, device) == "gloo" or timeout is None
         self.patience = float("inf") if speaks or timeout is None else _PATIENCE * timeout.total_seconds()
+        self._timeout = _LONGEST if timeout is None else timeout.total_seconds()
+        self._meetings: dist.Store | None = None
 
     def meet(self, numbers: Collection[int]) -> None:
         """Every rank's ``number``: one that once failed to make an optimizer counts otherwise than the others."""
@@ -156,6 +162,38 @@ class Board:
             self._lock.release()
         return {rank: Entry(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
 
+    def meet_at(self, entry: Entry) -> None:
+        """Wait, by the store and not by a collective, until every rank has changed over as often as this one.
+
+        Raises:
+            PeerError: another rank is in a collective instead, or nobody comes within the group's time-out.
+        """
+        if self._meetings is None:
+            store: Any = self._store
+            self._meetings = cast("dist.Store", store.clone())  # the other connection must not wait
+        self.publish(entry)
+        key = f"{self._keys[0]}/change"
+        deadline = time.monotonic() + self._timeout
+        try:
+            if self._meetings.add(f"{key}/{entry.changes}", 1) == self._world:
+                self._meetings.set(f"{key}/{entry.changes}/all", "")
+                for old in (f"{key}/{entry.changes - 1}", f"{key}/{entry.changes - 1}/all"):
+                    self._meetings.delete_key(old)  # everyone has been there
+                return
+        except RuntimeError:  # the store is gone: collectives will say so
+            return
+        while True:
+            try:
+                self._meetings.wait([f"{key}/{entry.changes}/all"], timedelta(seconds=_STORE_SECONDS))
+                return
+            except RuntimeError:
+                places = self.read()
+            if places is None:
+                return
+            late = time.monotonic() > deadline
+            if late or any(_elsewhere(other, entry) for other in places.values()):
+                raise PeerError(report(self._world, {**places, self._rank: entry}, list(places)))
+
     def remember(self) -> None:
         """Read everyone's place now and then, should the store go with its host."""
         now = time.monotonic()
@@ -186,6 +224,12 @@ class Board:
         if first is not None and second is not None:
             alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
             yield report(self._world, second, alive)
+
+
+def _elsewhere(other: Entry, entry: Entry) -> bool:
+    """Whether a rank will not change over as this one has: it is in a collective behind, or at its end."""
+    gone_on = (other.step, other.collectives) >= (entry.step, entry.collectives)
+    return other.changes < entry.changes and (other.ended or (other.inside and gone_on))
 
 
 def keep_up(reference: weakref.ref[Place], board: Board) -> None:

@@ -34,6 +34,7 @@ from compile_muon.passes.ranges import ranged
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
 from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.place import TRAINING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
@@ -126,6 +127,7 @@ class ForwardGraph:
         self._meets = any(marker.spec.layout.gathered for marker in unshards)
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lower_and_compile(gm, inputs, ctx, codegen)
+        self._inference = ctx.half is Half.INFERENCE
         self._visited = False
 
     def __call__(self, args: list[Any]) -> Any:
@@ -139,6 +141,8 @@ class ForwardGraph:
             )
         ledger = accounts[0].ledger
         with ledger.place.at("forward", self._frame, accounts), _range(self._options, self._title):
+            if self._meets:
+                ledger.place.change(ledger.phase(evaluates=self._inference))
             for account in accounts:
                 account.handouts.check()
                 keep_fresh(account)
@@ -192,7 +196,9 @@ class BackwardGraph:
         if not accounts:
             return self._visit(args, accounts)
         name = f"{self.frame}.{Half.BACKWARD.value}"
-        with accounts[0].ledger.place.at("backward", self.frame, accounts), _range(self.options, name):
+        place = accounts[0].ledger.place
+        with place.at("backward", self.frame, accounts), _range(self.options, name):
+            place.change(TRAINING)
             return self._visit(args, accounts)
 
     def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:

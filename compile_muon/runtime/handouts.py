@@ -3,7 +3,11 @@
 Outside compiled graphs ``module.weight`` is a copy, gathered for the reader. What is written into it
 (``nn.init.zeros_(m.weight)``, ``m.weight.data.zero_()``, ``m.weight.data = x``) reaches no parameter. So a copy that is
 read outside every forward, where people initialize and operate on models, is *handed out*: its content is
-fingerprinted, and compared when it dies, or at the next forward or step if it lives on.
+fingerprinted, and compared when it dies, or at the next forward, step, save or load if it lives on.
+
+A module that writes to its weight inside its own forward (a renormalization, a clamp, a quantizer) does it every time.
+So inside forwards the content is compared the first times alone, and after them only what PyTorch counts. In graphs
+:func:`compile_muon.backend.muon_zero` looks for such writes.
 
 A watch holds the copy's memory through an alias, and drops it with the copy. Only where something else still holds that
 memory then (``m.weight.data`` outlives ``m.weight``), it is kept until the next copy is handed out, or the next check.
@@ -12,10 +16,11 @@ Nothing here waits for a device but :meth:`Handouts.check`, and that only while 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +31,15 @@ from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.torch_private import storage_holders, unobserved
 
-__all__ = ["Handouts"]
+__all__ = ["Handouts", "in_forward", "written_in_forward"]
 
 _CALL = nn.Module._call_impl.__code__
 
+#: reads of a weight inside forwards whose copy is compared by content
+_INSPECTED = 2
 
-def _in_forward() -> bool:
+
+def in_forward() -> bool:
     """Whether some caller is the forward of a module."""
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -49,7 +57,7 @@ class _Watch:
         name: of the parameter.
         copy: the tensor the reader got.
         alias: the same memory.
-        before: its fingerprint then.
+        before: its fingerprint then; None where only the edits that PyTorch counts are looked at.
         version: edits PyTorch had counted.
         holders: of the memory, while the copy and nothing else of the reader's holds it.
         compared: whether a forward has looked at the content.
@@ -58,13 +66,23 @@ class _Watch:
     name: str
     copy: weakref.ref[Tensor]
     alias: Tensor
-    before: Tensor
+    before: Tensor | None
     version: int
     holders: int
     compared: bool = False
 
-    def differs(self) -> Tensor:
+    @classmethod
+    def over(cls, name: str, copy: Tensor, *, content: bool) -> _Watch:
+        """Begin to watch ``copy``."""
+        with torch.no_grad():
+            alias = copy.detach()
+            before = fingerprint([alias]) if content else None
+        return cls(name, weakref.ref(copy), alias, before, alias._version, storage_holders(alias))
+
+    def differs(self) -> Tensor | bool:
         """Whether the memory is not what it was; not read here."""
+        if self.before is None:
+            return self.alias._version != self.version
         return (fingerprint([self.alias]) != self.before).any()
 
     def redirected(self) -> bool:
@@ -84,64 +102,78 @@ class Handouts:
         self.whole: set[str] = set()
         self._watches: dict[int, _Watch] = {}
         self._edited: dict[str, Tensor | bool] = {}
+        self._written: dict[str, Tensor | bool] = {}
+        self._inspected: dict[str, int] = {}
+        self._outlived: list[_Watch] = []
         self._numbers = itertools.count()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handouts:
-        """Copies of the first model's weights are none of a copied model's business."""
+        """Copies of the first model's weights are none of a copied model's business, once they are not edited.
+
+        Raises:
+            UnsupportedModelError: one was, and the copied model would not have it.
+        """
+        self.check(thoroughly=True)
         return memo.setdefault(id(self), Handouts())
 
-    def read(self, name: str, copy: Tensor) -> None:
-        """``copy`` of the parameter ``name`` was gathered by eager code: watch it, or check, inside a forward.
+    def read(self, name: str, copy: Tensor, *, inside: bool) -> None:
+        """``copy`` of the parameter ``name`` was gathered by eager code: watch it.
 
         Args:
             copy: a whole weight that nothing else holds.
+            inside: whether a forward reads it.
         Raises:
             UnsupportedModelError: inside a forward, an earlier copy was edited.
         """
-        if _in_forward():
+        if inside:
             self.check()
-            return
-        self._sweep()
+        else:
+            self._sweep()
         if type(copy) is not Tensor or copy.device.type == "meta" or not copy.numel():
             return
-        with torch.no_grad():
-            alias = copy.detach()
-            before = fingerprint([alias])
+        if inside:
+            seen = self._inspected[name] = self._inspected.get(name, 0) + 1
+            watch = _Watch.over(name, copy, content=seen <= _INSPECTED)
+            weakref.finalize(copy, _died_in_forward, weakref.ref(self), watch).atexit = False
+            return
         number = next(self._numbers)
-        watch = _Watch(name, weakref.ref(copy), alias, before, alias._version, storage_holders(alias))
-        self._watches[number] = watch
+        self._watches[number] = _Watch.over(name, copy, content=True)
         weakref.finalize(copy, _died, weakref.ref(self), number).atexit = False
 
-    def check(self, *, thoroughly: bool = False) -> None:
+    def gave(self, name: str, value: object) -> bool:
+        """Whether ``value`` is a copy of the parameter ``name`` that was handed out."""
+        return any(watch.name == name and watch.copy() is value for watch in self._watches.values())
+
+    def check(self, names: Container[str] | None = None, *, thoroughly: bool = False) -> None:
         """Raise if a copy was edited since it was handed out. The edit is forgotten then.
 
         Args:
+            names: of the parameters to look at; default: all.
             thoroughly: compare the content of copies that are still held each time (as ``step()`` does), not only the
                 first time and after edits that PyTorch counts.
         Raises:
             UnsupportedModelError: naming the parameter.
         """
-        if not self._watches and not self._edited:
+        self._end_of_forwards()
+        if not self._watches and not self._edited and not self._written:
             return
         self._sweep()
         for watch in list(self._watches.values()):
+            if names is not None and watch.name not in names:
+                continue
             if thoroughly or not watch.compared or watch.alias._version != watch.version:
                 watch.compared, watch.version = True, watch.alias._version
                 self._note(watch.name, watch.redirected() or watch.differs())
-        names = [name for name, edited in self._edited.items() if bool(edited)]
-        self._edited.clear()
-        if names:
-            edited = {name: None for name in names}
+        if written := _taken(self._written, names):
+            raise written_in_forward(written)
+        if edited := _taken(self._edited, names):
             for number, watch in list(self._watches.items()):
                 if watch.name in edited:
                     del self._watches[number]
-            raise edited_copy_error(names)
+            raise _edited_copy(edited)
 
     def _note(self, name: str, edited: Tensor | bool) -> None:
-        before = self._edited.get(name, False)
-        if before is True or edited is False:
-            return
-        self._edited[name] = edited if before is False or edited is True else before | edited
+        _note(self._edited, name, edited)
 
     def _sweep(self) -> None:
         """Let go of memory whose copy has died since, and that nothing else holds any more."""
@@ -158,12 +190,37 @@ class Handouts:
         if watch is None:
             return
         holders = storage_holders(watch.alias)
-        if holders < watch.holders:
-            self._note(watch.name, True)  # the copy holds other memory now: `m.weight.data = x`
-        elif holders == watch.holders:
-            self._note(watch.name, watch.differs())
         if holders <= watch.holders:
+            # Fewer, where the copy holds other memory now: `m.weight.data = x`.
+            self._note(watch.name, holders < watch.holders or watch.differs())
             del self._watches[number]
+
+    def _close_forward(self, watch: _Watch) -> None:
+        """The same of a copy that was read inside a forward."""
+        holders = storage_holders(watch.alias)
+        if holders > watch.holders and watch.before is not None:
+            self._outlived.append(watch)  # by `m.weight.data`, say, which is about to be edited
+        else:
+            _note(self._written, watch.name, holders < watch.holders or watch.differs())
+
+    def _end_of_forwards(self) -> None:
+        """What outlived copies that were read inside forwards has been edited by now, if ever."""
+        outlived, self._outlived = self._outlived, []
+        with torch.no_grad():
+            for watch in outlived:
+                _note(self._written, watch.name, watch.differs())
+
+
+def _note(noted: dict[str, Tensor | bool], name: str, edited: Tensor | bool) -> None:
+    before = noted.get(name, False)
+    if before is True or edited is False:
+        return
+    noted[name] = edited if before is False or edited is True else before | edited
+
+
+def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> list[str]:
+    """Those of ``names`` that were edited. Waits for the device, and forgets them."""
+    return [name for name in list(noted) if (names is None or name in names) and bool(noted.pop(name))]
 
 
 def _died(owner: weakref.ref[Handouts], number: int) -> None:
@@ -178,10 +235,27 @@ def _died(owner: weakref.ref[Handouts], number: int) -> None:
         handouts._watches.pop(number, None)
 
 
-def edited_copy_error(names: Sequence[str]) -> UnsupportedModelError:
+def _died_in_forward(owner: weakref.ref[Handouts], watch: _Watch) -> None:
+    handouts = owner()
+    if handouts is not None:
+        with contextlib.suppress(Exception), unobserved():
+            handouts._close_forward(watch)
+
+
+def _edited_copy(names: Sequence[str]) -> UnsupportedModelError:
     """For copies of weights that were written to."""
+    merging = "; to merge adapters use compile_muon.merge_adapters(model)" if "peft" in sys.modules else ""
     return UnsupportedModelError(
         f"{listed(names)}: a gathered copy of the weight was edited, which the sharded parameter does not see and "
         "training ignores; edit inside `with compile_muon.full_parameters(model, write=True):`, write to the parameter "
-        "of model.named_parameters() itself, or initialize before MuonZero"
+        f"of model.named_parameters() itself, or initialize before MuonZero{merging}"
+    )
+
+
+def written_in_forward(names: Sequence[str]) -> UnsupportedModelError:
+    """For weights that a module writes to while it runs."""
+    return UnsupportedModelError(
+        f"{listed(names)}: its module writes to the weight inside forward (max_norm, a clamp, a quantizer), which is a "
+        "gathered copy there and loses the edit; compute with a new tensor (w = f(self.weight)), or write to the "
+        "parameter of model.named_parameters() between steps"
     )

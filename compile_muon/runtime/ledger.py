@@ -21,7 +21,7 @@ from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.place import EVALUATION, TRAINING, Place
 from compile_muon.runtime.trail import Trail
 
 __all__ = ["Counters", "Ledger"]
@@ -70,6 +70,7 @@ class Ledger:
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
         place: where this rank is, for the others to read.
         trail: visits since the last step that met other ranks.
+        stepped: whether there is an optimizer, which a copied module does not have.
     """
 
     accumulation_steps: int | None
@@ -82,6 +83,7 @@ class Ledger:
     counters: Counters = field(default_factory=Counters)
     place: Place = field(default_factory=Place)
     trail: Trail = field(default_factory=Trail)
+    stepped: bool = True
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)
@@ -91,9 +93,18 @@ class Ledger:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
         """No optimizer steps a copied module: its gradients stay gradients."""
-        copied = Ledger(accumulation_steps=None, update="step", options=copy.copy(self.options))
+        copied = Ledger(accumulation_steps=None, update="step", options=copy.copy(self.options), stepped=False)
         memo[id(self)] = copied
         return copied
+
+    def phase(self, *, evaluates: bool) -> str:
+        """What a forward gathers weights for.
+
+        Args:
+            evaluates: whether it keeps nothing for a backward. While one is owed it is training all the same:
+                activation checkpointing of old runs blocks without gradients first.
+        """
+        return EVALUATION if evaluates and not any(account.visits.owed for account in self.accounts) else TRAINING
 
     # ------------------------------------------------------------------ backward
 
@@ -151,7 +162,8 @@ class Ledger:
             return
         self._warned.add(reason)
         cause = {
-            "clipped": "the gradient norm was over gradient_clipping; once it stays under it, they are made again",
+            "clipped": "the gradient norm was over gradient_clipping (a trainer's max_grad_norm); once it stays under "
+            "it, they are made again",
             "edited": "their gradients were changed after the backward that made them (clip_grad_norm_, a hook, "
             "another backward, a penalty). Clip with gradient_clipping=..., which keeps directions whose norm is under "
             "the limit; declare gradient_accumulation_steps; or set update='step' to say that this is meant",

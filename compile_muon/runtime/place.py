@@ -25,7 +25,10 @@ from compile_muon.runtime.trail import frame_label
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
 
-__all__ = ["Place"]
+__all__ = ["EVALUATION", "READING", "TRAINING", "Place"]
+
+#: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
+TRAINING, EVALUATION, READING = "training", "evaluation", "reading weights"
 
 
 class Place:
@@ -39,12 +42,16 @@ class Place:
     Attributes:
         step: the step under way, from 1.
         collectives: how many were started before.
+        phase: what weights were last gathered for, see :meth:`change`.
+        changes: how often that was another.
         board: where the others read it; None for one process, or if the group has no store.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self.step = 1
         self.collectives = 0
+        self.phase = TRAINING
+        self.changes = 0
         self._at: tuple[int, str, str, Sequence[Account]] = (1, "", "", ())
         self._entered: float | None = None
         self._raised = ""
@@ -94,6 +101,28 @@ class Place:
         finally:
             self._entered = None
 
+    def change(self, phase: str) -> None:
+        """Weights are about to be gathered for ``phase``: if for another one before, all ranks wait for each other.
+
+        A rank that evaluates alone would otherwise gather weights with others that train: it gets right numbers, and
+        the others the wrong collectives, until one has another size and the backend ends the process.
+
+        Raises:
+            PeerError: other ranks do something else.
+        """
+        if phase == self.phase:
+            return
+        before, self.phase = self.phase, phase
+        self.changes += 1
+        if self.board is not None:
+            try:
+                self.board.meet_at(self.told())
+            except PeerError as error:
+                raise PeerError(
+                    f"this rank changes over from {before} to {phase}, and at stage 3 weights are gathered from all "
+                    f"ranks for each: do it on every rank, as often, or use stage 2.\n{error}"
+                ) from None
+
     def everyone(self) -> str:
         """Where all ranks are; empty for one process. Takes a few beats."""
         return "" if self.board is None else self.board.ask(self.told())
@@ -104,7 +133,8 @@ class Place:
         label = frame_label(name)
         frame = f" of {label}" if label else ""
         where = f"{half}{frame}{_holder([account.name for account in accounts])}"
-        return Entry(step, where, self._entered is not None, self.collectives, self._raised)
+        inside = self._entered is not None
+        return Entry(step, where, inside, self.collectives, self._raised, changes=self.changes)
 
     def waited(self) -> float:
         """Seconds since it was entered; 0 outside."""

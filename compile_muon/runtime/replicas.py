@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.errors import LedgerError, by_rank, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange.packing import pack, unpack
@@ -24,6 +25,7 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.board import gather_objects
 from compile_muon.runtime.shards import edits_of
 
 __all__ = [
@@ -238,6 +240,25 @@ def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None
 
     Args:
         among: the parameters to gather then; default: all of the optimizer.
+    Raises:
+        LedgerError: ranks come with different edits: one reads weights that others have edited again since.
     """
     if account.replica is not None and edits_of(account.param) != account.refreshed_at:
-        account.ledger.count(start_refresh(account.ledger.accounts if among is None else among))
+        among = account.ledger.accounts if among is None else among
+        _compare_edits(among, account.group)
+        account.ledger.count(start_refresh(among))
+
+
+def _compare_edits(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> None:
+    """Who reads alone waits for the others' next read, and must not get their rows of another edit."""
+    if group is None:
+        return
+    edits = {a.name: edits_of(a.param) - a.refreshed_at for a in accounts if a.replica is not None}
+    everyone = gather_objects(edits, group)
+    names = [name for name in edits if len({found.get(name) for found in everyone}) > 1]
+    if names:
+        counts = by_rank([found.get(names[0], 0) for found in everyone])
+        raise LedgerError(
+            f"{listed(names)}: ranks read the weight after different numbers of edits ({counts} of {names[0]}); edit "
+            "on every rank alike, and read, evaluate or train on all of them before the next edit"
+        )

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["contiguous_stride", "edits_of", "has_memory", "like_parameter", "local_tensor", "user_attributes"]
 
-#: What a DTensor keeps among the attributes of its own.
-_OF_DTENSORS = frozenset({"_local_tensor", "_spec"})
+#: What a DTensor keeps among the attributes of its own, and what a ``ShardedParameter`` does.
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown"})
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -34,8 +34,11 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def edits_of(tensor: Tensor) -> int:
-    """Grows with every edit in place that PyTorch counts; what a DTensor does to itself does not count on its shard."""
-    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+    """Grows with every edit in place: what a DTensor does to itself PyTorch does not count on its shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor._version
+    # A ShardedParameter counts the rest; by name, because that module needs this one.
+    return tensor._version + tensor._local_tensor._version + getattr(tensor, "uncounted_edits", 0)
 
 
 def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None) -> Tensor:

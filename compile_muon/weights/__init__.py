@@ -4,7 +4,8 @@
 on the disk; ``full``, ``pretrained`` and ``optimizer_state`` are the use. docs/weights.md is the same for users.
 """
 
+from compile_muon.weights.adapters import merge_adapters
 from compile_muon.weights.full import full_state_dict, load_full_state_dict
 from compile_muon.weights.pretrained import load_pretrained, save_pretrained
 
-__all__ = ["full_state_dict", "load_full_state_dict", "load_pretrained", "save_pretrained"]
+__all__ = ["full_state_dict", "load_full_state_dict", "load_pretrained", "merge_adapters", "save_pretrained"]

@@ -11,18 +11,19 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from compile_muon.checkpoint.folder import sync_folder
 from compile_muon.checkpoint.ranks import Ranks
-from compile_muon.errors import CheckpointError, listed
+from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
+from compile_muon.model.full_parameters import full_parameters
 from compile_muon.weights.contents import Weights
 from compile_muon.weights.full import gather, load_full_state_dict
 
-__all__ = ["has_adapters", "holds_adapters", "load_adapters", "save_adapters"]
+__all__ = ["has_adapters", "holds_adapters", "load_adapters", "merge_adapters", "save_adapters"]
 
 _FILE = "adapter_model.safetensors"
 
@@ -40,6 +41,32 @@ def holds_adapters(module: Any, folder: Path) -> bool:
 
 def _subfolder(folder: Path, adapter: str) -> Path:
     return folder if adapter == "default" else folder / adapter
+
+
+def merge_adapters(model: nn.Module, **how: Any) -> nn.Module:
+    """PEFT's ``merge_and_unload()`` of a sharded model, layer by layer: at most one is whole at a time; collective.
+
+    Args:
+        model: a ``PeftModel``. Its adapters are gone then, and nothing of it trains any more.
+        how: of the layers' own ``merge()``, ``safe_merge`` and ``adapter_names``.
+    Returns:
+        The base model, sharded as it was, for :func:`compile_muon.save_pretrained` or ``full_state_dict``.
+    Raises:
+        UnsupportedModelError: it has no adapters; or a layer cannot be merged, and then those ahead of it are.
+
+    >>> merged = compile_muon.merge_adapters(model)                                 # doctest: +SKIP
+    >>> compile_muon.save_pretrained(merged, "merged")                              # doctest: +SKIP
+    """
+    module: Any = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    if not has_adapters(module) or not hasattr(module, "unload"):
+        raise UnsupportedModelError(f"model: a {type(module).__name__} has no adapters to merge; give the PeftModel")
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    module.base_model._check_merge_allowed()
+    for layer in [inner for inner in module.modules() if isinstance(inner, BaseTunerLayer)]:
+        with full_parameters(cast("nn.Module", layer), write=True):
+            layer.merge(**how)
+    return module.unload()
 
 
 def _names(weights: Weights, adapter: str) -> dict[str, str | None]:

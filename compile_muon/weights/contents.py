@@ -101,7 +101,8 @@ class Weights:
         """The ranks, once all have come to do the same with the same model; collective.
 
         Raises:
-            CheckpointError: they do different things, or hold different models.
+            CheckpointError: they do different things, hold different models, or one of them edited a gathered copy of a
+                weight, which would be lost.
         """
         ranks = Ranks(self.group, self.device, self.place, apart=False)
         held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
@@ -116,6 +117,8 @@ class Weights:
                 f"{doing}: ranks hold different models or give different arguments "
                 f"({by_rank([which[:8] for _, which in everyone])}); give the same on every rank"
             )
+        with ranks.together(f"{doing}: nothing was done"):
+            self.accounts[0].handouts.check(thoroughly=True)
         return ranks
 
     def check_live(self) -> None:

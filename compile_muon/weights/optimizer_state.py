@@ -55,8 +55,8 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
     """Momenta, moments and hyperparameters as if nothing had been sharded; collective over the optimizer's ranks.
 
     Returns:
-        On rank 0 ``{"state": {parameter: {slot: tensor}}, "param_groups": [{"params": names, "algorithm": ..., "lr":
-        ..., ...}]}``, whole tensors on the CPU in memory of their own. Elsewhere an empty dictionary.
+        On rank 0 ``{"state": {parameter: {slot: tensor}}, "param_groups": [{"params": names, "algorithm": ..., "name":
+        ..., "lr": ..., ...}]}``, whole tensors on the CPU in memory of their own. Elsewhere an empty dictionary.
     Raises:
         CheckpointError: rank 0 has no room; on every rank.
         PeerError: a rank does not come; it takes the time-out of the process group.
@@ -119,7 +119,7 @@ def _checked(optimizer: MuonZero, slots: list[tuple[str, str, _Slot]], saved: An
         CheckpointError: listing all that does not.
     """
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if not groups or not all(isinstance(group, Mapping) and "algorithm" in group for group in groups):
+    if not groups or not all(isinstance(group, Mapping) and "name" in group for group in groups):
         raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
     trained = {name: group["algorithm"] for group in groups for name in group["params"]}
     problems = []
@@ -138,5 +138,5 @@ def _checked(optimizer: MuonZero, slots: list[tuple[str, str, _Slot]], saved: An
             problems.append(f"{name}: its {slot} has shape {shape} in it, {list(entry.shape)} here")
     if problems:
         raise CheckpointError(listed(problems))
-    by_algorithm = {group["algorithm"]: _settings(group) for group in groups}
-    return [by_algorithm[group["algorithm"]] for group in optimizer.param_groups]
+    by_name = {group["name"]: _settings(group) for group in groups}
+    return [by_name.get(group["name"], {}) for group in optimizer.param_groups]

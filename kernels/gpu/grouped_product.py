@@ -50,9 +50,9 @@ def grouped_product_kernel(
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 # The summand comes first: added at the end it would hold registers that the sums need, and spill.
                 if PLUS:
-                    sums = beta * load_part(
-                        pluses, matrix, row, col, rows, pitch, ROWS, COLS, DESCRIPTORS, WIDEN
-                    ).to(tl.float32)
+                    sums = beta * load_part(pluses, matrix, row, col, rows, pitch, ROWS, COLS, DESCRIPTORS, WIDEN).to(
+                        tl.float32
+                    )
                 else:
                     sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
                 for i in tl.range(0, tl.cdiv(rows, DEPTH), warp_specialize=SPECIALIZE):

@@ -47,6 +47,12 @@ def built(cls=Net, **settings):
     return model, MuonZero(model, **{"ns_dtype": "float32", "ns_method": "standard", **settings})
 
 
+def decayed_apart(params):
+    """AdamW's groups: vectors do not decay."""
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+
+
 class Reference:
     """The same formulas on an unsharded eager model: Muon in float32, torch.optim.AdamW for the rest."""
 
@@ -61,7 +67,7 @@ class Reference:
         rest = [p for name, p in named.items() if name not in self.muon and p.requires_grad]
         adamw = config.adamw
         self.adamw = torch.optim.AdamW(
-            rest, lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
+            decayed_apart(rest), lr=adamw.lr, betas=adamw.betas, eps=adamw.eps, weight_decay=adamw.weight_decay
         )
 
     @torch.no_grad()
@@ -451,6 +457,44 @@ def test_initialize_compiles_in_place():
     model, optimizer = initialize(Net(), {"compile": {"codegen": "eager"}, "zero_optimization": {"stage": 3}})
     train(model, optimizer)
     assert optimizer.traffic.matrices == 6
+
+
+def test_sequential_roots_are_compiled_whole_however_many_there_are():
+    """Dynamo begins no frame in PyTorch's own files: each read of a weight used to become a graph, until it gave up."""
+    torch._dynamo.reset()
+    for layers in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
+        torch.manual_seed(0)
+        model, optimizer = initialize(
+            nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))), {"compile": {"codegen": "eager"}}
+        )
+        plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        plain.load_state_dict(model.state_dict())
+        x = torch.randn(3, 4)
+        for _ in range(2):
+            loss = model(x).square().mean()
+            torch.testing.assert_close(loss, plain(x).square().mean())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.load_state_dict(model.state_dict())
+        assert optimizer.metrics()["compiled_graphs"] == 2 and type(model) is nn.Sequential
+
+
+def test_a_weight_that_is_read_by_itself_is_no_frame():
+    torch._dynamo.reset()
+    model, _ = built()
+    frames = []
+
+    def noting(gm, inputs):
+        frames.append(gm)
+        return gm
+
+    run = torch.compile(lambda: model.a.weight.sum(), backend=noting)  # inlined where a frame reads it
+    run()
+    assert len(frames) == 1
+    nn.Sequential.compile(holder := nn.Sequential(model.a, model.b), backend=noting)
+    holder(torch.randn(2, model.a.in_features))
+    assert not any("unshard" in str(node.target) for gm in frames[1:] for node in gm.graph.nodes)
 
 
 def test_updates_in_backward_are_really_made_there():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import compile_muon
 from compile_muon import __main__ as cli
 from compile_muon import doctor
 from compile_muon.doctor import Check, Verdict, check_config
@@ -85,6 +86,26 @@ def test_an_unknown_command_is_an_error() -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(["docter"])
     assert stop.value.code == 2
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"compile_muon {compile_muon.__version__}\n"
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    command = f"{sys.executable} -m compile_muon doctor | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_what_is_missing_is_a_line_of_the_report() -> None:
+    """A package that the commands need elsewhere must not keep the doctor from saying so."""
+    code = "import sys; sys.modules['safetensors'] = None; from compile_muon.__main__ import main; main(['doctor'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "pip install safetensors" in done.stdout and "Not ready: safetensors" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,12 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+def decayed_apart(params):
+    """AdamW's groups: vectors do not decay."""
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+
+
 class Theirs:
     """Unsharded and eager: the formulas of Muon, torch's AdamW."""
 
@@ -51,7 +57,7 @@ class Theirs:
         self.matrices = [self.model.a.weight, self.model.b.weight]
         self.buffers = [torch.zeros_like(p) for p in self.matrices]
         rest = [p for p in self.model.parameters() if all(p is not q for q in self.matrices)]
-        self.adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
 
     def zero_grad(self, set_to_none=True):
         self.model.zero_grad(set_to_none)

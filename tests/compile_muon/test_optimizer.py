@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from compile_muon import MuonZero
+from compile_muon import ConfigError, MuonZero, initialize
+from compile_muon.config import config_from_kwargs
 
 EAGER = {"codegen": "eager"}
 
@@ -49,11 +51,17 @@ def built(compiled=True, **settings):
     return model, optimizer, run
 
 
+def decayed_apart(params):
+    """AdamW's groups: vectors do not decay."""
+    groups = [[p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]]
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+
+
 def torch_optimizers(model, *, lr=0.02, weight_decay=0.1, adamw_lr=3e-4, **muon):
     named = dict(model.named_parameters())
     yield torch.optim.Muon([named[name] for name in MUON], lr=lr, weight_decay=weight_decay, **muon)
     rest = [p for name, p in named.items() if name not in MUON]
-    yield torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.1)
+    yield torch.optim.AdamW(decayed_apart(rest), lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def loss_of(run, seed):
@@ -162,7 +170,7 @@ def test_one_cycle_cycles_the_momentum_without_recompiling():
     reference = Net()
     others = list(torch_optimizers(reference))
     cycle = {"total_steps": 12, "cycle_momentum": True, "base_momentum": 0.7, "max_momentum": 0.9}
-    mine = lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 1e-2], **cycle)
+    mine = lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 1e-2, 1e-2], **cycle)
     theirs = [
         lr_scheduler.OneCycleLR(others[0], max_lr=0.05, **cycle),
         lr_scheduler.OneCycleLR(others[1], max_lr=1e-2, **{**cycle, "cycle_momentum": False}),
@@ -204,20 +212,23 @@ def test_schedulers_of_torch(make):
 
 def test_groups_say_who_is_who():
     model, optimizer, _ = built()
-    groups = {group["algorithm"]: group for group in optimizer.param_groups}
-    assert set(groups) == {"muon", "adamw"}
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    assert list(groups) == ["muon", "adamw", "adamw_no_decay"]
     assert tuple(groups["muon"]["param_names"]) == MUON
     named = dict(model.named_parameters())
     assert [id(p) for p in groups["muon"]["params"]] == [id(named[name]) for name in MUON]
-    assert set(groups["adamw"]["param_names"]) == set(named) - set(MUON)
-    assert groups["muon"]["lr"] == 0.02 and groups["adamw"]["lr"] == 3e-4
+    vectors = {name for name, param in named.items() if param.ndim < 2}
+    assert set(groups["adamw_no_decay"]["param_names"]) == vectors
+    assert set(groups["adamw"]["param_names"]) == set(named) - set(MUON) - vectors
+    assert groups["muon"]["lr"] == 0.02 and groups["adamw"]["lr"] == groups["adamw_no_decay"]["lr"] == 3e-4
+    assert [groups[name]["weight_decay"] for name in groups] == [0.1, 0.1, 0.0]
 
 
 def test_groups_are_not_added_from_outside():
     _, optimizer, _ = built()
     with pytest.raises(NotImplementedError, match="build a new MuonZero"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(optimizer.param_groups) == 2
+    assert len(optimizer.param_groups) == 3
 
 
 def test_step_runs_a_closure():
@@ -418,3 +429,87 @@ def test_newton_schulz_runs_once_per_matrix_and_step():
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.traffic.matrices == 3 * len(MUON)
+
+
+# --- decay ------------------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """What decays and what does not, whatever it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.hidden, self.norm = nn.Embedding(8, 6), nn.Linear(6, 6), nn.LayerNorm(6)
+        self.A_log, self.D = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(6, 2))
+        self.A_log._no_weight_decay = True
+        self.kept = nn.Parameter(torch.ones(6, 6))
+        self.kept._no_weight_decay = True
+        self.cls_token = nn.Parameter(torch.ones(1, 1, 6))
+        self.head = nn.Linear(6, 8)
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+def test_vectors_do_not_decay_unless_they_are_told_to(vectors, algorithm):
+    config = config_from_kwargs(adamw_decay_vectors=vectors, adamw_weight_decay=0.5)
+    model = Marked()
+    for param in model.parameters():
+        nn.init.ones_(param)
+    optimizer = MuonZero.from_config(model, dataclasses.replace(config, algorithm=algorithm))
+    still = {name for g in optimizer.param_groups if g["weight_decay"] == 0 for name in g["param_names"]}
+    marked = {"A_log", "kept"}
+    vector = {"hidden.bias", "norm.weight", "norm.bias", "cls_token", "head.bias"}
+    expected = marked if vectors else marked | vector
+    assert still == expected
+    assert {row.name for row in optimizer.summary().rows if not row.decays} == expected
+    assert "no decay" in str(optimizer.summary())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert {name for name, param in model.named_parameters() if torch.equal(param, before[name])} == expected
+
+
+def test_muons_groups_have_one_momentum():
+    optimizer = MuonZero(Marked())
+    names = [group["name"] for group in optimizer.param_groups]
+    assert names == ["muon", "muon_no_decay", "adamw", "adamw_no_decay"]
+    optimizer.param_groups[1]["momentum"] = 0.5
+    with pytest.raises(ConfigError, match="momentum = .*differs between Muon's groups"):
+        optimizer.step()
+
+
+# --- schedules of a configuration -------------------------------------------------------------------------------------
+
+
+def scheduled():
+    torch.manual_seed(0)
+    params = {"warmup_max_lr": 0.02, "warmup_num_steps": 4, "warmup_type": "linear", "total_num_steps": 8}
+    return initialize(Net(), {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+
+
+def test_a_schedule_of_the_configuration_moves_all_rates():
+    model, optimizer = scheduled()
+    seen = []
+    for i in range(9):
+        loss_of(model, i).backward()
+        seen.append({group["lr"] for group in optimizer.param_groups})
+        optimizer.step()
+        optimizer.scheduler.step()
+        optimizer.zero_grad()
+    assert all(len(rates) == 1 for rates in seen)
+    assert [rates.pop() / 0.02 for rates in seen[1:]] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25])
+
+
+def test_a_schedule_that_nobody_steps_is_an_error_in_the_second_step():
+    model, optimizer = scheduled()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match=r"'WarmupDecayLR': was not stepped since .*optimizer.scheduler.step\(\)"):
+        optimizer.step()
+    optimizer.scheduler.step()
+    optimizer.step()
+    optimizer.scheduler = None
+    optimizer.step()
+    optimizer.step()
+    assert MuonZero(Net()).scheduler is None

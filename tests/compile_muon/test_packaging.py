@@ -213,3 +213,10 @@ def test_lint_checks_the_types_of_every_module() -> None:
     (linked,) = (line.split() for line in printed.splitlines() if line.startswith("ln -s "))
     entries = {f"../../compile_muon/{path.name}" for path in (ROOT / "compile_muon").iterdir() if path.name[0] != "_"}
     assert entries | {"../../compile_muon/__init__.py"} | {"../../passes", "../../kernels"} <= set(linked)
+
+
+def test_dir_lists_the_public_names_and_no_others() -> None:
+    import compile_muon
+
+    assert dir(compile_muon) == sorted([*compile_muon.__all__, "__version__"])
+    assert all(getattr(compile_muon, name) for name in dir(compile_muon))

@@ -29,6 +29,7 @@ __all__ = [
     "Matrices",
     "Reference",
     "Report",
+    "decayed_apart",
     "full",
     "hidden_matrices",
     "newton_schulz",
@@ -54,6 +55,12 @@ Matrices = Mapping[str, tuple[int, int, int]]
 Loss = Callable[[nn.Module, Any], Tensor]
 #: (step, micro-batch, rank) -> batch
 Data = Callable[[int, int, int], Any]
+
+
+def decayed_apart(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """AdamW's groups: vectors do not decay."""
+    matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def hidden_matrices(model: nn.Module, *, exclude: tuple[str, ...], stacks: tuple[str, ...] = ()) -> Matrices:
@@ -101,7 +108,7 @@ class Reference:
         self.named = dict(self.model.named_parameters())
         self.momentum = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
         rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
-        self.adamw = torch.optim.AdamW(rest, lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY)
+        self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY)
         self.lr = LR
         self.gradients: dict[str, Tensor] = {}
 

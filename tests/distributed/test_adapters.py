@@ -39,12 +39,12 @@ assert not any(name.startswith("compile_muon") for name in sys.modules)
 """
 
 
-def base() -> Any:
+def base(**more: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(3)
     shape = dict(vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    return GPT2LMHeadModel(GPT2Config(**shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **more))
 
 
 def lora() -> Any:
@@ -271,7 +271,7 @@ def best(folder: str) -> tuple[str, dict[str, Tensor]]:
         settings = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
         trainer = trainer_of(folder, **settings)
         for group in trainer.create_optimizer().param_groups:
-            group["lr"] = 3.0
+            group["lr"] = 1.0
         trainer.train()
         assert any(param.requires_grad for param in trainer.model.parameters())
         return Path(trainer.state.best_model_checkpoint).name, weights(trainer.model)
@@ -285,3 +285,96 @@ def test_the_best_adapters_are_loaded_at_the_end(ranks: Callable[[int], Ranks], 
             assert torch.equal(saved[key.format(letter)], found[key.format(f"{letter}.default")])
         last = load_file(tmp_path / f"checkpoint-{STEPS}" / "adapter_model.safetensors")
         assert name != f"checkpoint-{STEPS}" and not torch.equal(last[key.format("A")], saved[key.format("A")])
+
+
+# ------------------------------------------------------------------------------------------------------------ merging
+
+
+def adapted(kind: str) -> Any:
+    import peft
+
+    names = {"target_modules": ["c_attn", "c_proj"]}
+    configs: dict[str, Any] = {
+        "lora": lambda: peft.LoraConfig(r=4, lora_alpha=32, modules_to_save=["ln_f"], **names),
+        "dora": lambda: peft.LoraConfig(r=4, lora_alpha=32, use_dora=True, **names),
+        "tokens": lambda: peft.LoraConfig(r=4, lora_alpha=32, trainable_token_indices=[1, 2, 3], **names),
+        "ia3": lambda: peft.IA3Config(feedforward_modules=["c_proj"], **names),
+        "loha": lambda: peft.LoHaConfig(r=4, alpha=32, target_modules=["lm_head"]),
+        "norms": lambda: peft.LNTuningConfig(target_modules=["ln_f"]),
+    }
+    # PEFT merges what it learns of a tied head into the embedding, too.
+    return peft.get_peft_model(base(tie_word_embeddings=kind != "loha"), configs[kind]())
+
+
+def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tuple[float, float, float]]:
+    """Loss of the base, of the adapters, and of the merged model that stays."""
+    tokens, found = Sentences().tokens[:4], {}
+    for kind in kinds:
+        model: Any = adapted(kind)
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, "zero_optimization": {"stage": stage}}
+        model, optimizer = compile_muon.initialize(model, config)
+        losses = []
+        for step in range(4):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            losses.append(loss.item())
+            if step < 3:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if way == "merge_adapters":
+            whole = compile_muon.merge_adapters(model)
+        else:
+            with compile_muon.full_parameters(model, write=True):
+                whole = model.merge_and_unload()
+        assert not any("lora" in name for name, _ in whole.named_parameters())
+        with torch.no_grad():
+            now = whole(input_ids=tokens, labels=tokens).loss.item()
+        compile_muon.save_pretrained(whole, Path(folder) / kind)
+        found[kind] = (losses[0], losses[-1], now)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "way"), [(1, 2, "merge_adapters"), (2, 3, "merge_adapters"), (2, 1, "block"), (2, 3, "block")]
+)
+def test_a_merged_model_is_saved_as_it_was_trained(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, way: str
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    kinds = ["lora", "dora", "tokens", "ia3", "loha", "norms"] if way == "merge_adapters" else ["lora", "ia3"]
+    tokens = Sentences().tokens[:4]
+    for found in ranks(world).run(merged, folder=str(tmp_path), kinds=kinds, stage=stage, way=way):
+        for kind, (before, trained, now) in found.items():
+            saved = GPT2LMHeadModel.from_pretrained(tmp_path / kind)
+            assert now == pytest.approx(trained, abs=1e-4) and abs(trained - before) > 1e-3, kind
+            assert saved(input_ids=tokens, labels=tokens).loss.item() == pytest.approx(trained, abs=1e-4), kind
+
+
+def merged_by_hand(folder: str) -> list[str]:
+    """As one does with a model that is not sharded: the edits of copies are lost, so nothing may save the base."""
+    model, _ = compile_muon.initialize(adapted("dora"), CONFIG)
+    whole = model.merge_and_unload()
+    said = []
+    for act in (lambda: compile_muon.save_pretrained(whole, folder), lambda: compile_muon.full_state_dict(whole)):
+        try:
+            with torch.no_grad():
+                whole.transformer.h[0].attn.c_attn.weight.mul_(2)
+            act()
+        except compile_muon.CheckpointError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_merge_of_copies_is_never_saved(ranks: Callable[[int], Ranks], tmp_path: Path, world: int) -> None:
+    for said in ranks(world).run(merged_by_hand, folder=str(tmp_path / "saved")):
+        assert len(said) == 2 and all("c_attn.base_layer.weight" in text for text in said)
+        assert all("to merge adapters use compile_muon.merge_adapters(model)" in text for text in said)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_model_without_adapters_has_none_to_merge() -> None:
+    model, _ = compile_muon.initialize(base(), CONFIG)
+    with pytest.raises(compile_muon.UnsupportedModelError, match="GPT2LMHeadModel has no adapters to merge"):
+        compile_muon.merge_adapters(model)

@@ -374,10 +374,14 @@ def _steps(model: nn.Module, optimizer: compile_muon.MuonZero, first: int, count
         optimizer.zero_grad()
 
 
+RATES = [0.013, 1e-4, 2e-4]
+
+
 def save_and_go_on(folder: str, stage: int) -> None:
     model = tiny()
     optimizer = optimizer_of(model, stage=stage)
-    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.013, 1e-4
+    for group, rate in zip(optimizer.param_groups, RATES, strict=True):
+        group["lr"] = rate
     _steps(model, optimizer, 0, 2)
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
@@ -411,7 +415,7 @@ def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[
     for world, stage in ((1, 0), (3, 1), (2, 2)):
         for loaded, rates, distance in ranks(world).run(load_and_go_on, folder=folder, stage=stage):
             assert loaded, f"world {world}: weights, momentum or moments differ from what was saved"
-            assert rates == [0.013, 1e-4]
+            assert rates == RATES
             assert distance <= 1e-6
 
 

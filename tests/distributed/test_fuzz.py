@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full, world_and_rank
+from reference import decayed_apart, full, world_and_rank
 from torch import nn
 
 from compile_muon import MuonZero
@@ -143,7 +143,7 @@ class Reference:
     def reset(self):
         for buffer in self.buffers.values():
             buffer.zero_()
-        self.adamw = torch.optim.AdamW(self.rest, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
+        self.adamw = torch.optim.AdamW(decayed_apart(self.rest), lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.1)
 
     def zero_grad(self, **kwargs):
         self.model.zero_grad(**kwargs)

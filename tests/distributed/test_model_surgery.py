@@ -291,7 +291,7 @@ def edit_whole_wrongly(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_full_parameters_refuse_alike_on_all_ranks(ranks: Callable[[int], Ranks], stage: int) -> None:
     first, second = ranks(2).run(edit_whole_wrongly, stage=stage)
-    assert "another rank changed" in first[0]
+    assert "refused by another rank" in first[0]
     assert "up.weight: its shape changed from [9, 6] to [2, 2]" in second[0]
     for messages in (first, second):
         assert "thin.weight: was edited in a full_parameters block without write=True" in messages[1]

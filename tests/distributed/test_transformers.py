@@ -51,7 +51,9 @@ class Sentences(Dataset):
         return {"input_ids": self.tokens[index], "labels": self.labels[index]}
 
 
-def trainer_of(folder: str, stage: int, *, compiled: bool = False, **settings: Any) -> Any:
+def trainer_of(
+    folder: str, stage: int, *, compiled: bool = False, config: dict[str, Any] = CONFIG, **settings: Any
+) -> Any:
     from transformers import TrainingArguments
 
     from compile_muon.integrations.transformers import MuonTrainer
@@ -65,7 +67,7 @@ def trainer_of(folder: str, stage: int, *, compiled: bool = False, **settings: A
         max_grad_norm=LIMIT, learning_rate=RATE, warmup_steps=2, logging_steps=1, report_to=[], disable_tqdm=True,
         save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=4,
     )  # fmt: skip
-    config = {**CONFIG, "zero_optimization": {"stage": stage}, "compile": {"codegen": "eager"} if compiled else False}
+    config = {**config, "zero_optimization": {"stage": stage}, "compile": {"codegen": "eager"} if compiled else False}
     arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
     return InOrder(
         model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config
@@ -376,6 +378,45 @@ def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with accelerated(), pytest.raises(compile_muon.ConfigError, match="fsdp_plugin.* shards the model too"):
         trainer_of(str(tmp_path), 2)
+
+
+def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
+    """Without AdamW's decay of norms and biases, and no direction thrown away by a second clipping."""
+    from compile_muon.config.checks import FILLED
+    from compile_muon.integrations.transformers import _AUTO
+
+    with accelerated():
+        trainer = trainer_of(str(tmp_path), 2, compiled=True, max_grad_norm=1e6, gradient_accumulation_steps=1)
+        decayed = set(trainer.get_decay_parameter_names(trainer.model))
+        trainer.train()
+        metrics = trainer.muon.metrics()
+        assert trainer.muon_config.zero.gradient_clipping == 1e6
+        assert metrics["directions_used"] == metrics["directions_speculated"] == STEPS * 8
+        assert losses(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])
+        rates = {name: g["weight_decay"] for g in trainer.muon.param_groups for name in g["param_names"]}
+        assert {name for name, decay in rates.items() if decay} == decayed & set(rates) < set(rates)
+    schedule = {"type": "WarmupDecayLR", "params": {key: "auto" for key in (
+        "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"
+    )} | {"warmup_type": "linear"}}  # fmt: skip
+    config = {**CONFIG, "optimizer": {"type": "Muon"}, "scheduler": schedule, "gradient_clipping": "auto"}
+    with accelerated():
+        trainer = trainer_of(str(tmp_path), 2, learning_rate=0.01, save_strategy="no", config=config)
+        trainer.train()
+        assert losses(trainer, "learning_rate") == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.0075, 0.005])
+    known = {".".join(path) for path in _AUTO} | {
+        "scheduler.params.warmup_num_steps",
+        "scheduler.params.total_num_steps",
+    }
+    assert known == set(FILLED)
+
+
+def test_a_limit_that_contradicts_the_arguments_is_refused(tmp_path: Path) -> None:
+    said = "gradient_clipping = 0.1: contradicts TrainingArguments.max_grad_norm = 0.5"
+    with accelerated(), pytest.raises(compile_muon.ConfigError, match=said):
+        trainer_of(str(tmp_path), 2, config={**CONFIG, "gradient_clipping": 0.1})
+    with accelerated():
+        trainer = trainer_of(str(tmp_path), 2, max_grad_norm=0.0, config={**CONFIG, "gradient_clipping": 0.1})
+    assert trainer.muon_config.zero.gradient_clipping == 0.1
 
 
 def test_searching_hyperparameters_is_refused(tmp_path: Path) -> None:

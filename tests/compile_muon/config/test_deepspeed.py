@@ -14,16 +14,24 @@ from compile_muon.config import (
     AdamWConfig,
     CompileConfig,
     Config,
+    ExpertParallelConfig,
+    MeshConfig,
     MuonConfig,
     NSConfig,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
     ZeroConfig,
     config_from_kwargs,
     convert,
     load_config,
 )
-from compile_muon.config.deepspeed import _SECTIONS
+from compile_muon.config.checks import FILLED
+from compile_muon.config.deepspeed import read_all
 from compile_muon.config.foreign import FOREIGN, refusal
+from compile_muon.config.sections import SECTIONS
 from compile_muon.errors import ConfigError
+from compile_muon.integrations.automatic import filled
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = {path.stem: path for path in (Path(__file__).parent / "deepspeed").glob("*.json")}
@@ -43,9 +51,16 @@ def load_noting(source) -> tuple[Config, list[str]]:
         warnings.simplefilter("always")
         config = load_config(source)
     messages = [str(warning.message) for warning in caught]
-    assert len(messages) <= 1, messages
+    hints = [message for message in messages if message.startswith("no effect here: ")]
+    known = ("no effect here: ", "optimizer.params.lr = ", "optimizer.params: what is left out")
+    assert len(hints) <= 1 and all(message.startswith(known) for message in messages), messages
     assert not caught or caught[0].filename == __file__  # at the caller's line, not in ours
-    return config, [key for message in messages for key in message.removeprefix("no effect here: ").split(", ")]
+    return config, [key for message in hints for key in message.removeprefix("no effect here: ").split(", ")]
+
+
+def decaying_vectors(config: Config) -> Config:
+    """As a config of DeepSpeed is read."""
+    return dataclasses.replace(config, adamw=dataclasses.replace(config.adamw, decay_vectors=True))
 
 
 def load_silently(source) -> Config:
@@ -109,16 +124,70 @@ LOADED = {
         "compile.free_activation compile.offload_activation compile.offload_parameters compile.debug_log",
     ),
     "everything_off": (Config(adamw=AdamWConfig(1e-3), zero=ZeroConfig(1), algorithm="adamw"), None),
+    "openrlhf": (
+        Config(
+            zero=ZeroConfig(3, gradient_clipping=1.0, param_dtype=torch.bfloat16), compile=CompileConfig(enabled=True)
+        ),
+        "steps_per_print zero_optimization.offload_param zero_optimization.offload_optimizer "
+        "zero_optimization.sub_group_size zero_optimization.stage3_max_live_parameters "
+        "zero_optimization.stage3_max_reuse_distance zero_optimization.stage3_param_persistence_threshold "
+        "zero_optimization.stage3_prefetch_bucket_size zero_optimization.reduce_bucket_size "
+        "zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_weights "
+        "zero_optimization.zero_quantized_gradients zero_optimization.reduce_scatter prescale_gradients "
+        "wall_clock_breakdown data_types checkpoint tensor_parallel",
+    ),
+    "deepspeed_chat": (
+        Config(zero=ZeroConfig(2, gradient_clipping=1.0, param_dtype=torch.bfloat16)),
+        "train_batch_size train_micro_batch_size_per_gpu steps_per_print zero_optimization.overlap_comm "
+        "zero_optimization.offload_param zero_optimization.offload_optimizer "
+        "zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_max_live_parameters "
+        "zero_optimization.memory_efficient_linear prescale_gradients wall_clock_breakdown hybrid_engine tensorboard",
+    ),
+    "leaf_modules": (
+        Config(
+            adamw=AdamWConfig(2e-4),
+            zero=ZeroConfig(3, param_dtype=torch.bfloat16),
+            algorithm="adamw",
+            scheduler=WarmupCosineLR(
+                total_num_steps=500, warmup_num_steps=50, cos_min_ratio=0.01, warmup_type="linear"
+            ),
+        ),
+        "zero_optimization.stage3_param_persistence_threshold zero_optimization.leaf_module "
+        "train_micro_batch_size_per_gpu steps_per_print",
+    ),
+    "alpaca_numbers": (
+        Config(
+            adamw=AdamWConfig(3e-5, (0.9, 0.99), 1e-8, 0.0),  # the schedule's rate, not the optimizer's
+            zero=ZeroConfig(3, gradient_accumulation_steps=8, gradient_clipping=1.0, param_dtype=torch.bfloat16),
+            algorithm="adamw",
+            scheduler=WarmupDecayLR(
+                warmup_min_lr=1e-6, warmup_num_steps=40, total_num_steps=1200, warmup_type="linear"
+            ),
+        ),
+        "zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.reduce_bucket_size "
+        "steps_per_print train_batch_size",
+    ),
 }
 
 #: The settings of each other sample that have to go.
+IN_SCHEDULE = " ".join(f"scheduler.params.warmup_{name}" for name in ("min_lr", "max_lr", "num_steps"))
 REFUSED = {
-    "zero2_auto": "fp16.enabled bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
-    "optimizer.params.weight_decay scheduler zero_optimization.offload_optimizer gradient_accumulation_steps "
+    "zero2_auto": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
+    f"optimizer.params.weight_decay {IN_SCHEDULE} zero_optimization.offload_optimizer gradient_accumulation_steps "
     "gradient_clipping",
-    "zero3_fp16": "fp16.enabled zero_optimization.offload_optimizer zero_optimization.offload_param scheduler",
+    "zero3_fp16": "fp16.enabled zero_optimization.offload_optimizer zero_optimization.offload_param",
     "infinity": "zero_optimization.offload_optimizer zero_optimization.offload_param",
-    "tutorial": "optimizer.type fp16.enabled zero_optimization",
+    "tutorial": "fp16.enabled zero_optimization",
+    "llama_factory": "bf16.enabled gradient_accumulation_steps gradient_clipping",
+    "axolotl": "gradient_accumulation_steps gradient_clipping",
+    "axolotl_compile": "bf16.enabled gradient_accumulation_steps gradient_clipping zero_optimization.offload_optimizer",
+    "accelerate": "fp16.enabled optimizer.params.lr optimizer.params.weight_decay gradient_clipping "
+    f"scheduler.params.total_num_steps {IN_SCHEDULE}",
+    "alpaca": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
+    f"optimizer.params.weight_decay {IN_SCHEDULE} scheduler.params.total_num_steps "
+    "zero_optimization.offload_optimizer zero_optimization.offload_param gradient_accumulation_steps gradient_clipping",
+    "swift": "bf16.enabled gradient_accumulation_steps gradient_clipping",
+    "one_cycle": "scheduler.params.cycle_momentum",
 }
 
 
@@ -132,7 +201,8 @@ def test_every_sample_has_a_verdict_and_a_source():
 def test_sample_loads_and_notes_its_hints_once(name):
     expected, hints = LOADED[name]
     config, noted = load_noting(SAMPLES[name])
-    assert config == expected
+    sized = {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(noted)
+    assert config == (decaying_vectors(expected) if sized else expected)
     assert len(noted) == len(set(noted))
     if hints is not None:
         assert set(noted) == set(hints.split())
@@ -150,7 +220,8 @@ def test_what_is_switched_off_is_every_feature_that_is_refused():
     only_of_other_optimizers = {
         path for path in requests if re.search(r"freeze|cuda_|comm_b|_scaler|clip|coef|fact", path)
     }
-    assert requests - only_of_other_optimizers - {"optimizer.params.per_head_muon"} <= set(noted)
+    elsewhere = {"optimizer.params.per_head_muon", "scheduler.params.last_batch_iteration"}
+    assert requests - only_of_other_optimizers - elsewhere <= set(noted)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -161,6 +232,15 @@ def test_sample_is_refused_with_all_its_problems_at_once(name):
     for error in caught.value.errors:
         assert error.remedy
         assert ("Trainer" in error.problem) == (error.shown == "'auto'")
+        assert ("MuonTrainer" in error.remedy) == (error.shown == "'auto'")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_all_that_is_auto_and_read_is_filled_in_by_a_trainer(name):
+    stand_ins = {"optimizer.params.betas": [0.9, 0.99], "bf16.enabled": True}
+    automatic = {tuple(path.split(".")): stand_ins.get(path, 1) for path in FILLED}
+    errors = read_all(filled(SAMPLES[name], automatic, defaults={})).errors
+    assert {error.field for error in errors} == set(REFUSED.get(name, "").split()) - set(FILLED)
 
 
 # -------------------------------------------------------------------------------------------- hints
@@ -176,11 +256,14 @@ HINTS = [
 @pytest.mark.parametrize("value", [True, False, None, 0, 5e8, "auto", {"enabled": True}])
 def test_a_hint_is_accepted_with_any_value(value):
     for path in HINTS:
+        if path.startswith("scheduler."):  # of one schedule, and tested with it
+            continue
         source = nested(path, value)
         if path.startswith("compile."):
             source["compile"]["enabled"] = False  # an object means true
         config, noted = load_noting(source)
-        assert (config, noted) == (Config(), [path])
+        sized = path in ("train_batch_size", "train_micro_batch_size_per_gpu")
+        assert (config, noted) == (decaying_vectors(Config()) if sized else Config(), [path])
 
 
 def test_the_hints_of_the_issue_are_hints():
@@ -224,7 +307,7 @@ def test_a_misspelt_key_of_deepspeed_is_an_error(path, near):
 def test_no_key_is_both_read_and_foreign():
     for section, keys in FOREIGN.items():
         assert len(keys) == len(set(keys))
-        assert not set(keys) & set(_SECTIONS[section])
+        assert not set(keys) & set(SECTIONS[section])
 
 
 # ----------------------------------------------------------------------------------------- requests
@@ -238,9 +321,7 @@ def test_no_key_is_both_read_and_foreign():
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.mics_shard_size", 8),
         ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
-        ("scheduler", {"type": "WarmupLR", "params": {}}),
         ("amp", {"enabled": True}),
-        ("amp", {"enabled": "auto"}),
         ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
         ("data_types", {"grad_accum_dtype": "fp32"}),
         ("gradient_allreduce_op", "sum"),
@@ -259,6 +340,7 @@ def test_no_key_is_both_read_and_foreign():
         ("optimizer.params.freeze_step", 100),
         ("compile.passes", ["z3", "autosp"]),
         ("compile.kwargs", {"dynamic": True}),
+        ("compile.disable", True),
         ("compile.offload_parameters", True),
         ("bf16.bf16_master_weights_and_grads", True),
         ("bfloat16.bf16_optimizer_states", True),
@@ -274,7 +356,7 @@ def test_what_would_change_the_result_is_refused(path, value):
 @pytest.mark.parametrize(
     "path",
     [
-        *("bf16.enabled", "fp16.enabled", "gradient_clipping", "gradient_accumulation_steps", "compile.deepcompile"),
+        *("bf16.enabled", "gradient_clipping", "gradient_accumulation_steps", "compile.deepcompile"),
         *("zero_optimization.stage", "optimizer.params.lr", "optimizer.params.betas", "optimizer.params.momentum"),
         *("optimizer.params.eps", "optimizer.params.weight_decay", "optimizer.params.nesterov"),
     ],
@@ -285,13 +367,28 @@ def test_auto_of_what_is_read_here_is_the_trainer_s(path):
     assert caught.value.field == path
     assert "Trainer of Hugging Face Transformers" in caught.value.problem
     assert caught.value.remedy.startswith("write ")
+    assert caught.value.remedy.endswith("or use MuonTrainer, which fills it in") == (path in FILLED)
 
 
-def test_adam_is_refused_with_what_deepspeed_means_by_it():
+@pytest.mark.parametrize("path", ["fp16.enabled", "amp.enabled"])
+def test_a_precision_that_is_not_here_may_be_left_to_a_trainer(path):
+    noted = path.removesuffix(".enabled") if path.startswith("amp") else path
+    assert load_noting(nested(path, "auto") | {"bf16": {"enabled": True}}) == (
+        Config(zero=ZeroConfig(param_dtype=torch.bfloat16)),
+        [noted],
+    )
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("fp16", "false"), ("bf16", "true"), ("bfloat16", "true")])
+def test_a_precision_is_an_object_of_what_there_is(name, remedy):
     with pytest.raises(ConfigError) as caught:
-        load_config({"optimizer": {"type": "Adam", "params": {"adam_w_mode": True}}})
-    assert caught.value.field == "optimizer.type"
-    assert "adam_w_mode" in caught.value.remedy
+        load_config({name: True})
+    assert (caught.value.field, caught.value.remedy) == (name, f'write {{"enabled": {remedy}}}')
+
+
+@pytest.mark.parametrize("path", ["_comment", "zero_optimization._comment", "optimizer.params._why"])
+def test_comments_have_no_effect(path):
+    assert load_noting(nested(path, "as JSON has none")) == (Config(), [path])
 
 
 def test_the_old_switch_of_zero_says_which_stage_it_was():
@@ -358,6 +455,7 @@ EVERYTHING = config_from_kwargs(
     adamw_betas=(0.1, 0.2),
     adamw_eps=0.5,
     adamw_weight_decay=0.2,
+    adamw_decay_vectors=True,
     adjust_lr="spectral",
     ns_steps=2,
     ns_coefficients=((1, 2, 3), (4, 5, 6)),
@@ -375,6 +473,7 @@ EVERYTHING = config_from_kwargs(
     check_replicas=10,
     param_dtype="fp16",
     reduce_dtype="fp32",
+    master_dtype="bf16",
     shard_state_over="all",
     communicators="shared",
     muon_params=["a.*", "b"],
@@ -399,6 +498,8 @@ CONFIGS = {
     "compiled": Config(compile=CompileConfig(enabled=True)),
     "compiled with options": Config(compile=CompileConfig(enabled=True, dump="graphs", bucket_mb=3, dynamic=False)),
     "options without compiling": Config(compile=CompileConfig(nvtx=True)),
+    "schedule": Config(scheduler=WarmupLR(warmup_num_steps=10)),
+    "mesh and experts": Config(mesh=MeshConfig(2), expert_parallel=ExpertParallelConfig(4, 1.5)),
 }
 EXAMPLES = {
     f"documentation {place}": json.loads(text)
@@ -438,7 +539,13 @@ def test_converted_is_minimal_and_in_order():
         {
             "optimizer": {
                 "type": "AdamW",
-                "params": {"lr": 2e-4, "weight_decay": 0.02, "betas": [0.9, 0.99], "reduce_dtype": "float32"},
+                "params": {
+                    "lr": 2e-4,
+                    "weight_decay": 0.02,
+                    "betas": [0.9, 0.99],
+                    "adamw_decay_vectors": True,
+                    "reduce_dtype": "float32",
+                },
             },
             "gradient_accumulation_steps": 4,
             "gradient_clipping": 1.0,
@@ -446,6 +553,7 @@ def test_converted_is_minimal_and_in_order():
         }
     )
     assert list(convert(SAMPLES["deepcompile"])) == ["compile", "optimizer", "zero_optimization", "bf16"]
+    assert list(convert(SAMPLES["leaf_modules"])) == ["optimizer", "scheduler", "zero_optimization", "bf16"]
     params = convert(EVERYTHING)["optimizer"]["params"]
     assert list(params)[:6] == ["muon_lr", "adam_lr", "momentum", "nesterov", "weight_decay", "adjust_lr"]
 
@@ -479,14 +587,154 @@ def test_command_without_hints_prints_the_config_alone(capsys, tmp_path):
     assert (json.loads(printed.out), printed.err) == ({"zero_optimization": {"stage": 3}}, "")
 
 
-@pytest.mark.parametrize("path", [SAMPLES["zero3_fp16"], Path("no such file.json")])
-def test_command_prints_problems_on_stderr(capsys, path):
+def left_to_do(printed: str) -> list[str]:
+    head, *lines = printed.splitlines()
+    assert head == "left to do:"
+    return [line.removeprefix("  ") for line in lines if line.startswith("  ")]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_command_prints_what_it_can_and_lists_what_is_left(capsys, name):
+    assert main(["convert", str(SAMPLES[name])]) == 1
+    printed = capsys.readouterr()
+    reading = read_all(SAMPLES[name])
+    assert left_to_do(printed.err) == [str(error) for error in reading.errors]
+    assert f"no effect here: {', '.join(reading.hints)}" in printed.err.splitlines()
+    # What stays is what is left to do as well: "auto" that a trainer fills in, and an optimizer that is none of ours.
+    stays = [error for error in reading.errors if error.shown == "'auto'" or error.field == "optimizer.type"]
+    again = read_all(json.loads(printed.out))
+    assert sorted(map(str, again.errors)) == sorted(map(str, stays))
+    assert not again.hints
+
+
+def converted(capsys, tmp_path, source) -> tuple[int, dict, str]:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(source))
+    code = main(["convert", str(path)])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out), printed.err
+
+
+def test_command_takes_over_all_but_what_is_wrong(capsys, tmp_path):
+    source = {
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "Muon", "params": {"lr": 0.1, "adam_lr": -1, "ns_coefficients": "you", "amsgrad": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    }
+    code, out, err = converted(capsys, tmp_path, source)
+    assert code == 1
+    assert out == {
+        "optimizer": {"params": {"muon_lr": 0.1, "adam_lr": 0.1, "ns_coefficients": "you"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        "zero_optimization": {"stage": 3},
+    }
+    fields = [line.partition(" = ")[0] for line in left_to_do(err)]
+    assert sorted(fields) == [
+        "fp16.enabled", "optimizer.params.adam_lr", "optimizer.params.amsgrad", "zero_optimization.offload_param"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        (nested("optimizer.params", {"ns_steps": 3, "ns_coefficients": "deepseek_v4", "momentum": 0.5}), "ns_steps"),
+        (nested("optimizer.params", {"stage": 3, "check_replicas": 5, "momentum": 0.5}), "stage"),
+    ],
+)
+def test_of_a_contradiction_the_rest_is_taken_over(capsys, tmp_path, wrong, right):
+    code, out, err = converted(capsys, tmp_path, wrong)
+    kept = wrong["optimizer"]["params"][right]
+    assert code == 1
+    assert len(left_to_do(err)) == 1
+    assert load_silently(out) == load_silently(nested("optimizer.params", {right: kept, "momentum": 0.5}))
+
+
+def test_a_type_that_contradicts_a_setting_is_kept(capsys, tmp_path):
+    source = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "update": "backward"}}}
+    code, out, _ = converted(capsys, tmp_path, source)
+    assert (code, out) == (1, {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})
+
+
+def test_command_keeps_auto_where_a_trainer_fills_it_in(capsys, tmp_path):
+    params = {"warmup_max_lr": 0.5, "warmup_num_steps": "auto"}
+    source = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}},
+        "scheduler": {"type": "WarmupLR", "params": params},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "compile": {"dynamic": "auto"},
+        "train_batch_size": "auto",
+    }
+    code, out, err = converted(capsys, tmp_path, source)
+    assert code == 1
+    assert out == {
+        "compile": True,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": 1e-6, "adamw_decay_vectors": True},
+        },
+        "scheduler": {"type": "WarmupLR", "params": params},
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    assert sum("MuonTrainer" in line for line in left_to_do(err)) == 5
+    assert any(line.startswith("compile.dynamic = 'auto'") for line in left_to_do(err))
+
+
+def test_command_keeps_an_optimizer_that_is_not_ours(capsys, tmp_path):
+    params = {"adam_w_mode": False, "weight_decay": 0.1, "betas": [0.5, 0.6]}
+    code, out, err = converted(capsys, tmp_path, {"optimizer": {"type": "Adam", "params": params}})
+    assert (code, out) == (1, {"optimizer": {"type": "Adam", "params": {"betas": [0.5, 0.6]}}})
+    assert 'use "AdamW", whose decay is decoupled' in err
+
+
+def test_adam_is_adamw_as_deepspeed_makes_it():
+    for params, decay in (({}, 0.0), ({"weight_decay": 0.3, "adam_w_mode": True}, 0.3), ({"adam_w_mode": False}, 0.0)):
+        config, _ = load_noting({"optimizer": {"type": "Adam", "params": params}})
+        assert (config.algorithm, config.adamw.weight_decay) == ("adamw", decay)
+
+
+def test_defaults_that_are_not_deepspeeds_are_said():
+    source = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}
+    with pytest.warns(
+        UserWarning, match=r"left out .* betas = \(0.9, 0.95\), there \(0.9, 0.999\); weight_decay = 0.1, "
+    ):
+        load_config(source)
+    params = {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    load_noting({**source, "optimizer": {"type": "AdamW", "params": params}})
+
+
+def test_one_rate_for_both_halves_is_said_unless_it_is_meant():
+    with pytest.warns(UserWarning, match=r"optimizer.params.lr = 0.02 is AdamW's rate too.* takes 0.0003 .*muon_lr"):
+        assert load_config(nested("optimizer.params.lr", 0.02)).adamw.lr == 0.02
+    for meant in ({"adam_lr": 0.02}, {"adjust_lr": "match_rms_adamw"}, {"muon_lr": 0.02, "adamw_lr": 0.1}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_config(nested("optimizer.params", {"lr": 0.02, **meant}))
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]"])
+def test_command_without_anything_to_read(capsys, tmp_path, text):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
     assert main(["convert", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert printed.err == f"{caught.value}\n"
+
+
+def test_command_lists_a_key_that_is_given_twice(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"gradient_clipping": 1, "gradient_clipping": 2}')
+    assert main(["convert", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "is given twice" in printed.err
+    assert json.loads(printed.out) == {"gradient_clipping": 2}
 
 
 # --------------------------------------------------------------------------------------------- docs

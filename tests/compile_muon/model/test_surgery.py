@@ -7,10 +7,12 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from compile_muon import MuonZero, UnsupportedModelError, full_parameters
@@ -328,7 +330,12 @@ def test_what_a_data_alias_holds_is_let_go_at_the_next_read(model: Net, optimize
     model(X)
 
 
-def test_reads_in_a_forward_are_not_watched(model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_in_forwards_are_fingerprinted_at_first_alone(
+    model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        model(X)
+
     def never(tensors: object) -> None:
         raise AssertionError("fingerprinted")
 
@@ -336,6 +343,116 @@ def test_reads_in_a_forward_are_not_watched(model: Net, optimizer: MuonZero, mon
     model(X).sum().backward()
     with pytest.raises(AssertionError, match="fingerprinted"):
         model.down.weight  # noqa: B018
+
+
+class Writes(nn.Linear):
+    """Writes to its weight inside its own forward, in one of the ways there are."""
+
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if self.how == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "assigned":  # as EEGNet's constrained convolutions do
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.1)
+        elif self.how == "without grad":
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        elif self.how == "copied":
+            with torch.no_grad():
+                self.weight.copy_(self.weight.clamp(-0.1, 0.1))
+        elif self.how == "detached":
+            self.weight.detach().clamp_(-0.1, 0.1)
+        elif self.how == "used":
+            weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "renormed":
+            functional.embedding(torch.tensor([1, 2]), weight, max_norm=0.1)
+        elif self.how == "new":
+            weight = torch.renorm(self.weight, 2, 0, 0.1).clamp_(-0.1, 0.1)
+        return functional.linear(x, weight, self.bias)
+
+
+WRITES = ["data", "assigned", "without grad", "copied", "detached", "used", "renormed"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("how", [*WRITES, "new"])
+def test_a_weight_that_its_own_forward_writes_to_is_refused(how: str, compiled: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), Writes(8, 8), nn.Linear(8, 8))
+    model[1].how = how
+    optimizer = MuonZero(model)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+
+    def train() -> None:
+        for _ in range(2):
+            run(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if how == "new":
+        return train()
+    with pytest.raises(Exception, match=r"1\.weight: its module writes to the weight inside forward"):
+        train()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_with_max_norm_is_refused(kind: type) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"^0\.weight: max_norm = 1\.0 rescales rows .*max_norm=None"):
+        MuonZero(nn.Sequential(kind(8, 6, max_norm=1.0), nn.Linear(6, 6), nn.Linear(6, 6)))
+
+
+def test_hooks_that_normalize_a_weight_are_none_of_these() -> None:
+    for make in (nn.utils.spectral_norm, parametrizations.spectral_norm, parametrizations.weight_norm):
+        torch.manual_seed(0)
+        model = nn.Sequential(make(nn.Linear(6, 8)), nn.Linear(8, 8), nn.Linear(8, 4))
+        plain = copy.deepcopy(model) if make is not nn.utils.spectral_norm else None
+        optimizer = MuonZero(model)
+        for _ in range(3):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plain is None or not torch.equal(model(X), plain(X))
+
+
+@pytest.mark.parametrize("how", ["state_dict", "load", "deepcopy"])
+def test_a_state_dict_is_not_made_beside_an_edited_copy(model: Net, optimizer: MuonZero, how: str) -> None:
+    state = whole(model)
+    act: dict[str, Callable[[], object]] = {
+        "state_dict": model.state_dict,
+        "load": lambda: model.load_state_dict(state),
+        "deepcopy": lambda: copy.deepcopy(model),
+    }
+    without_grad(model)
+    with pytest.raises(UnsupportedModelError, match=r"down\.weight: a gathered copy of the weight was edited"):
+        act[how]()
+    act[how]()  # said once
+    without_grad(model)
+    assert model.up.state_dict() and model.state_dict(keep_vars=True)  # nothing of down is in the first
+
+
+def test_a_weight_that_is_assigned_to_itself_stays(model: Net, optimizer: MuonZero) -> None:
+    model.down.weight = model.down.weight
+    edited = model.down.weight
+    with torch.no_grad():
+        edited.mul_(2)
+    with pytest.raises(UnsupportedModelError, match=r"down\.weight: a gathered copy"):
+        model.down.weight = edited
+
+
+def test_modules_may_be_taken_out_and_moved_while_they_are_whole(model: Net, optimizer: MuonZero) -> None:
+    with full_parameters(model, write=True):
+        nn.init.ones_(model.tied.weight)
+        model.down, model.norm = nn.Identity(), model.head  # type: ignore[assignment]
+    assert isinstance(model.down, nn.Identity) and model.norm is model.head
+    assert torch.equal(model.tied.weight, torch.ones(8, 6)) and torch.equal(model.up.weight, torch.ones(8, 6))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="on purpose"), full_parameters(model, write=True):
+        model.head = nn.Identity()  # type: ignore[assignment]
+        raise RuntimeError("on purpose")
+    assert model.norm is model.head
 
 
 def test_fingerprints_see_every_bit_and_its_place() -> None:
@@ -420,9 +537,9 @@ def parametrize_inside(model: Net) -> None:
         (take_away, r"down\.weight: was removed"),
         (add, r"down\.extra: was added"),
         (untie, r"tied to up\.weight, but one of them was replaced alone"),
-        (other_module, r"down: a module was added, removed or replaced"),
+        (other_module, r"down: a module with parameters was added"),
         (freeze, r"down\.weight: requires_grad changed"),
-        (parametrize_inside, r"down\.parametrizations: a module was added"),
+        (parametrize_inside, r"down\.parametrizations: a module with parameters was added"),
     ],
 )
 def test_what_cannot_be_written_back_is_refused(
@@ -482,8 +599,8 @@ def behind_the_back(model: Net) -> None:
     model.down._parameters["weight"] = nn.Parameter(torch.zeros(8, 8))
 
 
-def second_optimizer(model: Net) -> None:
-    MuonZero(model)
+def taken_over(model: Net) -> None:
+    model.up.__class__ = nn.Linear
 
 
 def wrapped(model: Net) -> None:
@@ -497,7 +614,7 @@ def wrapped(model: Net) -> None:
         (lora, r"adapter\.weight, adapter\.bias: came into the model"),
         (bare, "prompt: came into the model"),
         (behind_the_back, r"down\.weight: is sharded, and its module holds another"),
-        (second_optimizer, r"up\.weight: another optimizer or library has taken over"),
+        (taken_over, r"up\.weight: another optimizer or library has taken over"),
         (wrapped, r"down: was made data-parallel \(DataParallel\)"),
     ],
 )

@@ -1,0 +1,270 @@
+"""DeepSpeed's learning rate schedules, under its names and with its parameters, as schedulers of torch.
+
+The formulas are those of ``deepspeed/runtime/lr_schedules.py`` in DeepSpeed 0.19.8. There the constructor sets the
+rates of iteration -1, and the engine goes on to the next after each step of the optimizer: step n, from 0, is made with
+the rates of iteration n - 1. The first two steps of a warm-up are therefore made with its lowest rate.
+
+What a schedule leads up to (``warmup_max_lr``, ``cycle_max_lr``; for the range test what it starts from) is no setting
+here: it is the rate of each half of the optimizer, and the reader puts it there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from compile_muon.config.checked import Checked, setting
+from compile_muon.config.checks import check_boolean, check_choice, check_integer, check_real
+from compile_muon.errors import config_error
+
+__all__ = [
+    "SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "ScheduleConfig",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "check_rates",
+]
+
+Rates = float | tuple[float, float]
+
+
+def check_rates(field: str, value: object) -> Rates:
+    """One rate for both halves, or a pair: that of Muon and that of AdamW."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != 2:
+            problem = f"holds {len(value)} rates"
+            raise config_error(field, value, problem, "write one number, or the two of Muon and AdamW")
+        return check_real(field, value[0]), check_real(field, value[1])
+    return check_real(field, value)
+
+
+def _required(check: Callable[..., Any]) -> Callable[..., Any]:
+    """``check`` for a setting that has to be given, whose default is therefore None."""
+
+    def accept(field: str, value: object, **limits: object) -> Any:
+        if value is None:
+            raise config_error(field, value, "is missing", "write the number")
+        return check(field, value, **limits)
+
+    return accept
+
+
+def _check_count(field: str, value: object, low: int) -> int:
+    """An integer; JSON writes large ones as 1e4, too."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return check_integer(field, value, low)
+
+
+def _check_momentum(field: str, value: object) -> bool:
+    if check_boolean(field, value):
+        problem = "moves AdamW's first beta too, as DeepSpeed does by default, which is not done here"
+        raise config_error(field, value, problem, 'write "cycle_momentum": false')
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Checked):
+    """How learning rates change from step to step; each subclass is one schedule of DeepSpeed, by its name.
+
+    Attributes:
+        rate_key: DeepSpeed's parameter that stands for the rates of the optimizer, or "".
+        rate_default: what DeepSpeed takes where it is absent, or None for the rates of the optimizer.
+    """
+
+    rate_key: ClassVar[str] = ""
+    rate_default: ClassVar[float | None] = None
+
+    def rate(self, step: int, own: float, muon: bool) -> float:
+        """The rate of a half in one step of the optimizer.
+
+        Args:
+            step: steps of the optimizer before this one.
+            own: the rate that the half has without a schedule.
+            muon: whether it is Muon's half, where the two have different settings.
+        """
+        raise NotImplementedError
+
+    def build(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
+        """A scheduler to step after each step of ``optimizer``; sets the rates of the first step.
+
+        A group whose ``algorithm`` is "muon" is Muon's, every other AdamW's. One whose rate is 0 keeps it.
+
+        The state of the scheduler holds the step and the groups' own rates. Their way is this object's, so that a run
+        may go on with a larger ``total_num_steps``.
+        """
+        shares: list[Callable[[int], float]] = []
+        for group in optimizer.param_groups:
+            own = float(group.get("initial_lr", group["lr"]))
+            # Unlike a lambda it can be pickled, and in a state it is an empty dict.
+            shares.append(partial(_share, self, own, group.get("algorithm") == "muon"))
+        return LambdaLR(optimizer, shares)
+
+
+def _share(schedule: ScheduleConfig, own: float, muon: bool, step: int) -> float:
+    return schedule.rate(step, own, muon) / own if own else 0.0
+
+
+def _low(rates: Rates, muon: bool) -> float:
+    return rates[0 if muon else 1] if isinstance(rates, tuple) else rates
+
+
+def _warmup(iteration: int, steps: int, kind: str) -> float:
+    """How much of the way up is done before the end of it, from 0 to 1."""
+    if iteration < 0:
+        return 0.0
+    return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR(ScheduleConfig):
+    """Up to the own rate, and no further.
+
+    Attributes:
+        warmup_min_lr: where it starts, one rate or the pair (Muon, AdamW).
+        warmup_num_steps: iterations up; 1 counts as 2.
+        warmup_type: "log" or "linear".
+    """
+
+    rate_key: ClassVar[str] = "warmup_max_lr"
+
+    warmup_min_lr: Rates = setting(0.0, check_rates)
+    warmup_num_steps: int = setting(1000, _check_count, low=1)
+    warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
+
+    def rate(self, step: int, own: float, muon: bool) -> float:
+        """As in the base class."""
+        iteration, steps, low = step - 1, max(2, self.warmup_num_steps), _low(self.warmup_min_lr, muon)
+        up = iteration < steps
+        height = _warmup(iteration, steps, self.warmup_type) if up else self._height_after(iteration, steps)
+        return low + (own - low) * height
+
+    def _height_after(self, iteration: int, steps: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
+    """As :class:`WarmupLR`, then in a straight line down to ``warmup_min_lr`` at iteration ``total_num_steps``."""
+
+    rate_default: ClassVar[float | None] = 0.001
+
+    total_num_steps: int = setting(None, _required(_check_count), low=1)
+
+    def _height_after(self, iteration: int, steps: int) -> float:
+        return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR(ScheduleConfig):
+    """Up to the own rate, then along a cosine down; all in shares of the own rate. The first step is made with 0.
+
+    Attributes:
+        total_num_steps: iterations up and down.
+        warmup_min_ratio: where it starts.
+        cos_min_ratio: where it ends and stays.
+        warmup_num_steps, warmup_type: as in :class:`WarmupLR`.
+    """
+
+    total_num_steps: int = setting(None, _required(_check_count), low=1)
+    warmup_min_ratio: float = setting(0.0, check_real)
+    warmup_num_steps: int = setting(1000, _check_count, low=1)
+    cos_min_ratio: float = setting(0.0001, check_real)
+    warmup_type: str = setting("log", check_choice, allowed=("log", "linear"))
+
+    def rate(self, step: int, own: float, muon: bool) -> float:
+        """As in the base class."""
+        return own * self._ratio(step - 1, max(2, self.warmup_num_steps))
+
+    def _ratio(self, iteration: int, steps: int) -> float:
+        if iteration < 0:
+            return 0.0
+        if iteration < steps:
+            low, height = self.warmup_min_ratio, _warmup(iteration, steps, self.warmup_type)
+        else:
+            done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
+            low, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
+        return low + (1 - low) * height
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle(ScheduleConfig):
+    """From ``cycle_min_lr`` up to the own rate and back, then slowly down.
+
+    Attributes:
+        cycle_min_lr: where the cycle starts and ends, one rate or the pair (Muon, AdamW).
+        cycle_first_step_size, cycle_second_step_size: iterations up and down; None for as many down as up.
+        cycle_first_stair_count, cycle_second_stair_count: stairs up and down, 0 for none; None for as many down as up.
+        decay_lr_rate, decay_step_size: after the cycle the rate is divided by 1 + ``decay_lr_rate`` times the steps
+            since then, counted in ``decay_step_size``; 0 for no decay.
+        cycle_momentum: False; DeepSpeed's default is True.
+    """
+
+    rate_key: ClassVar[str] = "cycle_max_lr"
+
+    cycle_min_lr: Rates = setting(None, _required(check_rates))
+    cycle_first_step_size: int = setting(2000, _check_count, low=1)
+    cycle_second_step_size: int | None = setting(None, _check_count, none=True, low=0)
+    cycle_first_stair_count: int = setting(0, _check_count, low=0)
+    cycle_second_stair_count: int | None = setting(None, _check_count, none=True, low=0)
+    decay_lr_rate: float = setting(0.0, check_real)
+    decay_step_size: int = setting(0, _check_count, low=0)
+    cycle_momentum: bool = setting(True, _check_momentum)
+
+    def rate(self, step: int, own: float, muon: bool) -> float:
+        """As in the base class."""
+        first, low = self.cycle_first_step_size, _low(self.cycle_min_lr, muon)
+        second = first if self.cycle_second_step_size is None else self.cycle_second_step_size
+        if step - 1 < first + second:
+            return low + (own - low) * self._height(step % (first + second), first, second)
+        stretch = self.decay_lr_rate / self.decay_step_size if self.decay_step_size else 0.0
+        return low / (1 + stretch * (step - first - second))
+
+    def _height(self, place: int, first: int, second: int) -> float:
+        """Between 0 and 1, at a place in the cycle."""
+        if place <= first:
+            done, size, stairs = place, first, self.cycle_first_stair_count
+        else:
+            down = self.cycle_second_stair_count
+            done, size = first + second - place, second
+            stairs = self.cycle_first_stair_count if down is None else down
+        # The product first: a rounded share could lie just under its stair.
+        return math.floor(done * stairs / size) / stairs if stairs else done / size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest(ScheduleConfig):
+    """Ever upwards from the own rate, to find where training breaks.
+
+    Attributes:
+        lr_range_test_step_size: iterations in which the rate grows by ``lr_range_test_step_rate`` times the own one.
+        lr_range_test_staircase: grow only once in so many iterations.
+    """
+
+    rate_key: ClassVar[str] = "lr_range_test_min_lr"
+    rate_default: ClassVar[float | None] = 0.001
+
+    lr_range_test_step_size: int = setting(2000, _check_count, low=1)
+    lr_range_test_step_rate: float = setting(1.0, check_real)
+    lr_range_test_staircase: bool = setting(False, check_boolean)
+
+    def rate(self, step: int, own: float, muon: bool) -> float:
+        """As in the base class."""
+        intervals = step / self.lr_range_test_step_size
+        grown = math.floor(intervals) if self.lr_range_test_staircase else intervals
+        return own * (1 + self.lr_range_test_step_rate * grown)
+
+
+#: Schedules by DeepSpeed's names.
+SCHEDULES: dict[str, type[ScheduleConfig]] = {
+    kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}

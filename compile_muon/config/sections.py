@@ -1,0 +1,131 @@
+"""Which keys a config has and in which sections, and what becomes of those that nothing here reads."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from compile_muon.config.foreign import FOREIGN, refusal
+from compile_muon.config.schedule import SCHEDULES, ScheduleConfig
+from compile_muon.config.settings import ARGUMENTS, Arguments, CompileConfig, ExpertParallelConfig, MeshConfig
+from compile_muon.errors import config_error
+
+__all__ = ["PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
+
+_TOP = (
+    "compile",
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "communication_data_type",
+    "mesh",
+    "expert_parallel",
+    "machine",
+)
+#: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
+PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
+
+
+def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
+    """The parameters that DeepSpeed's schedule of this name has, as far as they are read here."""
+    return (*filter(None, [schedule.rate_key]), *(f.name for f in fields(schedule)))
+
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "": _TOP,
+    "compile": (*(f.name for f in fields(CompileConfig)), "deepcompile"),
+    "optimizer": ("type", "params"),
+    "zero_optimization": ("stage", "shard_state_over"),
+    "optimizer.params": (*PARAM_ALIASES, *ARGUMENTS),
+    "bf16": ("enabled",),
+    "bfloat16": ("enabled",),
+    "fp16": ("enabled",),
+    "mesh": tuple(f.name for f in fields(MeshConfig)),
+    "expert_parallel": tuple(f.name for f in fields(ExpertParallelConfig)),
+    "scheduler": ("type", "params"),
+    "scheduler.params": tuple(dict.fromkeys(key for kind in SCHEDULES.values() for key in parameters(kind))),
+}
+
+
+class Given(Arguments):
+    """What a config gives; ``hints`` are the paths of its keys that have no effect here, ``remarks`` other warnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hints: list[str] = []
+        self.remarks: list[str] = []
+
+
+def section(given: Given, path: str, value: object) -> Mapping[str, Any]:
+    """The keys of ``value`` that are read here; of the others DeepSpeed's are hints or mistakes, the rest mistakes."""
+    if not isinstance(value, Mapping):
+        examples = {"bf16": '{"enabled": true}', "bfloat16": '{"enabled": true}', "fp16": '{"enabled": false}'}
+        example = examples.get(path, "{...}")
+        if path == "zero_optimization":  # DeepSpeed still takes an old true, which is stage 1
+            example = f'{{"stage": {int(value) if isinstance(value, bool) else 2}}}'
+        problem = f"must be an object, not {type(value).__name__}"
+        given.mistakes.add(config_error(path, value, problem, f"write {example}"))
+        return {}
+    for key in value:
+        if key in SECTIONS[path]:
+            continue
+        name = _full(path, str(key))
+        if str(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
+            given.hints.append(name)
+        elif key not in FOREIGN.get(path, ()):
+            problem = "is not a known key"
+            given.mistakes.add(config_error(name, value[key], problem, _nearest_key(path, str(key))))
+        elif error := refusal(path, key, value[key]):
+            given.mistakes.add(error)
+        else:
+            given.hints.append(name)
+    return {key: entry for key, entry in value.items() if key in SECTIONS[path]}
+
+
+def _full(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _nearest_key(section: str, key: str) -> str:
+    """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere."""
+    names = {place: (*own, *FOREIGN.get(place, ())) for place, own in SECTIONS.items()}
+    for place in SECTIONS:
+        if place != section and key in names[place] and key != "enabled":
+            return f"did you mean {_full(place, key)}?"
+    near = difflib.get_close_matches(key, names[section], n=1)
+    if near:
+        return f"did you mean {_full(section, near[0])}?"
+    paths = {name: _full(place, name) for place in SECTIONS for name in names[place]}
+    near = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean {paths[near[0]]}?"
+    return f"known here are {', '.join(SECTIONS[section])}"
+
+
+def read_json(given: Given, source: str | os.PathLike) -> object:
+    path = os.fspath(source)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                given.mistakes.add(config_error(key, value, f"is given twice in {path}", "keep one of the two"))
+            found[key] = value
+        return found
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file, object_pairs_hook=unique)
+    except OSError as error:
+        raise config_error("config", path, f"cannot be read ({error.strerror})", "give a JSON file or a dict") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None

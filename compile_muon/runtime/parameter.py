@@ -1,0 +1,149 @@
+"""The parameter that users see where it is sharded: a DTensor whose edits all count, and which meets plain losses.
+
+PyTorch counts edits in place of a DTensor, but not those through ``.data``, and not those of ``torch._foreach_*``; what
+is assigned to its ``.data`` goes nowhere. Loops that swap averages of weights in and out do all three. Here they count,
+on all ranks alike, since the operators of a DTensor run on all of them: so whoever keeps a copy of the weight knows
+that it is old (:func:`compile_muon.runtime.shards.edits_of`).
+
+What is computed of a sharded parameter is of this class, too. So the gradient of ``model(x) + penalty(parameters)``
+becomes the plain tensor that the rest of the model expects.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.passes.torch_private import current_backward
+from compile_muon.runtime.shards import user_attributes
+
+__all__ = ["ShardedParameter", "sharded_parameter"]
+
+
+class ShardedParameter(DTensor):
+    """A sharded parameter, a view of one, or what was computed of one. To ``isinstance``, and in files, a DTensor.
+
+    Attributes:
+        uncounted_edits: of a parameter, how often it or a view was edited, beside what PyTorch counts.
+        shown: of a view that PyTorch does not know as one (``.data``), the parameter whose memory it shows.
+    """
+
+    uncounted_edits: int = 0
+    shown: weakref.ref[ShardedParameter] | None = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tree_leaves((args, kwargs))
+        if func._schema.is_mutable:
+            _count_edits(func, args, kwargs)
+        change = _as_plain if _is_gradient(given) else _as_dtensor
+        results = func(*tree_map(change, args), **tree_map(change, kwargs))
+        return tree_map(lambda result: _derived(result, given), results)
+
+    @property
+    def data(self) -> Tensor:
+        """A view that autograd does not know of."""
+        return cast("Tensor", torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Write ``value``, a DTensor or all of the parameter as a plain tensor, where PyTorch would do nothing."""
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise UnsupportedModelError(
+                f"parameter.data = {value.dtype} {list(value.shape)}: a sharded parameter stays "
+                f"{self.dtype} {list(self.shape)}; give a tensor of its dtype and whole shape, or change the model "
+                "before MuonZero shards it"
+            )
+        with torch.no_grad():
+            if not isinstance(value, DTensor):
+                value = DTensor.from_local(value.to(self.device), self.device_mesh, run_check=False)
+            self.copy_(value.redistribute(self.device_mesh, self.placements))
+
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> DTensor:
+        return _of_class(DTensor.__tensor_unflatten__(*args))
+
+    def __coerce_same_metadata_as_tangent__(self, flatten_spec: Any, expected_type: Any = None) -> Any:
+        """As the gradient of what a graph returned as a plain tensor."""
+        if expected_type is Tensor and _is_whole([self]):
+            return _as_plain(self)
+        return super().__coerce_same_metadata_as_tangent__(flatten_spec, expected_type)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = _as_dtensor(self)
+        plain.__dict__.update(user_attributes(self))
+        return plain.__reduce_ex__(protocol)
+
+
+def sharded_parameter(values: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter of these values, which stay where they are."""
+    return _of_class(nn.Parameter(values, requires_grad=requires_grad))
+
+
+def _of_class(tensor: Any) -> Any:
+    # What a subclass of DTensor adds is in its dictionary; PyTorch has no constructor that keeps an existing tensor.
+    tensor.__class__ = ShardedParameter
+    return tensor
+
+
+def _as_dtensor(value: Any) -> Any:
+    if type(value) is not ShardedParameter:
+        return value
+    return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
+
+
+def _as_plain(value: Any) -> Any:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def _is_whole(given: Sequence[Any]) -> bool:
+    """Whether no DTensor among these is cut."""
+    return not any(place.is_shard() for value in given if isinstance(value, DTensor) for place in value.placements)
+
+
+def _is_gradient(given: Sequence[Any]) -> bool:
+    """Whether a backward pass has come from a DTensor's part of a loss to that of plain tensors.
+
+    In a forward pass the two do not meet: what is plain there may be another on each rank.
+    """
+    plain = any(isinstance(value, Tensor) and not isinstance(value, DTensor) and value.ndim for value in given)
+    return plain and current_backward() >= 0 and _is_whole(given)
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage()._cdata
+
+
+def _count_edits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Note what an operator is about to edit, in the parameters whose memory that is."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for value in tree_leaves(given.get(argument.name)):
+            if type(value) is ShardedParameter:
+                param = value if value.shown is None else value.shown()
+                if param is not None and _memory(param) == _memory(value):  # not of a copy of a view
+                    param.uncounted_edits += 1
+
+
+def _derived(result: Any, given: Sequence[Any]) -> Any:
+    """A result of an operator on ``given``, as what it is."""
+    if type(result) is not DTensor:
+        return result
+    memory = _memory(result)
+    source = next((v for v in given if type(v) is ShardedParameter and _memory(v) == memory), None)
+    found = _of_class(result)
+    if source is not None:
+        found.shown = weakref.ref(source) if source.shown is None else source.shown
+    return found
