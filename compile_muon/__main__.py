@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner.add_argument("--html", type=Path, help="page to write, with charts")
     planner.add_argument("--json", type=Path, help="file to write the numbers to")
     planner.add_argument("--trace", type=Path, help="file to write timelines to, for Perfetto")
-    converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, without what has no effect")
+    converter = commands.add_parser("convert", help="print a DeepSpeed config in our keys, and what is left to do")
     converter.add_argument("file", type=Path, help="a DeepSpeed config, as JSON")
     _add_checkpoint_commands(commands.add_parser("checkpoint", help="list, verify, inspect or export checkpoints"))
     chosen = parser.parse_args(arguments)

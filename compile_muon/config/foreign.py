@@ -142,7 +142,7 @@ _REQUESTS: tuple[_Request, ...] = (
     _Request(
         dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads bf16_optimizer_states"),
         "is not honoured here",
-        "master weights and optimizer states keep the dtype the model was built in",
+        'write "master_dtype": "bfloat16" in optimizer.params, which keeps masters, gradients and state in it',
     ),
     _Request(
         {"": "gradient_allreduce_op"},
