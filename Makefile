@@ -1,7 +1,7 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
 # make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
-# make test | lint | bench | clean
+# make test | lint | bench | docs | clean
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
@@ -30,7 +30,7 @@ INSTALLED := from importlib.metadata import distributions; \
 	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types bench gpu clean
+.PHONY: help train test lint types bench gpu docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -79,6 +79,14 @@ bench: $(VENV)/.compile_muon
 # Nothing is installed: a bare machine with torch and Triton will do. PYTHON given by name comes before .venv.
 gpu:
 	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(GPU_ARGS)
+
+# A site from docs/, into build/site. A broken link or a missing reference fails.
+$(VENV)/.docs: $(VENV)/.compile_muon
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[docs]"
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info

@@ -1,6 +1,6 @@
 """A reliability campaign: faults put in on purpose, what came of each, and the command that repeats it.
 
-    python benchmarks/faults.py                          # all campaigns; docs/reliability.md has what came of them
+    python benchmarks/faults.py                          # all campaigns; docs/reference/reliability.md has what came
     python benchmarks/faults.py --quick                  # a part of each, under three minutes on two cores
     python benchmarks/faults.py kills --runs 20          # SIGKILL at random moments; goes on bit for bit
     python benchmarks/faults.py damage                   # damaged checkpoints

@@ -7,7 +7,7 @@
     python benchmarks/mesh_bytes.py --stage 2 --mesh 4x16 1x8x1x8
 
 Weights, gradients and activations travel in bfloat16, Newton-Schulz runs in bfloat16, masters and state are float32.
-One micro-batch a step, without recomputation; routers choose evenly. No model is built; docs/parallelism.md holds what
+One micro-batch a step, without recomputation; routers choose evenly. No model is built; benchmarks/MESHES.md holds what
 this prints.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/schedules.py MODEL --world 8 64 512 --replicas 1 8 --together \\
         --out benchmarks/results/schedules.json
 
-MODEL is what `python -m compile_muon plan` takes; docs/exchange.md has the table for the shape of Llama 3.1 8B. Every
+MODEL is what `python -m compile_muon plan` takes; NOTES.md has the table for the shape of Llama 3.1 8B. Every
 number is simulated; no rank runs. What differs is the order of the same nodes:
 
 ================  ===================================================================================================

@@ -8,7 +8,7 @@
     done; done
     python benchmarks/simulator.py runs/*.json --machine machines/*.json --out benchmarks/results/simulator.json
 
-Prints each case, and writes them with a picture beside. docs/machines.md has what came out. A link's rate is that of
+Prints each case, and writes them with a picture beside. NOTES.md has what came out. A link's rate is that of
 all ranks together; each may send its part of it. A host that others compute on, too, is another one an hour later:
 calibrate before each run, or give one --machine for all.
 """

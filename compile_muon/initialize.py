@@ -35,8 +35,8 @@ def initialize(
         model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
             then given on the device that the ranks meet on, shard by shard.
         config: path of a JSON file, a mapping in DeepSpeed's vocabulary, or a :class:`Config`.
-        mesh: data-parallel mesh, of one dimension, or of the two ``("replicate", "shard")`` for hybrid sharding;
-            default: what ``"mesh"`` of the config says of all ranks, or one dimension.
+        mesh: of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this order; default:
+            what ``"mesh"`` and ``"expert_parallel"`` of the config say, or one dimension.
         process_group: the data-parallel group, instead of ``mesh``.
         norm_group: one rank of each pipeline stage, this rank included, see :class:`MuonZero`.
         weights: a folder that :func:`compile_muon.load_pretrained` reads, once the model is sharded.

@@ -90,11 +90,11 @@ class MuonZero(Optimizer):
             precision.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         machine: name or file of the machine that ``exchange="auto"`` decides for; default: by the type of the device.
-        mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
-            sharding; default: all ranks of the default process group.
+        mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
+            order; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
             one rank of each stage, this rank included. The gradient norm, and whether a step is clipped, refused or
-            left out, are then decided over all stages; docs/parallelism.md has an example.
+            left out, are then decided over all stages; docs/how-to/pipeline.md has an example.
         weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
     Attributes:
         scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.

@@ -5,7 +5,7 @@
 
 The text is the source code of Python's own standard library, which every machine has; --data takes your own.
 Started again with the same --out it goes on from its last checkpoint there: after a crash, or with more --steps. Who
-starts it again when a rank or a node dies, torchrun, SLURM or Kubernetes, is in docs/multi-node.md.
+starts it again when a rank or a node dies, torchrun, SLURM or Kubernetes, is in docs/how-to/nodes.md.
 --compare trains again from the same start on the same batches, with AdamW (adamw.json), and plots both.
 """
 

@@ -4,7 +4,7 @@
     python examples/train_moe.py --steps 50                           # one process: the same model, whole
 
 The text is the source code of Python's own standard library, by bytes. Of 16 experts each rank of a pair has 8, and
-each rank tokens of its own, which travel to their experts and back; docs/parallelism.md says which axis to use when.
+each rank tokens of its own, which travel to their experts and back; docs/how-to/meshes.md says which axis to use when.
 """
 
 import argparse

@@ -4,8 +4,8 @@ Bytes and operations as sympy expressions in rows, cols, ranks along each axis, 
 exchange strategy, balance the owners, print in ``optimizer.summary()``, and are what the tests compare counted graphs
 with.
 
-Sources: byte table in docs/exchange.md (one matrix of S bytes, N shards x M replicas, sent per rank); operation counts
-of Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
+Sources: byte table in docs/why/exchange.md (one matrix of S bytes, N shards x M replicas, sent per rank); operation
+counts of Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Layout:
         both: the ranks of both axes, ``replicate`` outside: rank ``r * shard.size + s``. None where one axis has one
             rank, and the other is all of the data-parallel mesh.
         pairwise: gathers and reduce-scatters are made of all-to-alls, with a copy for every rank or a sum of what all
-            sent: for groups whose own are not safe, or send more (Gloo, docs/decisions.md).
+            sent: for groups whose own are not safe, or send more (Gloo, docs/why/decisions.md).
         state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
         expert: the parameter is cut along dim 0 over this axis, into parts that are stacks of whole matrices.
         tensor: it is cut over this axis along ``tensor_dim``, into parts of matrices; None for a copy on every rank.

@@ -1,7 +1,7 @@
 """A machine as the cost model sees it: how fast it multiplies, reads memory and sends.
 
 Numbers only, and formulas over them; ``compile_muon.machines`` has files of several machines and measures others.
-docs/machines.md is the same for users.
+docs/reference/machines.md is the same for users.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Machine:
     def shared_by(self, ranks: int) -> Machine:
         """As each of ``ranks`` ranks of a job sees it, all at work: where they share cores, several may have one.
 
-        Bytes of a collective take no longer: what ranks send each other is slower than the cores (docs/machines.md).
+        Bytes of a collective take no longer: what ranks send each other is slower than the cores (benchmarks/NOTES.md).
         """
         if not self.cores:
             return self

@@ -527,8 +527,17 @@ MESH_TABLES = (
 def test_the_table_of_meshes_is_what_the_formulas_give(benchmark, monkeypatch, capsys, given) -> None:
     monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given])
     benchmark("mesh_bytes").main()
-    page = (BENCHMARKS.parent / "docs" / "parallelism.md").read_text()
-    assert capsys.readouterr().out in page
+    assert capsys.readouterr().out in (BENCHMARKS / "MESHES.md").read_text()
+
+
+def test_the_tables_of_the_page_on_meshes_are_what_its_commands_print(benchmark, monkeypatch, capsys) -> None:
+    page = (BENCHMARKS.parent / "docs" / "how-to" / "meshes.md").read_text()
+    commands = re.findall(r"`python benchmarks/mesh_bytes.py( [^`]*)`", page)
+    assert len(commands) == 2
+    for given in commands:
+        monkeypatch.setattr(sys, "argv", ["mesh_bytes.py", *given.split()])
+        benchmark("mesh_bytes").main()
+        assert capsys.readouterr().out in page
 
 
 def test_models_of_the_mesh_tables_have_as_many_weights_as_they_are_named_for(benchmark) -> None:

@@ -130,7 +130,7 @@ class Node:
         self._log = job.folder / f"node-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=5", "--monitor-interval=0.1", *launch]
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        # torchrun would reuse one store for all rounds, with what the last one left in it: docs/multi-node.md.
+        # torchrun would reuse one store for all rounds, with what the last one left in it: docs/how-to/nodes.md.
         settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

@@ -32,7 +32,7 @@ class CompileOptions(Checked):
         dump: folder that receives every graph before and after each pass, or None.
         nvtx: make ranges for profilers (NVTX and torch.profiler) around collectives, Newton-Schulz and ``step()``.
         bucket_mb: size limit of fused collectives in MiB, > 0. Two of that size may be under way or in use. What is
-            best below it is for the cost model to say (docs/machines.md).
+            best below it is for the cost model to say (docs/reference/machines.md).
         exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
             fit, the oldest is finished first.
         reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False

@@ -7,7 +7,7 @@ A setting reaches a dataclass in one of three ways, and each names it its own wa
 * from JSON or a dict in DeepSpeed's vocabulary, :func:`compile_muon.load_config`, named ``zero_optimization.stage``
   (rules in :mod:`compile_muon.config.deepspeed`).
 
-docs/configuration.md is the same for users.
+docs/reference/configuration.md is the same for users.
 """
 
 from __future__ import annotations

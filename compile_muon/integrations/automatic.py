@@ -20,7 +20,7 @@ def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
     if mesh is None or mesh.tensor == 1:
         return []
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
-    remedy = "leave it out, or write the loop yourself (docs/parallelism.md)"
+    remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
     return [config_error("mesh.tensor", mesh.tensor, problem, remedy)]
 
 

@@ -398,7 +398,7 @@ def _part(kind: str, sent: int, count: int) -> int:
 def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """What is measured of each kind, the one that :mod:`.fit` starts from first.
 
-    Over Gloo a gather is an all-to-all of copies (docs/decisions.md), and so is not measured apart, and a
+    Over Gloo a gather is an all-to-all of copies (docs/why/decisions.md), and so is not measured apart, and a
     reduce-scatter is one with a sum behind it.
     """
 

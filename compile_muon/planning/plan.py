@@ -1,6 +1,6 @@
 """The numbers of a plan: each candidate simulated, once as configured and once with AdamW alone, and the one to take.
 
-Every number is simulated; docs/planning.md says what each means, and is the contract of the JSON file.
+Every number is simulated; docs/how-to/planning.md says what each means, and is the contract of the JSON file.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 It decides, per gradient and backward visit, what the compiled backward does beside computing it: keep it on the rank
 (stage 1 between a step's micro-batches), reduce it, or also make the Muon direction of it. The last is a speculation,
 which ``step()`` uses or throws away (``runtime/speculation.py``): the ledger decides when it pays, and no number hangs
-on it. docs/ledger.md draws the picture.
+on it. docs/why/ledger.md draws the picture.
 """
 
 from __future__ import annotations

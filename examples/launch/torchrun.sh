@@ -10,7 +10,7 @@
 #   TRIES    how often this script starts torchrun
 set -euo pipefail
 
-# Without this, PyTorch 2.13 lets no node in after the first meeting: docs/multi-node.md.
+# Without this, PyTorch 2.13 lets no node in after the first meeting: docs/how-to/nodes.md.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # torchrun gives its ranks sessions of their own: they go when it is told to, not when it is killed.

@@ -42,7 +42,7 @@ def group_neighbours(
         reduces: they are gradients, and not weights to gather.
 
     Not PyTorch's own bucketing passes: their topological sort orders collectives by what surrounds them, which is not
-    the same on every rank when shards are uneven (docs/decisions.md). Marker order is.
+    the same on every rank when shards are uneven (docs/why/decisions.md). Marker order is.
     """
     groups: list[list[int]] = []
     sizes: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
 ``aliases`` says which nodes share memory, ``fusion`` which of them run as one kernel, ``cost`` how long a kernel takes,
 ``memory`` what is live, and ``engine`` puts kernels on one stream and collectives on others; ``together`` plays several
-ranks that wait for one another. docs/machines.md is the same for users.
+ranks that wait for one another. docs/reference/machines.md is the same for users.
 """
 
 from .engine import Event, Played, Timeline, simulate, to_chrome_trace

@@ -299,7 +299,7 @@ def test_the_optimizers_own_count_is_the_profilers(
 
 @pytest.mark.parametrize(("stage", "exchange"), [(0, "owner"), (1, "replicate"), (3, "owner"), (3, "replicate")])
 def test_gloo_is_never_asked_to_all_gather(counted: Callable[..., Any], stage: int, exchange: str) -> None:
-    """Several functional all-gathers in flight corrupt the heap there (docs/decisions.md)."""
+    """Several functional all-gathers in flight corrupt the heap there (docs/why/decisions.md)."""
     for traced in traces(counted(2, stage=stage, update="backward", micro=1, exchange=exchange)):
         assert "all_gather" not in traced.elements
         assert traced.elements["all_to_all"] > 0
@@ -322,7 +322,7 @@ def expected_bytes(
 def check_bytes(sent: dict[str, float], expected: dict[str, float], stage: int, exchange: str, micro: int) -> None:
     """Compare what ranks sent on average, by kind, with the formulas."""
     assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"] * (micro if stage > 1 else 1), rel=0.05)
-    # Over Gloo, gathers are all-to-alls too (docs/decisions.md): what the exchange sends is told apart by its formula.
+    # Over Gloo, gathers are all-to-alls too (docs/why/decisions.md): the formula tells apart what the exchange sends.
     gathered = sent.get("all_gather", 0.0) + sent.get("all_to_all", 0.0) - expected["exchange"]
     if exchange == "owner" and "all_gather" in sent:
         assert sent["all_to_all"] == pytest.approx(expected["exchange"], rel=0.05)

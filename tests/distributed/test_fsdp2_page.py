@@ -1,4 +1,4 @@
-"""docs/fsdp2.md: both columns run as they stand, and train alike."""
+"""docs/start/from-fsdp2.md: both columns run as they stand, and train alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import compile_muon
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fsdp2.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "start" / "from-fsdp2.md"
 #: Inductor has its own tests
 CHEAPER = {".compile()": '.compile(backend="eager")', '"muon_zero")': '"muon_zero", options={"codegen": "eager"})'}
 
@@ -97,7 +97,7 @@ def run(blocks: list[str], stage: int | None) -> Found:
         if stage is not None and "config = {" in block:
             block += f"""
 config["zero_optimization"]["stage"] = {stage}
-adamw = {{"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
+adamw = {{"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "adamw_decay_vectors": True}}
 config["optimizer"] = {{"type": "AdamW", "params": adamw}}
 """
         for call, cheaper in CHEAPER.items():

@@ -520,7 +520,7 @@ def test_a_single_process_has_no_stages(ranks: Callable[[int], Ranks]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------ the page
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "pipeline.md"
 #: The ranks have met, and Inductor has tests of its own.
 HERE = {"dist.init_process_group()\n": "", '"muon_zero")': '"muon_zero", options={"codegen": "eager"})'}
 
@@ -534,7 +534,7 @@ def run_page(code: str) -> str:
 
 
 def test_the_page_runs_as_it_stands(ranks: Callable[[int], Ranks]) -> None:
-    (code,) = re.findall(r"## Pipeline stages\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for there, here in HERE.items():
         assert there in code
         code = code.replace(there, here)

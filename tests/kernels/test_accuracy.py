@@ -1,6 +1,6 @@
 """How far either form is from its definition in float64, on spectra that hurt, for every set and dtype.
 
-    python tests/kernels/test_accuracy.py              TABLE, and what docs/kernels.md says of it
+    python tests/kernels/test_accuracy.py              TABLE, and what docs/reference/kernels.md says of it
     python tests/kernels/test_accuracy.py restarts     error of gram over standard, for each placement
 
 An error is the relative Frobenius distance to the definition, root of the mean square over SEEDS matrices of one

@@ -1,4 +1,4 @@
-"""The formulas: the numbers that docs/exchange.md prints, and the facts that choices rest on."""
+"""The formulas: the numbers that docs/why/exchange.md prints, and the facts that choices rest on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ H100 = load_machine("h100")
 @pytest.mark.parametrize("alpha", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("k", [1, 16, 768])
 def test_operations_in_units_of_k_cubed(alpha, k):
-    """docs/exchange.md: 20a + 10 and 8a + 28 operations, five steps, dense, one restart."""
+    """docs/why/exchange.md: 20a + 10 and 8a + 28 operations, five steps, dense, one restart."""
     assert costs.standard_operations(k, alpha * k, steps=5) == (20 * alpha + 10) * k**3
     assert costs.gram_operations(k, alpha * k, steps=5) == (8 * alpha + 28) * k**3
     assert costs.gram_operations(alpha * k, k, steps=5) == (8 * alpha + 28) * k**3
@@ -57,7 +57,7 @@ def test_operations_are_those_the_kernels_count(rows, cols, steps):
 
 @given(sizes, sizes, worlds, st.sampled_from([2, 4]))
 def test_table_of_bytes(rows, cols, world, itemsize):
-    """docs/exchange.md: sent bytes per rank and matrix of S bytes."""
+    """docs/why/exchange.md: sent bytes per rank and matrix of S bytes."""
     s = rows * cols * itemsize
     sent = {name: costs.bytes_sent(name, rows, cols, world=world, itemsize=itemsize) for name in costs.BYTES_SENT}
     assert sent["local"] == 0
@@ -74,7 +74,7 @@ def test_table_of_bytes(rows, cols, world, itemsize):
 
 @given(sizes, sizes, st.integers(2, 32), st.integers(2, 32))
 def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
-    """docs/parallelism.md: state over all ranks sends no more bytes than state over shards."""
+    """docs/how-to/meshes.md: state over all ranks sends no more bytes than state over shards."""
     s, world = rows * cols * 2, shards * replicas
     size = {"world": world, "replicas": replicas, "itemsize": 2}
     sent = {name: costs.bytes_sent(name, rows, cols, **size) for name in costs.BYTES_SENT}

@@ -918,7 +918,7 @@ def test_binary_file(tmp_path):
 
 # ----------------------------------------------------------------------------------------------- docs
 
-DOCS = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+DOCS = (Path(__file__).parents[3] / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
 
 
 def documented() -> dict[str, list[str]]:

@@ -1,0 +1,560 @@
+"""The pages run: Python is executed as it stands, JSON is loaded, commands are parsed, links lead somewhere.
+
+Blocks of a page share a namespace, in order, in one process without a process group. What a page takes for granted (a
+model of the reader's, data, a config.json) it finds in STAND_INS. Code is generated for none of them: Inductor has
+tests of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import compile_muon
+from compile_muon import backend
+from compile_muon.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+LINKED = PAGES | {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")))
+}
+LANGUAGES = {"python", "json", "bash", "text", "mermaid"}
+#: the one marker there is, on the line above a block
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Args:
+        page: path of the page.
+        line: of its first line of code, from 1.
+        language: the info string.
+        code: as the reader sees it.
+        marker: the comment on the line above, or "".
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    marker: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether nothing says otherwise."""
+        return not self.marker
+
+
+def blocks_of(page: str, text: str) -> Iterator[Block]:
+    """The fenced blocks of a page; ValueError for one that does not end, or a marker that nobody knows."""
+    lines = text.splitlines()
+    start = None
+    for number, line in enumerate(lines, 1):
+        if start is None:
+            if found := re.fullmatch(r"```+(\S*)", line):
+                start, language = number + 1, found[1]
+                above = lines[number - 2] if number > 1 else ""
+                marker = above if above.startswith("<!--") else ""
+        elif line.startswith("```"):
+            yield Block(page, start, language, "\n".join(lines[start - 1 : number - 1]) + "\n", marker)
+            start = None
+        if start is None and line.startswith("<!--") and not NOT_RUN.fullmatch(line):
+            raise ValueError(f"{page}:{number}: unknown marker {line}")
+    if start is not None:
+        raise ValueError(f"{page}:{start}: a block without an end")
+
+
+BLOCKS = [block for page, text in PAGES.items() for block in blocks_of(page, text)]
+
+
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def test_blocks_are_of_a_known_kind():
+    assert {block.language for block in BLOCKS} == LANGUAGES
+    assert not [block.place for block in BLOCKS if block.marker and block.language not in ("python", "bash")]
+
+
+def test_few_blocks_are_not_run():
+    assert [block.page for block in BLOCKS if not block.runs] == ["docs/how-to/meshes.md", "docs/how-to/pipeline.md"]
+
+
+def test_unknown_markers_and_open_blocks_are_found():
+    for text in ("<!-- skip -->\n```python\n1\n```\n", "<!-- not run: -->\n", "```python\n1\n"):
+        with pytest.raises(ValueError, match=r"page:\d: "):
+            list(blocks_of("page", text))
+    (block,) = blocks_of("page", "<!-- not run: far away -->\n```python\n1\n```\n")
+    assert not block.runs and block.line == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- Python
+
+
+class MyModel(nn.Module):
+    """A reader's model: tokens and targets to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(31, 16), nn.Linear(16, 31, bias=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 31, (4, 8))
+
+
+def loop() -> dict[str, Any]:
+    """What a loop needs."""
+    return {
+        "MyModel": MyModel,
+        "batches": [(tokens(), tokens()) for _ in range(3)],
+        "my_schedule": lambda step: 1 / (1 + step),
+        "log": print,
+    }
+
+
+def trained() -> dict[str, Any]:
+    """A sharded model in the midst of its training."""
+    model, optimizer = compile_muon.initialize(MyModel(), "config.json")
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "loader": Loader(),
+        "losses": [3.4],
+        "steps": 200,
+        "x": tokens(),
+        "y": tokens(),
+    }
+
+
+class Loader:
+    """A loader that goes on where it was."""
+
+    at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def small_gpt2() -> Any:
+    """The config of a GPT-2 of Transformers."""
+    from transformers import GPT2Config
+
+    return GPT2Config(vocab_size=31, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+
+
+def hugging_face() -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    samples = [{"input_ids": row, "labels": row} for row in tokens()]
+    return {
+        "model": AutoModelForCausalLM.from_config(small_gpt2()),
+        "args": TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[]),
+        "data": samples,
+        "more": samples,
+        "loader": torch.utils.data.DataLoader(samples, batch_size=2),
+    }
+
+
+def weights() -> dict[str, Any]:
+    model = hugging_face()["model"]
+    model, optimizer = compile_muon.initialize(model, "config.json")
+    return {"model": model, "config": small_gpt2()}
+
+
+def two_columns() -> dict[str, Any]:
+    """What both columns of the page need; FSDP2 wants a process group, of one rank here."""
+    dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=0, world_size=1)
+
+    def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch, batch)
+
+    return {
+        "make_model": MyModel,
+        "batches": [[tokens() for _ in range(2)]] * 2,
+        "loss_of": loss_of,
+        "folder": "checkpoint",
+        "log": lambda loss, norm: print(loss.item(), norm.item()),
+    }
+
+
+def lightning() -> dict[str, Any]:
+    pairs = torch.utils.data.TensorDataset(tokens(), tokens())
+    return {"MyModel": MyModel, "loader": torch.utils.data.DataLoader(pairs, batch_size=2)}
+
+
+def simulated() -> dict[str, Any]:
+    x = tokens()
+    return {"make_model": MyModel, "tokens": x, "targets": x, "json": json, "file": open("trace.json", "w")}  # noqa: SIM115
+
+
+def kernels() -> dict[str, Any]:
+    x, params = torch.randn(8, 4), [torch.randn(4, 4)]
+    return {"x": x, "grad": x, "momentum": torch.zeros_like(x), "params": params, "updates": [params[0].clone()]}
+
+
+#: page to what is there before its first block
+STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
+    "README.md": loop,
+    "docs/start/training.md": loop,
+    "docs/start/from-fsdp2.md": two_columns,
+    "docs/how-to/checkpoints.md": trained,
+    "docs/how-to/weights.md": weights,
+    "docs/how-to/profiling.md": trained,
+    "docs/how-to/transformers.md": hugging_face,
+    "docs/how-to/accelerate.md": hugging_face,
+    "docs/how-to/peft.md": hugging_face,
+    "docs/how-to/lightning.md": lightning,
+    "docs/how-to/torchtitan.md": dict,
+    "docs/how-to/write-a-pass.md": dict,
+    "docs/reference/configuration.md": loop,
+    "docs/reference/machines.md": simulated,
+    "docs/reference/kernels.md": kernels,
+}
+#: page to programs that stand side by side on it, block by block
+COLUMNS = {"docs/start/from-fsdp2.md": 2}
+#: page to a library that `make test` does without
+OPTIONAL = {"docs/how-to/torchtitan.md": "torchtitan"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to run in, with a config.json; whatever a page leaves in the process goes."""
+    (tmp_path / "config.json").write_text('{"compile": {"codegen": "eager"}, "zero_optimization": {"stage": 3}}')
+    monkeypatch.chdir(tmp_path)
+    compile_frame = backend.compile_frame
+
+    def without_inductor(gm: Any, inputs: Any, options: Any) -> Any:
+        return compile_frame(gm, inputs, dataclasses.replace(options, codegen="eager"))
+
+    monkeypatch.setattr(backend, "compile_frame", without_inductor)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **kwargs: gm.forward)
+    torch.manual_seed(0)
+    yield tmp_path
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def compiled(block: Block) -> Any:
+    """The code, whose errors name lines of the page."""
+    return compile("\n" * (block.line - 1) + block.code, ROOT / block.page, "exec")
+
+
+def test_every_page_with_python_has_its_stand_ins():
+    assert {block.page for block in of("python") if block.runs} == STAND_INS.keys()
+
+
+@pytest.mark.parametrize("page", STAND_INS)
+@pytest.mark.filterwarnings("ignore")
+def test_python_of_the_page_runs(page: str, place: Path) -> None:
+    if page in OPTIONAL:
+        pytest.importorskip(OPTIONAL[page])
+    codes = [compiled(block) for block in of("python") if block.page == page and block.runs]
+    assert codes
+    given = STAND_INS[page]()
+    columns = COLUMNS.get(page, 1)
+    for column in range(columns):
+        names = {**given, "__name__": "page"}
+        for code in codes[column::columns]:
+            exec(code, names)
+
+
+@pytest.mark.parametrize("block", [block for block in of("python") if not block.runs], ids=lambda block: block.place)
+def test_python_that_is_not_run_compiles(block: Block) -> None:
+    compiled(block)
+
+
+def test_an_error_in_a_block_names_its_line():
+    (block,) = blocks_of("README.md", "# Page\n\n```python\nfine = 1\nfine / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(compiled(block), {})
+    assert caught.traceback[-1].lineno + 1 == 5 and str(caught.traceback[-1].path) == str(ROOT / "README.md")
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("block", of("json"), ids=lambda block: block.place)
+@pytest.mark.filterwarnings("ignore:no effect here", "ignore:optimizer.params.lr = ")
+def test_json_is_a_config(block: Block) -> None:
+    compile_muon.load_config(json.loads(block.code))
+
+
+# ----------------------------------------------------------------------------------------------------------- commands
+
+FOLDERS = ("benchmarks", "compile_muon", "docs", "examples", "kernels", "passes", "tests")
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+EXTRAS = set(re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+#: programs of others, of which only the paths are looked at
+OTHERS = {"kubectl", "nsys", "sbatch"}
+#: variables of `make`, to the script whose options they are
+SCRIPTS = {
+    "BENCH_ARGS": "benchmarks/train_step.py",
+    "GPU_ARGS": "benchmarks/gpu.py",
+    "TRAIN_ARGS": "examples/train_gpt.py",
+}
+
+
+def commands(code: str) -> list[list[str]]:
+    """The commands of a block, split as a shell does, without comments and variables in front."""
+    found = []
+    for line in re.sub(r"\\\n", " ", code).splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            words.pop(0)
+        if words:
+            found.append(words)
+    return found
+
+
+class NotACommand(Exception):
+    """What is wrong with a command of a page."""
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse a command, as far as there is a parser.
+
+    Raises:
+        NotACommand: a file, target, extra, option or program that is not there.
+    """
+    for word in words:
+        if word.partition("/")[0] in FOLDERS and "/" in word and not (ROOT / word).exists():
+            raise NotACommand(f"no file {word}")
+    program, *rest = words
+    if program == "make":
+        check_make(rest)
+    elif program == "pip":
+        for extra in re.findall(r"compile_muon\[([^\]]*)\]", " ".join(rest)):
+            if missing := set(extra.split(",")) - EXTRAS:
+                raise NotACommand(f"no extra {missing}")
+    elif program == "torchrun":
+        check_torchrun(rest, monkeypatch)
+    elif program == "python" and rest[0] == "-m":
+        check_module(rest[1], rest[2:], monkeypatch)
+    elif program == "python" and rest[0] == "-c":
+        compile(rest[1], "<command>", "exec")
+    elif program == "python":
+        check_script(rest[0], rest[1:])
+    elif program not in OTHERS and not (ROOT / program).is_file():
+        raise NotACommand(f"no program {program}")
+
+
+def check_make(rest: list[str]) -> None:
+    for word in rest:
+        name, given, value = word.partition("=")
+        if not given and word not in TARGETS:
+            raise NotACommand(f"make has no target {word}")
+        if given and not re.search(rf"\b{name}\b", MAKEFILE):
+            raise NotACommand(f"make has no variable {name}")
+        if name in SCRIPTS:
+            check_script(SCRIPTS[name], shlex.split(value))
+        for path in shlex.split(value) if name == "PYTEST_ARGS" else ():
+            if "/" in path and not (ROOT / path).exists():
+                raise NotACommand(f"no file {path}")
+
+
+def check_torchrun(rest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import get_args_parser
+
+    try:
+        given = get_args_parser().parse_args(rest)
+    except SystemExit:
+        raise NotACommand("torchrun does not take that") from None
+    if given.module:
+        check_module(given.training_script, given.training_script_args, monkeypatch)
+    else:
+        check_script(given.training_script, given.training_script_args)
+
+
+def check_module(module: str, rest: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m`: of ours by its own parser, which goes no further."""
+    if module != "compile_muon":
+        if not (ROOT / (module.removeprefix("compile_muon.").replace(".", "/") + ".py")).is_file():
+            raise NotACommand(f"no module {module}")
+        return
+
+    class Parsed(Exception):
+        pass
+
+    def parse_only(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse_args(self, *args, **kwargs)
+        raise Parsed
+
+    parse_args = argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+        try:
+            main(rest)
+        except Parsed:
+            return
+        except SystemExit:
+            raise NotACommand(f"python -m compile_muon does not take {rest}") from None
+    raise NotACommand("python -m compile_muon has parsed nothing")
+
+
+def check_script(script: str, rest: list[str]) -> None:
+    """A script of ours: it exists, and its source knows each option, if it has a parser of its own."""
+    if not (ROOT / script).is_file():
+        if script.partition("/")[0] in FOLDERS:
+            raise NotACommand(f"no file {script}")
+        return  # the reader's
+    source = (ROOT / script).read_text(encoding="utf-8")
+    if "add_argument(" not in source:
+        return
+    for word in rest:
+        if found := re.match(r"--([a-z][\w-]*)", word):
+            if not re.search(rf'"--{found[1]}"|\b{found[1].replace("-", "_")}\b', source):
+                raise NotACommand(f"{script} has no option --{found[1]}")
+
+
+@pytest.mark.parametrize("block", of("bash"), ids=lambda block: block.place)
+def test_commands_parse(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = commands(block.code)
+    assert found
+    for words in found:
+        check(words, monkeypatch)
+
+
+#: commands in the text; those of ours may leave out arguments
+_INLINE = re.compile(r"`((?:python (?:-m compile_muon|benchmarks|tests|examples)|make |torchrun )[^`]+)`")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    for command in _INLINE.findall(text):
+        words = shlex.split(command)
+        if words[1:3] == ["-m", "compile_muon"] and len(words) == 4:
+            words.append("--help")  # which subcommand is meant, no more
+            with pytest.raises(SystemExit) as ended:
+                main(words[3:])
+            assert ended.value.code == 0, command
+        else:
+            check(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m compile_muon doktor",
+        "python -m compile_muon plan MODEL --world 8",
+        "torchrun --nproc-per-nodes 2 examples/train_gpt.py",
+        "torchrun examples/train_gtp.py",
+        "python benchmarks/faults.py --onli x",
+        "make trian",
+        "make train TRAIN_ARG=--steps",
+        "make train TRAIN_ARGS=--stepps",
+        "make test PYTEST_ARGS=tests/nothing",
+        "pip install 'compile_muon[nothing]'",
+        "pythn examples/train_gpt.py",
+        "sbatch examples/launch/slrum.sbatch",
+    ],
+)
+def test_a_wrong_command_is_found(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotACommand):
+        check(commands(command)[0], monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------------------- pages
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^(`{3,}).*?^\1|`[^`\n]+`", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def headings(text: str) -> set[str]:
+    """Anchors of a page, as code hosts make them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken(page: str, text: str) -> list[str]:
+    """Links of a page that lead nowhere."""
+    found = []
+    for link in re.findall(r'(?:\]\(|<a href="|<img src=")([^)"\s]+)', without_code(text)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in headings(target.read_text(encoding="utf-8"))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_links_lead_somewhere(page: str) -> None:
+    assert not broken(page, LINKED[page])
+
+
+def test_a_broken_link_is_found():
+    text = "[a](examples/nothing.py) [b](README.md#nothing) [c](README.md#stages) `[d](e)`"
+    assert broken("README.md", text) == ["examples/nothing.py", "README.md#nothing"]
+
+
+@pytest.mark.parametrize("page", LINKED)
+def test_a_page_begins_with_its_question(page: str) -> None:
+    title, paragraph = LINKED[page].split("\n\n")[:2]
+    assert title.startswith("# ") and "\n" not in title
+    assert re.split(r"(?<=[.?!])\s", paragraph)[0].endswith("?")
+
+
+def test_every_page_is_in_the_navigation_and_in_the_list_of_pages():
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert pages == set(re.findall(r"^ +- ((?!repository/)\S+\.md)$", site, re.MULTILINE))
+    assert pages - {"README.md"} == set(re.findall(r"\]\(([\w-]+/[\w-]+\.md)\)", PAGES["docs/README.md"]))
+
+
+def test_every_public_name_is_in_the_reference():
+    named = re.findall(r"^::: compile_muon\.(\w+)$", PAGES["docs/reference/api.md"], re.MULTILINE)
+    assert sorted(named) == sorted(compile_muon.__all__)
+
+
+def test_pages_that_the_sources_name_exist():
+    missing = []
+    for folder in FOLDERS:
+        for source in (ROOT / folder).rglob("*"):
+            if source.suffix in {".py", ".sh", ".sbatch", ".yaml"}:
+                named = re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", source.read_text(encoding="utf-8"))
+                missing += [f"{source.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
+    assert not missing
