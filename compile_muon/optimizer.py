@@ -41,15 +41,15 @@ from compile_muon.model.support import check_modules
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.agreement import Agreement, Copies
-from compile_muon.runtime.board import backend_of
 from compile_muon.runtime.commit import commit_adamw, commit_muon
+from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
+from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.stages import Outlook, Stages
+from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
@@ -204,12 +204,12 @@ class MuonZero(Optimizer):
         self._stages = None
         if norm_group is not None:
             has_muon = config.algorithm == "adamw" or any(row.algorithm == "muon" for row in assignments.values())
-            self._stages = Stages.of(norm_group, self._group, device, config.zero, muon=has_muon)
+            self._stages = PipelineStages.of(norm_group, self._group, device, config.zero, muon=has_muon)
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
         self._ledger.momentum_factor = math.nan
-        self._ledger.place = Place(self._group, device)
+        self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
         self._ledger.accounts = shard_model(
@@ -355,9 +355,9 @@ class MuonZero(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        place = self._ledger.place
-        others = contextlib.nullcontext() if self._stages is None else self._stages.step(place.step)
-        with place.at("the optimizer's step"), others, self._ledger.range("step", payload=place.step):
+        status = self._ledger.status
+        others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
+        with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
             self._step()
         return loss
 
@@ -441,7 +441,7 @@ class MuonZero(Optimizer):
         values = {f"{g['name']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
         scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: repr(value) for name, value in values.items() if name not in scalars}
-        step, every = self._ledger.place.step, self.config.zero.check_replicas
+        step, every = self._ledger.status.step, self.config.zero.check_replicas
         copies = Copies.of(self._ledger.accounts, self.state) if every and step % every == 0 else None
         return Agreement(step, settings, scalars, self._ledger.trail, copies)
 
@@ -532,7 +532,7 @@ class MuonZero(Optimizer):
             where = survey.ranks({"missing": missing})
             raise LedgerError(
                 f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
-                f"step {self._ledger.place.step}; every rank must use the same parameters in a step, e.g. by adding "
+                f"step {self._ledger.status.step}; every rank must use the same parameters in a step, e.g. by adding "
                 "0 * parameter.sum() to the loss where one is not used"
             )
         if agreement is not None:
@@ -621,7 +621,7 @@ class MuonZero(Optimizer):
             found = f"{found} = inf or nan{where}"
         else:
             found = f"{others} found inf or nan, and itself says where"
-        problem = f"{found}: nothing was updated in step {self._ledger.place.step}"
+        problem = f"{found}: nothing was updated in step {self._ledger.status.step}"
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
@@ -686,7 +686,7 @@ class MuonZero(Optimizer):
             steps: how many steps of training they have behind them, if known; only errors count by it.
         """
         if steps is not None:
-            self._ledger.place.step = steps + 1
+            self._ledger.status.step = steps + 1
         for account in self._muon:
             account.speculations.drop()
         self._sync_momentum()

@@ -111,13 +111,13 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     muon, layout = spec.muon, spec.layout
     if muon is None:
         return {}
-    meeting, copying, strategy = layout.meeting, layout.copying, muon.exchange
-    names = {"shard": meeting.name, "replicate": copying.name, "all": meeting.name}
-    shards, replicas = meeting.size, copying.size
-    if meeting.alone and strategy != "local":  # every rank already holds the whole gradient
+    owning, replicas_of_it, strategy = layout.owner_group, layout.replica_group, muon.exchange
+    names = {"shard": owning.name, "replicate": replicas_of_it.name, "all": owning.name}
+    shards, replicas = owning.size, replicas_of_it.size
+    if owning.alone and strategy != "local":  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
-        names["all"] = copying.name
-        shards, replicas = copying.size, 1
+        names["all"] = replicas_of_it.name
+        shards, replicas = replicas_of_it.size, 1
     elif layout.cut_twice:
         strategy += OVER_ALL
         shards, replicas = layout.shard.size, layout.replicate.size

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compile_muon.kernels.plan import MEMORY_LIMIT
+from compile_muon.kernels.call_plan import MEMORY_LIMIT
 
 from .layout import Axis, Layout
 
@@ -125,7 +125,7 @@ class ParamSpec:
         fields = json.loads(text)
         layout, muon = fields.pop("layout"), fields.pop("muon")
         layout["whole"] = tuple(layout["whole"])
-        for axis in ("shard", "replicate", "both", "expert", "tensor", "meeting_over", "copying_over"):
+        for axis in ("shard", "replicate", "both", "expert", "tensor", "owner_group_over", "replica_group_over"):
             layout[axis] = None if layout[axis] is None else Axis(**layout[axis])
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])

@@ -364,7 +364,7 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.place)
+            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.status)
         return self._ranks
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.checkpoint.manifest import DamagedError
 from compile_muon.errors import CheckpointError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
-from compile_muon.runtime.board import gather_objects
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.runtime.rank_status import RankStatus
 
 __all__ = ["Ranks"]
 
@@ -27,9 +27,9 @@ class Ranks:
     Args:
         group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
         device: that ``group`` works on.
-        place: of the optimizer; says where the others are when one does not come.
+        status: of the optimizer; says where the others are when one does not come.
         apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
-            by ``place``.
+            by ``status``.
     Raises:
         CheckpointError: another rank is gone.
     """
@@ -38,11 +38,11 @@ class Ranks:
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        place: Place,
+        status: RankStatus,
         *,
         apart: bool = True,
     ) -> None:
-        self._place = place
+        self._status = status
         self._apart = apart
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
@@ -82,7 +82,7 @@ class Ranks:
             raise self._alone("a rank did not answer while a checkpoint was made or loaded", error) from error
 
     def _alone(self, what: str, error: RuntimeError) -> CheckpointError:
-        return CheckpointError(f"{what}: {error}\n{self._place.everyone()}".rstrip())
+        return CheckpointError(f"{what}: {error}\n{self._status.everyone()}".rstrip())
 
     def agree(self, doing: str, error: Exception | None) -> None:
         """Raise on all ranks if there is an ``error`` on any.

@@ -30,7 +30,7 @@ import torch
 
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
-from compile_muon.config.schedule import SCHEDULES, ScheduleConfig, check_rates
+from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.sections import PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,

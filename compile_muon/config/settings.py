@@ -34,11 +34,11 @@ from compile_muon.config.checks import (
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
-from compile_muon.config.schedule import ScheduleConfig
+from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
-from compile_muon.kernels.plan import MEMORY_LIMIT
 from compile_muon.machines.load import check_machine
 
 __all__ = [

@@ -58,7 +58,7 @@ from compile_muon.integrations.automatic import filled, refused_axes
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.weights import full_state_dict, load_full_state_dict
 from compile_muon.weights.optimizer_state import full_optimizer_state, load_full_optimizer_state

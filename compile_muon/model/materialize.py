@@ -141,7 +141,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
     Args:
         only: the modules to call it for; None for all.
     """
-    from compile_muon.weights.contents import Entry, shared_accounts
+    from compile_muon.weights.named_tensors import Entry, shared_accounts
     from compile_muon.weights.pretrained import tied_names
     from compile_muon.weights.wire import Wire
 
@@ -151,7 +151,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
-    with accounts[0].ledger.place.at("the initialization of the model"):
+    with accounts[0].ledger.status.at("the initialization of the model"):
         for module in _children_first(model):
             if only is not None and not any(module is each for each in only):
                 continue

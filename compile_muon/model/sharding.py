@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
 from compile_muon.machines import machine_for
-from compile_muon.model.agreement import agree
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.layout import describe
 from compile_muon.model.mesh import Mesh, Role
+from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
+from compile_muon.model.setup_agreement import agree
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
@@ -161,8 +161,8 @@ def shard_model(
     machine = machine_for(config.machine, device.type)
     specs = {n: describe(param, assignments[n], config, machine, mesh, device, roles[n]) for n, param in named.items()}
     if mesh is not None:
-        with ledger.place.at("the sharding of the model"):
-            agree(model, config, machine, specs, mesh, ledger.place.board)
+        with ledger.status.at("the sharding of the model"):
+            agree(model, config, machine, specs, mesh, ledger.status.heartbeat)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())

@@ -34,7 +34,7 @@ from compile_muon.passes.ranges import ranged
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
 from compile_muon.runtime.account import Account, account_of
-from compile_muon.runtime.place import TRAINING
+from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
@@ -140,9 +140,9 @@ class ForwardGraph:
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
         ledger = accounts[0].ledger
-        with ledger.place.at("forward", self._frame, accounts), _range(self._options, self._title):
+        with ledger.status.at("forward", self._frame, accounts), _range(self._options, self._title):
             if self._meets:
-                ledger.place.change(ledger.phase(evaluates=self._inference))
+                ledger.status.change(ledger.phase(evaluates=self._inference))
             for account in accounts:
                 account.handouts.check()
                 keep_fresh(account)
@@ -196,9 +196,9 @@ class BackwardGraph:
         if not accounts:
             return self._visit(args, accounts)
         name = f"{self.frame}.{Half.BACKWARD.value}"
-        place = accounts[0].ledger.place
-        with place.at("backward", self.frame, accounts), _range(self.options, name):
-            place.change(TRAINING)
+        status = accounts[0].ledger.status
+        with status.at("backward", self.frame, accounts), _range(self.options, name):
+            status.change(TRAINING)
             return self._visit(args, accounts)
 
     def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:

@@ -25,7 +25,7 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of
 
 __all__ = [

@@ -18,7 +18,7 @@ from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.weights.contents import Entry
+from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
 
 __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
@@ -48,7 +48,7 @@ def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, _Slot]]:
 
 def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
     group, device = optimizer._group, optimizer._hyper.device
-    return Ranks(group, device, optimizer._ledger.place, apart=False), Wire(group, device)
+    return Ranks(group, device, optimizer._ledger.status, apart=False), Wire(group, device)
 
 
 def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
         CheckpointError: rank 0 has no room; on every rank.
         PeerError: a rank does not come; it takes the time-out of the process group.
     """
-    with optimizer._ledger.place.at("full_optimizer_state"):
+    with optimizer._ledger.status.at("full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
         optimizer._own_momenta()
         found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
@@ -84,7 +84,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         CheckpointError: on every rank: it does not fit, all that is wrong listed, and nothing was changed.
         PeerError: a rank does not come.
     """
-    with optimizer._ledger.place.at("load_full_optimizer_state"):
+    with optimizer._ledger.status.at("load_full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
         optimizer._own_momenta()
         slots = list(_slots(optimizer))

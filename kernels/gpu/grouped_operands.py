@@ -12,7 +12,7 @@ import triton.language as tl
 from .arena import Matrices
 from .launch import Launch
 from .model import Tile
-from .schedule import tables
+from .tile_order import tables
 
 __all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of"]
 

@@ -44,17 +44,17 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     """What parameters must agree on to share one exchange."""
     muon = spec.muon_settings
     layout = spec.layout
-    ranks = (layout.company, layout.meeting, layout.copying, layout.joined)
+    ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
     return (muon.exchange, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def hops(spec: ParamSpec) -> int:
     """Collectives of an exchange, one behind the other."""
     layout, exchange = spec.layout, spec.muon_settings.exchange
-    met = not layout.meeting.alone
+    met = not layout.owner_group.alone
     if exchange == "replicate":
         return met + (layout.cut_twice and not layout.joined)
-    shared = not layout.copying.alone
+    shared = not layout.replica_group.alone
     return 2 * met + shared if exchange == "owner" else int(shared)
 
 

@@ -23,13 +23,11 @@ def replicate(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Ten
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
-    meeting = specs[0].layout.meeting
-    if meeting.alone:
+    group = specs[0].layout.owner_group
+    if group.alone:
         return here(updates, specs)
     matrices = gather_matrices(updates, specs, updates[0].dtype)
     whole = [as_matrices(matrix, spec.muon_settings) for matrix, spec in zip(matrices, specs, strict=True)]
     directions = newton_schulz(whole, specs[0].muon_settings)
     # A copy: directions wait for step(), and a view of some rows would keep the whole matrix that long.
-    return [
-        spec.layout.cut(direction, meeting.index).clone() for direction, spec in zip(directions, specs, strict=True)
-    ]
+    return [spec.layout.cut(direction, group.index).clone() for direction, spec in zip(directions, specs, strict=True)]

@@ -177,10 +177,10 @@ def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype:
     layout = specs[0].layout
     if not layout.joined:
         return gather_pieces(pieces, specs, dtype, Category.EXCHANGE)
-    ranks = range(layout.meeting.size)
-    numels = [[math.prod(spec.layout.meeting_shape(r)) for spec in specs] for r in ranks]
+    ranks = range(layout.owner_group.size)
+    numels = [[math.prod(spec.layout.owner_group_shape(r)) for spec in specs] for r in ranks]
     widths = [max(column) for column in zip(*numels, strict=True)]
-    flat = all_gather(pieces, widths, dtype, layout.meeting.serving(Category.EXCHANGE), layout.pairwise)
+    flat = all_gather(pieces, widths, dtype, layout.owner_group.serving(Category.EXCHANGE), layout.pairwise)
     padded = unpack(flat, widths * len(ranks), [numel for row in numels for numel in row])
     return [spec.layout.join(padded[k :: len(specs)]) for k, spec in enumerate(specs)]
 

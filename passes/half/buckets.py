@@ -94,7 +94,7 @@ def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int
         sizes = [_matrix_bytes(specs[i]) / ranks for i in members]
         total = sum(sizes)
         first = specs[members[0]]
-        copies = first.layout.copying.size
+        copies = first.layout.replica_group.size
         sent = total * (copies - 1) if copies > 1 else total
         best = max(bucket_bytes(sent, first.muon_settings.start_bytes), _SMALLEST)
         count = math.ceil(total / cap_bytes)
@@ -128,7 +128,7 @@ def _cut(members: Sequence[int], sizes: Sequence[float], count: int, fewest: int
 def _sharers(spec: ParamSpec) -> int:
     """Ranks that orthogonalize a share of the matrices each."""
     layout = spec.layout
-    return layout.copying.size * (layout.meeting.size if spec.muon_settings.exchange == "owner" else 1)
+    return layout.replica_group.size * (layout.owner_group.size if spec.muon_settings.exchange == "owner" else 1)
 
 
 def _matrix_bytes(spec: ParamSpec) -> int:
@@ -138,6 +138,6 @@ def _matrix_bytes(spec: ParamSpec) -> int:
 def exchanged_bytes(spec: ParamSpec) -> int:
     """Bytes that a rank sends and receives at a time when a matrix is exchanged, on average over the ranks."""
     layout = spec.layout
-    ranks = layout.meeting.size * layout.copying.size
+    ranks = layout.owner_group.size * layout.replica_group.size
     received = _matrix_bytes(spec) // _sharers(spec)
     return 0 if ranks == 1 else _matrix_bytes(spec) // ranks + received

@@ -46,8 +46,8 @@ def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
             nbytes=sum(exchanged_bytes(marker.spec) for marker in chosen),
             needs=frozenset(need for marker in chosen for need in _reductions(marker.grad)),
             hops=hops(first),
-            travels=first.muon_settings.exchange != "local" and not first.layout.meeting.alone,
-            handed_round=first.muon_settings.exchange != "replicate" and not first.layout.copying.alone,
+            travels=first.muon_settings.exchange != "local" and not first.layout.owner_group.alone,
+            handed_round=first.muon_settings.exchange != "replicate" and not first.layout.replica_group.alone,
         )
         found = inline(gm, gm.graph.output_node(), directions, inputs, work)
         for marker, result in zip(chosen, found, strict=True):

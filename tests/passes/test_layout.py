@@ -85,12 +85,12 @@ def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role,
         gm, _ = traced(specs)
     layout = specs[0].layout
     assert len(set(owners)) == count
-    assert layout.meeting.size * layout.copying.size == 512
+    assert layout.owner_group.size * layout.replica_group.size == 512
     traffic = measure_traffic(gm, layout.axes)
     assert traffic.matrices == (1 if exchange == "owner" else count)
-    size = {"shards": layout.meeting.size, "replicas": layout.copying.size, "itemsize": 4}
+    size = {"shards": layout.owner_group.size, "replicas": layout.replica_group.size, "itemsize": 4}
     formula = costs.bytes_by_axis(exchange, 512, 256, **size)
-    name_of = {"shard": layout.meeting.name, "replicate": layout.copying.name}
+    name_of = {"shard": layout.owner_group.name, "replicate": layout.replica_group.name}
     expected = {name_of[axis]: pytest.approx(count * sent, rel=1e-6) for axis, sent in formula.items()}
     assert dict(traffic.by_axis) == expected
 
@@ -112,7 +112,7 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
         experts = mesh.axis("shard").size if "shard" in names else 64  # at a place along expert
         layout = mesh.layout((experts * 8, 16, 24), 3, Role(expert=True))
         muon = MuonSpec(experts, 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
-        copies = layout.copying.size
+        copies = layout.replica_group.size
         stacks = copies if layout.sharded else 1  # as many matrices as ranks hold each
         gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks)
     assert layout.shape == (experts, 16, 24)
@@ -120,9 +120,9 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
     assert layout.divisor == 512 // mesh.axis("tensor").size
     traffic = measure_traffic(gm, layout.axes)
     assert traffic.matrices == 1
-    size = {"shards": layout.meeting.size, "replicas": copies, "itemsize": 4}
+    size = {"shards": layout.owner_group.size, "replicas": copies, "itemsize": 4}
     sent = costs.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
-    assert dict(traffic.by_axis) == ({layout.copying.name: stacks * experts * sent} if sent else {})
+    assert dict(traffic.by_axis) == ({layout.replica_group.name: stacks * experts * sent} if sent else {})
 
 
 @pytest.mark.parametrize("role", [DENSE, Role(expert=True)], ids=["one matrix", "one expert a rank"])
@@ -139,7 +139,7 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
             muon = MuonSpec(2 if role.expert else 1, 16, 8, True, "standard", JORDAN, 1.0, (), "float32", 1e-7,
                             "local" if role.expert else "owner")  # fmt: skip
             specs = [ParamSpec(layout, "float32", "float32", "float32", muon)]
-            gm, _ = traced(specs, owners=[layout.meeting.size])  # of the second replica
+            gm, _ = traced(specs, owners=[layout.owner_group.size])  # of the second replica
         traffic = measure_traffic(gm, layout.axes)
         sent.update(dict(traffic.by_axis))
         matrices.append(traffic.matrices)
@@ -257,7 +257,7 @@ def test_pieces_are_those_of_dtensor(sizes, names, over_all, stage, world):
                 part = numbers[layout.part]
                 assert torch.equal(local, part[layout.local_rows] if layout.sharded else part)
                 assert (tuple(local.shape), tuple(part.shape)) == (layout.local_shape, layout.shape)
-                assert tuple(local.shape) == layout.meeting_shape(layout.meeting.index)
+                assert tuple(local.shape) == layout.owner_group_shape(layout.owner_group.index)
                 found[shape].append((layout, local))
     for shape, ranks in found.items():
         whole = torch.arange(math.prod(shape)).view(shape)
@@ -269,11 +269,11 @@ def test_pieces_are_those_of_dtensor(sizes, names, over_all, stage, world):
         assert sum(local.numel() for _, local in ranks) == whole.numel() * layout.copies
         for number, (layout, _) in enumerate(ranks):
             # who meets: the ranks of the owners of this rank's company, at this rank's place along expert
-            width = layout.meeting.size
-            company = [layout.owner_ranks(layout.copying.index * width + place) for place in range(width)]
+            width = layout.owner_group.size
+            company = [layout.owner_ranks(layout.replica_group.index * width + place) for place in range(width)]
             place = number // layout.tensor.size % layout.expert.size
             pieces = [ranks[members[place]][1].flatten() for members in company]
-            assert company[layout.meeting.index][place] == number
+            assert company[layout.owner_group.index][place] == number
             matrices = layout.join(pieces)
             experts = whole.chunk(layout.expert.size)[place] if not layout.expert.alone else whole
             assert torch.equal(matrices, experts)

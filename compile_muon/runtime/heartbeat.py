@@ -1,10 +1,10 @@
-"""The board: every rank's place, in the store of the process group.
+"""The heartbeat: every rank's status, in the store of the process group.
 
-A thread of each rank publishes its place, ten times a second in a small world, through a connection of its own. Whoever
-is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
+A thread of each rank publishes its status, ten times a second in a small world, through a connection of its own.
+Whoever is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
 
-Under Gloo a collective that fails raises, and what the board says is part of the error. NCCL ends the process instead:
-there the thread logs it, shortly before the group's time-out.
+Under Gloo a collective that fails raises, and what the others' statuses say is part of the error. NCCL ends the process
+instead: there the thread logs it, shortly before the group's time-out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from compile_muon.errors import PeerError, by_rank, ranks_named
 from compile_muon.passes.torch_private import timeout_of
 
 if TYPE_CHECKING:
-    from compile_muon.runtime.place import Place
+    from compile_muon.runtime.rank_status import RankStatus
 
-__all__ = ["Board", "Entry", "backend_of", "gather_objects", "keep_up", "report"]
+__all__ = ["Heartbeat", "Entry", "backend_of", "gather_objects", "keep_up", "report"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("compile_muon")
 #: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
 _BEATS = 500.0
 _SHORTEST_INTERVAL = 0.1
-#: in worlds up to this size every rank remembers the others' places, should the store go with its host
+#: in worlds up to this size every rank remembers the others' statuses, should the store go with its host
 _SMALL_WORLD = 64
 _REMEMBER_EVERY = 1.0
 #: a store that answers no sooner is gone
@@ -61,7 +61,7 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
 
 
 class Entry(NamedTuple):
-    """One rank's place.
+    """One rank's status.
 
     Args:
         step: the step under way, from 1.
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
         raised: the error it left with; "PeerError" if it has waited in vain.
         ended: whether its optimizer or process has come to its end.
         beat: grows as long as the rank lives.
-        changes: how often it has changed over between training, evaluation and reading, see :meth:`Place.change`.
+        changes: how often it has changed over between training, evaluation and reading, see :meth:`RankStatus.change`.
     """
 
     step: int
@@ -84,8 +84,8 @@ class Entry(NamedTuple):
     changes: int = 0
 
 
-class Board:
-    """This rank's access to everyone's places.
+class Heartbeat:
+    """This rank's access to everyone's statuses.
 
     Args:
         store: of the process group; a connection of its own, so that whoever waits in the other stops nobody.
@@ -118,10 +118,10 @@ class Board:
 
     def meet(self, numbers: Collection[int]) -> None:
         """Every rank's ``number``: one that once failed to make an optimizer counts otherwise than the others."""
-        self._keys = [f"muon_zero/{rank}/place/{number}" for rank, number in enumerate(numbers)]
+        self._keys = [f"muon_zero/{rank}/status/{number}" for rank, number in enumerate(numbers)]
 
     def publish(self, entry: Entry) -> bool:
-        """Write this rank's place; False if the store, or the process group, is gone."""
+        """Write this rank's status; False if the store, or the process group, is gone."""
         # Another thread that holds the lock may wait for a store that never answers.
         if self.stopped.is_set() or not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
             return False
@@ -148,7 +148,7 @@ class Board:
             beats.join(2 * _STORE_SECONDS)
 
     def read(self) -> dict[int, Entry] | None:
-        """The places of those ranks that have one; None if the store is gone. A cut connection may never return."""
+        """The statuses of those ranks that have one; None if the store is gone. A cut connection may never return."""
         if not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
             return None
         try:
@@ -187,22 +187,22 @@ class Board:
                 self._meetings.wait([f"{key}/{entry.changes}/all"], timedelta(seconds=_STORE_SECONDS))
                 return
             except RuntimeError:
-                places = self.read()
-            if places is None:
+                statuses = self.read()
+            if statuses is None:
                 return
             late = time.monotonic() > deadline
-            if late or any(_elsewhere(other, entry) for other in places.values()):
-                raise PeerError(report(self._world, {**places, self._rank: entry}, list(places)))
+            if late or any(_elsewhere(other, entry) for other in statuses.values()):
+                raise PeerError(report(self._world, {**statuses, self._rank: entry}, list(statuses)))
 
     def remember(self) -> None:
-        """Read everyone's place now and then, should the store go with its host."""
+        """Read everyone's statuses now and then, should the store go with its host."""
         now = time.monotonic()
         if self._world <= _SMALL_WORLD and now - self._remembered >= _REMEMBER_EVERY:
             self._remembered = now
             self._seen = self.read() or self._seen
 
     def ask(self, entry: Entry) -> str:
-        """Publish a place whose rank waits in vain, and say where everyone is; takes a few beats."""
+        """Publish the status of one whose rank waits in vain, and say where everyone is; takes a few beats."""
         answers: list[str] = []
         thread = threading.Thread(target=lambda: answers.extend(self._ask(entry)), daemon=True)
         thread.start()
@@ -232,27 +232,27 @@ def _elsewhere(other: Entry, entry: Entry) -> bool:
     return other.changes < entry.changes and (other.ended or (other.inside and gone_on))
 
 
-def keep_up(reference: weakref.ref[Place], board: Board) -> None:
-    """Thread: publish the place as long as it lives, and speak up where the backend would end the process."""
+def keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
+    """Thread: publish the status as long as it lives, and speak up where the backend would end the process."""
     spoken = False
-    while not board.stopped.wait(board.interval):
-        place = reference()
-        if place is None or not board.publish(place.told()):
+    while not heartbeat.stopped.wait(heartbeat.interval):
+        status = reference()
+        if status is None or not heartbeat.publish(status.told()):
             return
-        board.remember()
-        late = place.waited() > board.patience
+        heartbeat.remember()
+        late = status.waited() > heartbeat.patience
         if late and not spoken:
-            _log.error("no collective has ended for %.0f s: %s", place.waited(), board.ask(place.told()))
+            _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
         spoken = late
-        del place
+        del status
 
 
-def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> str:
+def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) -> str:
     """Who is where, those first for whom the others wait.
 
     Args:
         world: how many ranks there are.
-        places: by rank; none for those who have published none.
+        statuses: by rank; none for those who have published none.
         alive: ranks that have published something just now.
 
     >>> lost, waiting = Entry(3, "backward of frame 2 (blocks.4)", True, 7), Entry(3, "forward of frame 5", True, 9)
@@ -262,13 +262,13 @@ def report(world: int, places: Mapping[int, Entry], alive: Collection[int]) -> s
     """
     said: dict[tuple[int, str], list[int]] = {}
     for rank in range(world):
-        said.setdefault(_sentence(places.get(rank), rank in alive), []).append(rank)
+        said.setdefault(_sentence(statuses.get(rank), rank in alive), []).append(rank)
     sentences = []
     for (_, text), ranks in sorted(said.items()):
         verb, _, rest = text.partition(" ")
         singular, _, plural = verb.partition("/")
         sentences.append(f"{ranks_named(ranks)} {singular if len(ranks) == 1 else plural} {rest}")
-    before = [places[rank].collectives if rank in places else 0 for rank in range(world)]
+    before = [statuses[rank].collectives if rank in statuses else 0 for rank in range(world)]
     counted = f"\n(collectives before: {by_rank(before)})" if len(set(before)) > 1 else ""
     return "; ".join(sentences) + counted
 

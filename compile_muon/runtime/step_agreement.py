@@ -19,7 +19,7 @@ from torch import Tensor
 from compile_muon.errors import LedgerError, by_rank, listed, ranks_named
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
 from compile_muon.runtime.trail import Trail, Visit, frame_label

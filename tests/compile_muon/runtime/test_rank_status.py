@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from compile_muon.errors import PeerError
-from compile_muon.runtime.board import Entry, report
-from compile_muon.runtime.place import Place, _holder
+from compile_muon.runtime.heartbeat import Entry, report
+from compile_muon.runtime.rank_status import RankStatus, _holder
 
 LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 9)
 WAITING = Entry(3, "forward of frame 5", True, 9)
@@ -89,10 +89,10 @@ def group(tmp_path: Path) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def place_in(group: Any) -> Any:
-    place = Place(group, torch.device("cpu"))
-    assert place.board is not None
-    return place
+def status_in(group: Any) -> Any:
+    status = RankStatus(group, torch.device("cpu"))
+    assert status.heartbeat is not None
+    return status
 
 
 def soon(fact: Callable[[], bool]) -> None:
@@ -108,55 +108,55 @@ def threads() -> int:
 
 
 def test_a_thread_keeps_the_place_up_to_date(group: Any) -> None:
-    place = place_in(group)
-    with place.at("forward", "frame0003", parameters("blocks.1.up.weight")):
-        soon(lambda: place.board.read()[0][1:3] == ("forward of frame 3 (blocks.1.up)", True))
-    soon(lambda: place.board.read()[0].inside is False)
-    before = place.board.read()[0].beat
-    soon(lambda: place.board.read()[0].beat > before)
+    status = status_in(group)
+    with status.at("forward", "frame0003", parameters("blocks.1.up.weight")):
+        soon(lambda: status.heartbeat.read()[0][1:3] == ("forward of frame 3 (blocks.1.up)", True))
+    soon(lambda: status.heartbeat.read()[0].inside is False)
+    before = status.heartbeat.read()[0].beat
+    soon(lambda: status.heartbeat.read()[0].beat > before)
 
 
 def test_the_thread_ends_with_the_optimizer_and_says_so(group: Any) -> None:
     others = threads()
-    place = place_in(group)
-    board = place.board
+    status = status_in(group)
+    heartbeat = status.heartbeat
     assert threads() == others + 1
-    del place
+    del status
     gc.collect()
     soon(lambda: threads() == others)
-    assert board.read()[0].ended
+    assert heartbeat.read()[0].ended
 
 
 def test_the_end_waits_for_a_thread_that_is_in_the_store(group: Any) -> None:
     """Coming back from there while the interpreter is taken down, it ended the process with exit code -6."""
-    place = place_in(group)
+    status = status_in(group)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "muon_zero_place")
-    store, entered = place.board._store, threading.Event()
+    store, entered = status.heartbeat._store, threading.Event()
 
     def slowly(*entry: str) -> None:
         entered.set()
         time.sleep(0.5)
         store.set(*entry)
 
-    place.board._store = SimpleNamespace(set=slowly, check=store.check, multi_get=store.multi_get)
+    status.heartbeat._store = SimpleNamespace(set=slowly, check=store.check, multi_get=store.multi_get)
     assert entered.wait(10)
-    place.board.end(thread)
+    status.heartbeat.end(thread)
     assert not thread.is_alive()
 
 
 def test_the_thread_ends_with_the_process_group(group: Any) -> None:
     others = threads()
-    place = place_in(group)
+    status = status_in(group)
     dist.destroy_process_group()
     soon(lambda: threads() == others)
-    assert place.board.read() is None
+    assert status.heartbeat.read() is None
 
 
 def test_two_optimizers_have_places_of_their_own(group: Any) -> None:
-    places = [place_in(group) for _ in range(2)]
-    assert [place.board.number for place in places] == [1, 2]
+    places = [status_in(group) for _ in range(2)]
+    assert [status.heartbeat.number for status in places] == [1, 2]
     with places[0].at("forward"), places[1].at("backward"):
-        soon(lambda: [place.board.read()[0].where for place in places] == ["forward", "backward"])
+        soon(lambda: [status.heartbeat.read()[0].where for status in places] == ["forward", "backward"])
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_two_optimizers_have_places_of_their_own(group: Any) -> None:
     ],
 )
 def test_a_failed_collective_tells_everyones_place(group: Any, error: Exception) -> None:
-    place = place_in(group)
-    with pytest.raises(PeerError) as caught, place.at("backward", "frame0002", parameters("a.weight")):
+    status = status_in(group)
+    with pytest.raises(PeerError) as caught, status.at("backward", "frame0002", parameters("a.weight")):
         raise error
     assert str(caught.value) == f"{error}\nrank 0 waits in step 1, backward of frame 2 (a)"
     assert caught.value.__cause__ is error
@@ -178,39 +178,39 @@ def test_a_failed_collective_tells_everyones_place(group: Any, error: Exception)
 
 @pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("CUDA"), RuntimeError("shapes differ")])
 def test_other_errors_pass_and_are_published(group: Any, error: Exception) -> None:
-    place = place_in(group)
-    with pytest.raises(type(error)) as caught, place.at("forward"):
+    status = status_in(group)
+    with pytest.raises(type(error)) as caught, status.at("forward"):
         raise error
     assert caught.value is error
-    assert place.board.read()[0].raised == f"{type(error).__name__}: {error}"
-    with place.at("forward"):  # a loop that goes on is forgiven
-        soon(lambda: place.board.read()[0].raised == "")
+    assert status.heartbeat.read()[0].raised == f"{type(error).__name__}: {error}"
+    with status.at("forward"):  # a loop that goes on is forgiven
+        soon(lambda: status.heartbeat.read()[0].raised == "")
 
 
 def test_without_the_store_what_is_remembered_is_told(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_in(group)
-    soon(lambda: bool(place.board._seen))
+    status = status_in(group)
+    soon(lambda: bool(status.heartbeat._seen))
 
     class Gone:
         def __getattr__(self, name: str) -> Any:
             raise dist.DistNetworkError("Connection reset by peer")
 
-    monkeypatch.setattr(place.board, "_store", Gone())
+    monkeypatch.setattr(status.heartbeat, "_store", Gone())
     said = "store of the process group is gone.*rank 0, or torchrun's agent.*rank 0 waits in step 1, forward of frame 1"
-    with pytest.raises(PeerError, match=said), place.at("forward", "frame0001"):
+    with pytest.raises(PeerError, match=said), status.at("forward", "frame0001"):
         raise RuntimeError("gloo/transport")
 
 
 def test_where_the_backend_would_end_the_process_the_thread_speaks_up(group: Any) -> None:
-    place = place_in(group)
-    assert place.board.patience == float("inf")  # Gloo raises
-    place.board.patience = 0.3
+    status = status_in(group)
+    assert status.heartbeat.patience == float("inf")  # Gloo raises
+    status.heartbeat.patience = 0.3
     said: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("compile_muon").addHandler(handler)
     try:
-        with place.at("backward", "frame0002"):
+        with status.at("backward", "frame0002"):
             soon(lambda: bool(said))
             time.sleep(1.0)
     finally:
@@ -222,9 +222,9 @@ def test_where_the_backend_would_end_the_process_the_thread_speaks_up(group: Any
 
 def test_one_process_has_no_thread_and_its_errors_are_its_own() -> None:
     others = threads()
-    place = Place()
+    status = RankStatus()
     error = RuntimeError("gloo/transport")
-    with pytest.raises(RuntimeError) as caught, place.at("forward"):
+    with pytest.raises(RuntimeError) as caught, status.at("forward"):
         raise error
     assert caught.value is error and threads() == others
-    assert copy.deepcopy(place).board is None
+    assert copy.deepcopy(status).heartbeat is None

@@ -1,8 +1,8 @@
 """Where this rank is in training, and what it says when a collective does not end.
 
 A rank that is killed, hangs or raises stops the others in a collective, and what PyTorch then says names a socket. So
-every rank keeps its place (step, half, frame, collectives so far) where the others can read it
-(:mod:`compile_muon.runtime.board`), and whoever is stopped tells everyone's.
+every rank keeps its status (step, half, frame, collectives so far) where the others can read it
+(:mod:`compile_muon.runtime.heartbeat`), and whoever is stopped tells everyone's.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch.distributed as dist
 
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
-from compile_muon.runtime.board import Board, Entry, keep_up
+from compile_muon.runtime.heartbeat import Entry, Heartbeat, keep_up
 from compile_muon.runtime.trail import frame_label
 
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
 
-__all__ = ["EVALUATION", "READING", "TRAINING", "Place"]
+__all__ = ["EVALUATION", "READING", "TRAINING", "RankStatus"]
 
 #: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
 TRAINING, EVALUATION, READING = "training", "evaluation", "reading weights"
 
 
-class Place:
+class RankStatus:
     """Where this rank is; a context manager around whatever may wait for other ranks.
 
-    ``with place.at("forward", frame, accounts): ...``
+    ``with status.at("forward", frame, accounts): ...``
 
     Args:
         group: of the optimizer; None for one process, which has nobody to tell.
@@ -44,7 +44,7 @@ class Place:
         collectives: how many were started before.
         phase: what weights were last gathered for, see :meth:`change`.
         changes: how often that was another.
-        board: where the others read it; None for one process, or if the group has no store.
+        heartbeat: where the others read it; None for one process, or if the group has no store.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
@@ -55,26 +55,26 @@ class Place:
         self._at: tuple[int, str, str, Sequence[Account]] = (1, "", "", ())
         self._entered: float | None = None
         self._raised = ""
-        self.board: Board | None = None
+        self.heartbeat: Heartbeat | None = None
         store = None if group is None else store_of(group)
         if store is not None and group is not None and device is not None:
-            self.board = Board(store, group, device)
-            self.board.publish(self.told())
-            arguments = (weakref.ref(self), self.board)
+            self.heartbeat = Heartbeat(store, group, device)
+            self.heartbeat.publish(self.told())
+            arguments = (weakref.ref(self), self.heartbeat)
             beats = threading.Thread(target=keep_up, args=arguments, name="muon_zero_place", daemon=True)
             beats.start()
-            weakref.finalize(self, self.board.end, beats)
+            weakref.finalize(self, self.heartbeat.end, beats)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankStatus:
         """A copied model has no optimizer, and meets nobody."""
-        return memo.setdefault(id(self), Place())
+        return memo.setdefault(id(self), RankStatus())
 
-    def at(self, half: str, frame: str = "", accounts: Sequence[Account] = ()) -> Place:
+    def at(self, half: str, frame: str = "", accounts: Sequence[Account] = ()) -> RankStatus:
         """Say where; ``with`` says for how long."""
         self._at = (self.step, half, frame, accounts)
         return self
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> RankStatus:
         self._raised = ""
         self._entered = time.monotonic()
         return self
@@ -87,13 +87,13 @@ class Place:
         Raises:
             PeerError: in place of the error of a collective, with everyone's place.
         """
-        if error is None or self.board is None or isinstance(error, PeerError):
+        if error is None or self.heartbeat is None or isinstance(error, PeerError):
             self._entered = None
             return
         try:
             if not collective_failed(error):
                 self._raised = f"{type(error).__name__}: {_first_line(error)}"[:200]
-                self.board.publish(self.told())
+                self.heartbeat.publish(self.told())
                 return
             # What torch said comes first: it is what users search for.
             self._raised = PeerError.__name__
@@ -114,9 +114,9 @@ class Place:
             return
         before, self.phase = self.phase, phase
         self.changes += 1
-        if self.board is not None:
+        if self.heartbeat is not None:
             try:
-                self.board.meet_at(self.told())
+                self.heartbeat.meet_at(self.told())
             except PeerError as error:
                 raise PeerError(
                     f"this rank changes over from {before} to {phase}, and at stage 3 weights are gathered from all "
@@ -125,10 +125,10 @@ class Place:
 
     def everyone(self) -> str:
         """Where all ranks are; empty for one process. Takes a few beats."""
-        return "" if self.board is None else self.board.ask(self.told())
+        return "" if self.heartbeat is None else self.heartbeat.ask(self.told())
 
     def told(self) -> Entry:
-        """The place as the others read it."""
+        """The status as the others read it."""
         step, half, name, accounts = self._at
         label = frame_label(name)
         frame = f" of {label}" if label else ""

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compile_muon.kernels.gpu.arena import Layout  # noqa: E402
 from compile_muon.kernels.gpu.model import Tile, programs  # noqa: E402
-from compile_muon.kernels.gpu.schedule import FIELDS, places, tables  # noqa: E402
+from compile_muon.kernels.gpu.tile_order import FIELDS, places, tables  # noqa: E402
 
 CPU = torch.device("cpu")
 SQUARE = Tile(rows=16, cols=16, depth=16, group=3, stages=1, warps=1)

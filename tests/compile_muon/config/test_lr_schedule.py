@@ -23,7 +23,7 @@ from compile_muon.config import (
     load_config,
 )
 from compile_muon.config.deepspeed import read_all
-from compile_muon.config.schedule import SCHEDULES
+from compile_muon.config.lr_schedule import SCHEDULES
 from compile_muon.config.sections import parameters
 from compile_muon.errors import ConfigError
 

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.config import ZeroConfig
 from compile_muon.errors import LedgerError, by_rank, config_error, join_errors
 from compile_muon.passes.torch_private import collective_failed
-from compile_muon.runtime.board import backend_of, gather_objects
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.heartbeat import backend_of, gather_objects
+from compile_muon.runtime.rank_status import RankStatus
 
-__all__ = ["Outlook", "Stages"]
+__all__ = ["Outlook", "PipelineStages"]
 
 #: what decides over a step, so that stages which differ in it would part
 _SHARED = ("gradient_clipping", "nonfinite", "max_skipped_steps")
@@ -65,7 +65,7 @@ class _Told(NamedTuple):
     over: float = Outlook.READY
 
 
-class Stages:
+class PipelineStages:
     """This rank's access to the other stages. A stage's number is its place in ``norm_group``.
 
     Args:
@@ -77,7 +77,7 @@ class Stages:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._place = Place(group, device)
+        self._status = RankStatus(group, device)
         self._owes = False
         self.wrong: list[int] = []
 
@@ -90,7 +90,7 @@ class Stages:
         settings: ZeroConfig,
         *,
         muon: bool,
-    ) -> Stages | None:
+    ) -> PipelineStages | None:
         """Meet the other stages; None where there are none. Collective over ``norm_group``.
 
         Args:
@@ -108,15 +108,15 @@ class Stages:
         if group.size() == 1 or backend_of(group, device) == "fake":
             return None
         self = cls(group, device)
-        with self._place.at("the meeting of the pipeline stages"):
+        with self._status.at("the meeting of the pipeline stages"):
             self._meet(own, settings, muon=muon)
         return self
 
     def _meet(self, own: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
-        board = self._place.board
+        heartbeat = self._status.heartbeat
         mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
         shared = {name: getattr(settings, name) for name in _SHARED}
-        found = gather_objects((mine, shared, 0 if board is None else board.number, muon), self._group)
+        found = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
         stages, everyone, numbers, matrices = zip(*found, strict=True)
         if len(set().union(*stages)) < sum(map(len, stages)):
             shown = dist.get_process_group_ranks(self._group)
@@ -132,8 +132,8 @@ class Stages:
         if not any(matrices):
             remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
             raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)
-        if board is not None:
-            board.meet(numbers)
+        if heartbeat is not None:
+            heartbeat.meet(numbers)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Stages:
         Args:
             number: of the step, from 1.
         """
-        self._place.step, self._owes, self.wrong = number, True, []
+        self._status.step, self._owes, self.wrong = number, True, []
         try:
             yield
         except Exception as error:
@@ -165,7 +165,7 @@ class Stages:
             LedgerError: another stage refuses the step, or is in another one.
             PeerError: another stage does not come.
         """
-        rows = self._checked(_Told(self._place.step, 0.0, norm, under, over))
+        rows = self._checked(_Told(self._status.step, 0.0, norm, under, over))
         # In any order of the stages the same number.
         total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))
         follows = [row.over if over_limit(total) else row.under for row in rows]
@@ -183,7 +183,7 @@ class Stages:
         """
         if self._owes:
             what = Outlook.WRONG if wrong else Outlook.READY
-            rows = self._checked(_Told(self._place.step, 0.0, 0.0, what, what))
+            rows = self._checked(_Told(self._status.step, 0.0, 0.0, what, what))
             self.wrong = [stage for stage, row in enumerate(rows) if row.under == Outlook.WRONG]
 
     def here(self) -> str:
@@ -200,7 +200,7 @@ class Stages:
 
     def _checked(self, told: _Told) -> list[_Told]:
         rows = self._gather(told)
-        step = self._place.step
+        step = self._status.step
         refused = [stage for stage, row in enumerate(rows) if row.refused]
         if refused:
             raise LedgerError(
@@ -219,7 +219,7 @@ class Stages:
     def _gather(self, told: _Told) -> list[_Told]:
         """What every stage says of itself."""
         self._owes = False
-        with self._place.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
+        with self._status.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
             mine = torch.tensor(told, dtype=torch.float32, device=self._device)
             everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
             dist.all_gather(everyone, mine, group=self._group)

@@ -21,7 +21,7 @@ from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, lis
 from compile_muon.model.mesh import Mesh
 from compile_muon.passes.machine import Machine
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.board import Board, gather_objects
+from compile_muon.runtime.heartbeat import Heartbeat, gather_objects
 
 __all__ = ["agree"]
 
@@ -82,14 +82,14 @@ def agree(
     machine: Machine,
     specs: Mapping[str, ParamSpec],
     mesh: Mesh,
-    board: Board | None,
+    heartbeat: Heartbeat | None,
 ) -> None:
     """Compare with the other ranks; collective.
 
     Args:
         machine: what the file that the configuration names says on this rank.
         specs: static facts by parameter name, as this rank has them.
-        board: learns the number that each rank's optimizer has.
+        heartbeat: learns the number that each rank's optimizer has.
     Raises:
         ConfigError: versions or settings differ; all ranks raise, naming what differs and on which ranks.
         UnsupportedModelError: parameters or layouts differ.
@@ -101,14 +101,14 @@ def agree(
         "layouts": dict(_layouts(specs)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
-    mine = torch.tensor([*numbers, 0 if board is None else board.number], device=mesh.device_type)
+    mine = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)
     everyone = [torch.empty_like(mine) for _ in range(mesh.size)]
     dist.all_gather(everyone, mine, group=mesh.everyone)
     rows = torch.stack(everyone).tolist()
-    if board is not None:
-        board.meet([row[-1] for row in rows])
-    for place, (title, facts) in enumerate(sections.items()):
-        if len({row[place] for row in rows}) > 1:
+    if heartbeat is not None:
+        heartbeat.meet([row[-1] for row in rows])
+    for column, (title, facts) in enumerate(sections.items()):
+        if len({row[column] for row in rows}) > 1:
             raise _disagreement(title, facts, mesh)
 
 

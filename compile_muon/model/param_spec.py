@@ -42,12 +42,14 @@ def _muon_spec(
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
-    world = layout.meeting.size * layout.copying.size
+    world = layout.owner_group.size * layout.replica_group.size
     apart = layout.sharded or not layout.expert.alone
     if world == 1 or (batch > 1 and apart and not layout.joined):
         exchange = "local"  # whole matrices already: one process, or experts where they live
     elif config.zero.exchange == "auto":
-        replicas = layout.replicate.size if layout.cut_twice else 1 if layout.meeting.alone else layout.copying.size
+        replicas = (
+            layout.replicate.size if layout.cut_twice else 1 if layout.owner_group.alone else layout.replica_group.size
+        )
         exchange = choose_exchange(
             rows,
             cols,
@@ -92,10 +94,12 @@ def _muon_spec(
 def _exchange_start(machine: Machine, layout: Layout) -> int:
     """``start_bytes`` of :class:`MuonSpec`: of handing directions round where that is done, else of the all-to-alls."""
     shared = machine.shared_by(layout.ranks)
-    if layout.copying.alone:
-        return start_bytes(shared, "all_to_all", range(layout.meeting.size))
+    if layout.replica_group.alone:
+        return start_bytes(shared, "all_to_all", range(layout.owner_group.size))
     kind = "all_to_all" if layout.pairwise else "all_gather"
-    return start_bytes(shared, kind, range(0, layout.copying.size * layout.meeting.size, layout.meeting.size))
+    return start_bytes(
+        shared, kind, range(0, layout.replica_group.size * layout.owner_group.size, layout.owner_group.size)
+    )
 
 
 def _starts(machine: Machine, layout: Layout) -> dict[str, int]:

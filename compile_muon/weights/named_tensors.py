@@ -17,7 +17,7 @@ from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank,
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh_by_owner
 
 __all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
@@ -74,7 +74,7 @@ class Weights:
         others: what is in ``state_dict()`` and is no tensor.
         accounts: of the parameters.
         group: the process group that shares them; None for one process.
-        place: of their optimizer, for errors.
+        status: of their optimizer, for errors.
         device: of the parameters.
     """
 
@@ -84,7 +84,7 @@ class Weights:
     others: dict[str, Any]
     accounts: list[Account]
     group: dist.ProcessGroup | None
-    place: Place
+    status: RankStatus
     device: torch.device
     _names: dict[str, list[str]] = field(init=False)
 
@@ -104,7 +104,7 @@ class Weights:
             CheckpointError: they do different things, hold different models, or one of them edited a gathered copy of a
                 weight, which would be lost.
         """
-        ranks = Ranks(self.group, self.device, self.place, apart=False)
+        ranks = Ranks(self.group, self.device, self.status, apart=False)
         held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
         digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
         everyone = ranks.gather((doing, digest))
@@ -189,4 +189,4 @@ def weights_of(model: nn.Module) -> Weights:
         else:
             entries[name] = Entry(name, value, by_id.get(id(value)))
     first = accounts[0]
-    return Weights(module, entries, aliases, others, accounts, group, first.ledger.place, first.hyper.device)
+    return Weights(module, entries, aliases, others, accounts, group, first.ledger.status, first.hyper.device)
