@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from compile_muon.passes.costs import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows, weight_bytes_by_axis
+from compile_muon.passes.formulas import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows, weight_bytes_by_axis
 
 BFLOAT16, FLOAT32 = 2, 4
 

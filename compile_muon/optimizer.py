@@ -31,7 +31,6 @@ from compile_muon.config import (
 )
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.materialize import Values
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
@@ -53,6 +52,7 @@ from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
+from compile_muon.weights.materialize import Values
 
 __all__ = ["MuonZero"]
 
@@ -79,7 +79,6 @@ class MuonZero(Optimizer):
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
             speculates until that fails several steps in a row.
-        exchange: "replicate", "owner" or "auto" (cheaper by formula, per matrix).
         gradient_accumulation_steps: backwards per step; None when unknown, for as many as the last step had.
         gradient_clipping: global norm, or None.
         nonfinite: "error" or "skip" on inf or nan gradients.
@@ -89,7 +88,7 @@ class MuonZero(Optimizer):
         master_dtype: of the parameters themselves and all optimizer state; None for float32 where the model is in half
             precision.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
-        machine: name or file of the machine that ``exchange="auto"`` decides for; default: by the type of the device.
+        machine: name or file of the machine that buckets and owners are chosen for; default: by the type of the device.
         mesh: data-parallel ``DeviceMesh``, of one dimension, or of the two ``("replicate", "shard")`` for hybrid
             sharding; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
@@ -127,7 +126,6 @@ class MuonZero(Optimizer):
         shard_state_over: str = ZeroConfig.shard_state_over,
         communicators: str = ZeroConfig.communicators,
         update: str = ZeroConfig.update,
-        exchange: str = ZeroConfig.exchange,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
         gradient_clipping: float | None = ZeroConfig.gradient_clipping,
         nonfinite: str = ZeroConfig.nonfinite,
@@ -384,20 +382,28 @@ class MuonZero(Optimizer):
         agreement = self._agreement() if self._compares else None
         directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
-            with self._ledger.range("step commit muon"):
-                for group in self._groups_of("muon"):
-                    own = self._with_gradient(group)
-                    made = [directions.pop(account.name) for account in own]
-                    commit_muon(own, made, [self._scales[account.name] for account in own], group)
-            with self._ledger.range("step commit adamw"):
-                for group in self._groups_of("adamw"):
-                    own = self._with_gradient(group)
-                    commit_adamw(own, [self.state[account.param] for account in own], group)
+            self._commit(directions)
             # In the order in which the model has them, which is about that of their use in the next forward.
             trained = {*muon, *rest}
             self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
             self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         self._ledger.close([*muon, *rest])
+
+    def _commit(self, directions: dict[str, Tensor]) -> None:
+        """Write momenta, moments and parameters.
+
+        Args:
+            directions: by name; each is let go once it is written.
+        """
+        with self._ledger.range("step commit muon"):
+            for group in self._groups_of("muon"):
+                own = self._with_gradient(group)
+                made = [directions.pop(account.name) for account in own]
+                commit_muon(own, made, [self._scales[account.name] for account in own], group)
+        with self._ledger.range("step commit adamw"):
+            for group in self._groups_of("adamw"):
+                own = self._with_gradient(group)
+                commit_adamw(own, [self.state[account.param] for account in own], group)
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
+from compile_muon.kernels.operations import standard_flops
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
-from compile_muon.passes.costs import OVER_ALL, bytes_by_axis, owner_work
+from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 
@@ -129,8 +130,10 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
 
 def _row(account: Account, assignment: Assignment, config: Config) -> Row:
     muon = account.spec.muon
-    experts = account.spec.layout.expert.size
-    work = 0.0 if muon is None else experts * muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+    work = 0.0
+    if muon is not None:
+        k, l = sorted((muon.rows, muon.cols))  # noqa: E741
+        work = account.spec.layout.expert.size * muon.batch * standard_flops(k, l, muon.steps) / 2
     return Row(
         name=account.name,
         shape=account.spec.layout.whole,

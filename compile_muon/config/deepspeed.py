@@ -55,7 +55,6 @@ _SHARED = ("lr", "weight_decay")
 _BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 #: Arguments nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = frozenset(name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)) | {
-    "exchange",
     "muon_params",
 }
 

@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
 from compile_muon.integrations.automatic import refused_axes
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.storage.ranks import Ranks
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters

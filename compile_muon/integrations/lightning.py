@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
@@ -61,7 +62,6 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.weights import full_state_dict, load_full_state_dict
-from compile_muon.weights.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 __all__ = ["MuonZeroStrategy", "grad_norm"]
 

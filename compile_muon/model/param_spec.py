@@ -12,17 +12,13 @@ from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dtype, resolve_method
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
-from compile_muon.passes.costs import OVER_ALL, choose_exchange, newton_schulz_seconds, start_bytes, weight_start_bytes
 from compile_muon.passes.layout import Layout
-from compile_muon.passes.machine import Machine
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
 
 __all__ = ["describe"]
 
 
-def _muon_spec(
-    assignment: Assignment, config: Config, machine: Machine, device: torch.device, layout: Layout
-) -> MuonSpec | None:
+def _muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
     if assignment.algorithm != "muon" or assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
@@ -44,33 +40,8 @@ def _muon_spec(
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     world = layout.owner_group.size * layout.replica_group.size
     apart = layout.sharded or not layout.expert.alone
-    if world == 1 or (batch > 1 and apart and not layout.joined):
-        exchange = "local"  # whole matrices already: one process, or experts where they live
-    elif config.zero.exchange == "auto":
-        replicas = (
-            layout.replicate.size if layout.cut_twice else 1 if layout.owner_group.alone else layout.replica_group.size
-        )
-        exchange = choose_exchange(
-            rows,
-            cols,
-            world=world,
-            replicas=replicas,
-            state_over_all=layout.cut_twice,
-            steps=len(chosen.steps),
-            dtype=encode_dtype(dtype),
-            machine=machine,
-        )
-    else:
-        exchange = config.zero.exchange
-    restarts = chosen.gram_restarts(dtype)
-    seconds = newton_schulz_seconds(
-        machine.shared_by(layout.ranks),
-        rows,
-        cols,
-        steps=len(chosen.steps),
-        dtype=encode_dtype(dtype),
-        restarts=len(restarts) if method == "gram" else None,
-    )
+    # Whole matrices already: one process, or experts where they live.
+    local = world == 1 or (batch > 1 and apart and not layout.joined)
     return MuonSpec(
         batch=batch,
         rows=rows,
@@ -79,52 +50,13 @@ def _muon_spec(
         method=method,
         coefficients=tuple(value for triple in chosen.steps for value in triple),
         safety=chosen.safety,
-        restarts=restarts,
+        restarts=chosen.gram_restarts(dtype),
         dtype=encode_dtype(dtype),
         eps=ns.eps,
-        exchange=exchange,
+        exchange="local" if local else "owner",
         backend=ns.backend,
         memory_limit=ns.memory_limit,
-        start_bytes=_exchange_start(machine, layout),
-        # To the nanosecond, which is less than the libraries of two machines can differ by.
-        nanoseconds=round(seconds * 1e9),
     )
-
-
-def _exchange_start(machine: Machine, layout: Layout) -> int:
-    """``start_bytes`` of :class:`MuonSpec`: of handing directions round where that is done, else of the all-to-alls."""
-    shared = machine.shared_by(layout.ranks)
-    if layout.replica_group.alone:
-        return start_bytes(shared, "all_to_all", range(layout.owner_group.size))
-    kind = "all_to_all" if layout.pairwise else "all_gather"
-    return start_bytes(
-        shared, kind, range(0, layout.replica_group.size * layout.owner_group.size, layout.owner_group.size)
-    )
-
-
-def _starts(machine: Machine, layout: Layout) -> dict[str, int]:
-    """``gather_start`` and ``reduce_start`` of :class:`ParamSpec`."""
-    over_all = OVER_ALL if layout.cut_twice else ""
-    # Ranks of a data-parallel axis have those of the axes of model parallelism between them.
-    mesh = {
-        "shards": layout.shard.size,
-        "replicas": layout.replicate.size,
-        "apart": layout.expert.size * layout.tensor.size,
-    }
-    kinds = {
-        "shard": "all_to_all" if layout.pairwise else "reduce_scatter",
-        "replicate": "all_reduce",
-        "all": "all_reduce",
-    }
-    if layout.cut_twice:
-        kinds["replicate"] = kinds["shard"]
-    gathers = kinds | {"shard": "all_to_all" if layout.pairwise else "all_gather"}
-    shared = machine.shared_by(layout.ranks)
-    reduction = "reduce_scatter" + over_all if layout.sharded else "all_reduce"
-    return {
-        "gather_start": weight_start_bytes(shared, "all_gather", gathers, **mesh) if layout.sharded else 0,
-        "reduce_start": weight_start_bytes(shared, reduction, kinds, **mesh),
-    }
 
 
 def _master_dtype(param: Tensor, config: Config) -> torch.dtype:
@@ -138,15 +70,11 @@ def describe(
     param: Tensor,
     assignment: Assignment,
     config: Config,
-    machine: Machine,
     mesh: Mesh | None,
     device: torch.device,
     role: Role = DENSE,
 ) -> ParamSpec:
     """Static facts of one parameter, which is or will be on ``device``, under this configuration.
-
-    Args:
-        machine: that the cost model decides for, the same on every rank.
 
     Raises:
         ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
@@ -162,6 +90,5 @@ def describe(
         dtype=encode_dtype(_master_dtype(param, config)),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
-        muon=_muon_spec(assignment, config, machine, device, layout),
-        **_starts(machine, layout),
+        muon=_muon_spec(assignment, config, device, layout),
     )

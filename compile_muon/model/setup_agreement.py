@@ -19,7 +19,7 @@ from torch import nn
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.mesh import Mesh
-from compile_muon.passes.machine import Machine
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.heartbeat import Heartbeat, gather_objects
 
@@ -68,10 +68,6 @@ def _layouts(specs: Mapping[str, ParamSpec]) -> Iterator[tuple[str, str]]:
         yield from _fields(spec, f"{name} ")
 
 
-def _facts(machine: Machine) -> dict[str, str]:
-    return {f"machine.{name}": repr(value) for name, value in machine.to_json().items() if name != "sources"}
-
-
 def _digest(facts: Any) -> bytes:
     return hashlib.sha256(repr(facts).encode()).digest()[:7]
 
@@ -79,7 +75,7 @@ def _digest(facts: Any) -> bytes:
 def agree(
     model: nn.Module,
     config: Config,
-    machine: Machine,
+    costs: Costs,
     specs: Mapping[str, ParamSpec],
     mesh: Mesh,
     heartbeat: Heartbeat | None,
@@ -87,7 +83,7 @@ def agree(
     """Compare with the other ranks; collective.
 
     Args:
-        machine: what the file that the configuration names says on this rank.
+        costs: what the file of the machine says on this rank.
         specs: static facts by parameter name, as this rank has them.
         heartbeat: learns the number that each rank's optimizer has.
     Raises:
@@ -96,7 +92,7 @@ def agree(
     """
     sections = {
         "library versions": _versions(),
-        "settings": dict(_fields(config)) | _facts(machine),
+        "settings": dict(_fields(config)) | dict(_fields(costs, "machine.")),
         "parameters": _parameters(model),
         "layouts": dict(_layouts(specs)),
     }

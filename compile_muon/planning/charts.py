@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compile_muon.errors import config_error
-from compile_muon.passes.simulate import Event, Timeline
-from compile_muon.passes.simulate.engine import COMPUTE
 from compile_muon.planning.plan import Figures, World, mesh_text
+from compile_muon.planning.simulate import Event, Timeline
+from compile_muon.planning.simulate.engine import COMPUTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ from typing import Any
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.errors import MuonZeroError, config_error
-from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import Timeline
 from compile_muon.planning.candidates import Candidate, candidates, with_adamw
+from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
+from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]

@@ -19,6 +19,7 @@ from compile_muon.config import FrameOptions
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.rank_status import EVALUATION, TRAINING, RankStatus
@@ -67,6 +68,7 @@ class Ledger:
         accumulating: inside :meth:`accumulate`.
         momentum_factor: as graphs read it from ``Account.hyper``.
         before_backward: called before a backward graph runs.
+        costs: what the machine costs, as each of its ranks sees it; the same on every rank.
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
         status: where this rank is, for the others to read.
         trail: visits since the last step that met other ranks.
@@ -79,6 +81,7 @@ class Ledger:
     accumulating: bool = False
     momentum_factor: float = 0.0
     before_backward: Callable[[], None] | None = None
+    costs: Costs = Costs()
     options: FrameOptions = FrameOptions(codegen="eager")
     counters: Counters = field(default_factory=Counters)
     status: RankStatus = field(default_factory=RankStatus)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 

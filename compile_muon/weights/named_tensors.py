@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
 

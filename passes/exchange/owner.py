@@ -10,24 +10,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..costs import owner_work
-from ..spec import MuonSpec, ParamSpec, decode_dtype
+from ..costs import Costs, owned_work
+from ..spec import ParamSpec, decode_dtype
 from ..work import Category
 from .local import here
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
 from .transfers import all_to_all, hand_round
 
-__all__ = ["assign_owners", "owned_work", "owner"]
+__all__ = ["assign_owners", "owner"]
 
 
-def owned_work(muon: MuonSpec) -> float:
-    """What the owner of a parameter has to do, in the unit of what the others have: nanoseconds, or multiply-adds."""
-    one = owner_work(muon.rows, muon.cols, steps=muon.steps) if muon.nanoseconds is None else muon.nanoseconds
-    return muon.batch * one
-
-
-def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Owner of each parameter among all ranks that hold a piece.
 
     How many of which matrices a rank gets is by longest processing time first, over all of them. Which ones is then
@@ -53,7 +47,7 @@ def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] =
         if kind not in found:
             count = layout.owner_group.size * layout.replica_group.size
             found[kind] = _Places(layout.owner_group.size, tuple(map(layout.owner_ranks, range(count))))
-        tasks.append(_Task(owned_work(spec.muon_settings), found[kind]))
+        tasks.append(_Task(owned_work(spec.muon_settings, costs), found[kind]))
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
     as_many_as_may_be = {task: [len(tasks)] * len(task.places.ranks) for task in tasks}
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}

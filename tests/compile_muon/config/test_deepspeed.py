@@ -465,7 +465,6 @@ EVERYTHING = config_from_kwargs(
     ns_memory_limit=2**20,
     stage=1,
     update="step",
-    exchange="owner",
     gradient_accumulation_steps=None,
     gradient_clipping=0.5,
     nonfinite="skip",

@@ -19,23 +19,23 @@ import pytest
 from compile_muon import __main__ as cli
 from compile_muon.config import config_from_kwargs
 from compile_muon.errors import ConfigError
-from compile_muon.machines import load_machine
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.simulate import Event, Held, Timeline
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import candidates, planned_for, with_adamw
 from compile_muon.planning.charts import check_charts
+from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
 from compile_muon.planning.report_html import page
 from compile_muon.planning.report_table import rows
+from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, trace_step
 
 
 def question(world: int = 16, memory: int | None = None, **settings: Any) -> Question:
     machine = load_machine("h100")
     machine = machine if memory is None else replace(machine, memory_bytes=memory)
-    config = planned_for(config_from_kwargs(**{"stage": 1, "exchange": "owner", **settings}), machine, "h100")
+    config = planned_for(config_from_kwargs(**{"stage": 1, **settings}), machine, "h100")
     batch = Batch(16, 8)
     return Question(load_subject("tiny_gpt:GPT", batch), batch, config, plans.FrameOptions(), machine, [world])
 
@@ -334,8 +334,8 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
         subject = load_subject(str(name), Batch(16, 8))
         assert set(subject.batch) == {"input_ids", "labels", "use_cache"}
         assert sum(param.numel() for param in subject.build().parameters()) == 3632
-    trace = trace_step(subject.build, subject.batch, config_from_kwargs(exchange="owner"))
-    step = trace.captured(Target(4, config_from_kwargs(exchange="owner", stage=3), {"shard": 4}, "nccl"))
+    trace = trace_step(subject.build, subject.batch, config_from_kwargs())
+    step = trace.captured(Target(4, config_from_kwargs(stage=3), {"shard": 4}, "nccl"))
     assert step.simulated(load_machine("h100")).traffic.bytes_sent > 0
     with pytest.raises(ConfigError, match="longer than the 8 positions"):
         load_subject(str(tmp_path), Batch(16, 16))

@@ -20,14 +20,14 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ..collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
-from ..layout import Axis
-from ..machine import Machine
-from ..pipeline import Half, PassContext
-from ..work import Work, work_of
-from .cost import kernel_kind, kernel_seconds
-from .fusion import kernels
-from .memory import Held, Memory
+from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
+from compile_muon.passes.layout import Axis
+from compile_muon.passes.pipeline import Half, PassContext
+from compile_muon.passes.work import Work, work_of
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.planning.simulate.fusion import kernels
+from compile_muon.planning.simulate.memory import Held, Memory
 
 __all__ = ["COMPUTE", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 

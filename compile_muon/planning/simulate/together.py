@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from .engine import Timeline
+from compile_muon.planning.simulate.engine import Timeline
 
 __all__ = ["simulate_together"]
 

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from compile_muon.errors import CheckpointError
 
-__all__ = ["Box", "read_boxes", "read_tensors", "write_tensors"]
+__all__ = ["Box", "TensorFacts", "read_boxes", "read_tensors", "write_tensors"]
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -72,6 +72,14 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     except CheckpointException as error:
         raise _ours(error) from error
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Shape and dtype (torch's name without ``torch.``) of a whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from compile_muon.machines.samples import (
+from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
@@ -26,7 +26,7 @@ from compile_muon.machines.samples import (
     Sample,
     StepSample,
 )
-from compile_muon.machines.steps import training
+from compile_muon.planning.machines.steps import training
 
 __all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
 

@@ -5,8 +5,8 @@
 ranks that wait for one another. docs/machines.md is the same for users.
 """
 
-from .engine import Event, Played, Timeline, simulate, to_chrome_trace
-from .memory import Held
-from .together import simulate_together
+from compile_muon.planning.simulate.engine import Event, Played, Timeline, simulate, to_chrome_trace
+from compile_muon.planning.simulate.memory import Held
+from compile_muon.planning.simulate.together import simulate_together
 
 __all__ = ["Event", "Held", "Played", "Timeline", "simulate", "simulate_together", "to_chrome_trace"]

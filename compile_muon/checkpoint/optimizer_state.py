@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
 

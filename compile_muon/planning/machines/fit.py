@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from compile_muon.machines.measure import Measured
-from compile_muon.machines.samples import (
+from compile_muon.passes.costs import Link, Table
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.machines.measure import Measured
+from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
@@ -20,7 +22,6 @@ from compile_muon.machines.samples import (
     ProductSample,
     StepSample,
 )
-from compile_muon.passes.machine import Link, Machine, Table
 
 __all__ = ["fit"]
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,10 @@ from compile_muon.model.full_parameters import Held, gather_whole
 from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.weights.files import TensorFolder
+from compile_muon.weights.named_tensors import Entry, shared_accounts
+from compile_muon.weights.pretrained import load_whole, tied_names
+from compile_muon.weights.wire import Wire
 
 __all__ = ["Values"]
 
@@ -59,10 +64,6 @@ class Values:
         if init is not None and not meta:
             raise config_error("init", init, "the model has values already", "build it under torch.device('meta')")
         if weights is not None:
-            from pathlib import Path
-
-            from compile_muon.weights.files import TensorFolder
-
             TensorFolder(Path(os.path.abspath(weights)))
             if meta and init is None:
                 init = _hugging_face(model)
@@ -81,8 +82,6 @@ class Values:
             UnsupportedModelError: ``init`` did more than to give parameters and buffers values.
             CheckpointError: the weights do not fit.
         """
-        from compile_muon.weights.pretrained import load_whole
-
         passing = {id(buffer) for buffer in _passing_buffers(model).values() if buffer.is_meta}
         needing = [m for m in model.modules() if any(id(b) in passing for b in m._buffers.values())]
         for module in model.modules():
@@ -141,10 +140,6 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
     Args:
         only: the modules to call it for; None for all.
     """
-    from compile_muon.weights.named_tensors import Entry, shared_accounts
-    from compile_muon.weights.pretrained import tied_names
-    from compile_muon.weights.wire import Wire
-
     # Not by the names of state_dict(), which hooks of a model may change.
     accounts, group = shared_accounts(model)
     wire = Wire(group, device)

@@ -11,12 +11,14 @@ import pytest
 from compile_muon import __main__ as cli
 from compile_muon.config import Config, load_config
 from compile_muon.config.convert import convert
+from compile_muon.config.machine import costs_for, known_machines, load_costs
 from compile_muon.errors import ConfigError
-from compile_muon.machines import known_machines, load_machine, machine_for
-from compile_muon.machines.calibrate import write_machine
-from compile_muon.machines.fit import fit
-from compile_muon.machines.measure import Measured
-from compile_muon.machines.samples import (
+from compile_muon.passes.costs import COLLECTIVES, Link
+from compile_muon.planning.machine import Machine, load_machine
+from compile_muon.planning.machines.calibrate import write_machine
+from compile_muon.planning.machines.fit import fit
+from compile_muon.planning.machines.measure import Measured
+from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
     FunctionSample,
@@ -26,7 +28,6 @@ from compile_muon.machines.samples import (
     Sample,
     StepSample,
 )
-from compile_muon.passes.machine import COLLECTIVES, Link, Machine
 
 H100 = load_machine("h100")
 
@@ -93,9 +94,9 @@ def test_gpus_are_ordered_as_they_were_built() -> None:
 
 
 def test_machines_by_type_of_device_where_none_is_named() -> None:
-    assert machine_for(None, "cuda") == H100
-    assert machine_for(None, "cpu") == load_machine("cpu")
-    assert machine_for("b200", "cpu") == load_machine("b200")
+    assert costs_for(None, "cuda") == load_costs("h100")
+    assert costs_for(None, "cpu") == load_costs("cpu")
+    assert costs_for("b200", "cpu") == load_costs("b200")
 
 
 @pytest.mark.parametrize("name", ["h1000", "no/such/file", "missing.json"])

@@ -11,11 +11,10 @@ from torch.fx import Node
 
 from compile_muon.kernels.dispatch import cheaper_method
 from compile_muon.kernels.iterations import gram, standard
-
-from ..machine import Machine
-from ..operations import operations
-from ..pipeline import tensor_value
-from .fusion import function_entries, moved_bytes
+from compile_muon.passes.pipeline import tensor_value
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
+from compile_muon.planning.simulate.operations import operations
 
 __all__ = ["kernel_kind", "kernel_seconds", "workspace_bytes"]
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
-from .torch_private import flop_formula
+from compile_muon.passes.torch_private import flop_formula
 
 __all__ = ["operations"]
 

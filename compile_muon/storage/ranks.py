@@ -1,4 +1,4 @@
-"""The ranks that checkpoint together: what fails on one of them fails on all, in the same place, by name."""
+"""Ranks that do something together: what fails on one of them fails on all, in the same place, by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_muon.checkpoint.manifest import DamagedError
-from compile_muon.errors import CheckpointError, MuonZeroError
+from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.rank_status import RankStatus

@@ -14,14 +14,15 @@ from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import Half, Purpose
 from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes.costs import Link
 from compile_muon.passes.layout import Axis
-from compile_muon.passes.machine import Link, Machine
-from compile_muon.passes.operations import operations
-from compile_muon.passes.simulate import Played, simulate, simulate_together, to_chrome_trace
-from compile_muon.passes.simulate.aliases import base, is_free, mutated
-from compile_muon.passes.simulate.cost import kernel_seconds, workspace_bytes
-from compile_muon.passes.simulate.fusion import kernels, moved_bytes
 from compile_muon.passes.work import Category, Work, note_work
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
+from compile_muon.planning.simulate.aliases import base, is_free, mutated
+from compile_muon.planning.simulate.cost import kernel_seconds, workspace_bytes
+from compile_muon.planning.simulate.fusion import kernels, moved_bytes
+from compile_muon.planning.simulate.operations import operations
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

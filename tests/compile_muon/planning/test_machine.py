@@ -1,20 +1,22 @@
-"""What a description of a machine says of products, kernels and collectives."""
+"""What the planner knows of a machine beside its costs, and what its file says."""
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_muon.passes.errors import DescriptionError
-from compile_muon.passes.machine import COLLECTIVES, Link, Machine, Protocol
-from compile_muon.passes.operations import operations
+from compile_muon.config.machine import READERS, load_costs
+from compile_muon.errors import ConfigError
+from compile_muon.passes.costs import Costs, Link, Protocol
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.operations import operations
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
 NODES = Machine(
@@ -32,26 +34,9 @@ NODES = Machine(
 #: two cores
 CPU = replace(NODES, name="cores", device="cpu", links=(Link(None, 1e9, 1e-5),), cores=2, bandwidths=((1e6, 4e12),))
 
-sizes = st.integers(1, 8192)
-
 
 def without(record: dict, name: str) -> dict:
     return {key: value for key, value in record.items() if key != name}
-
-
-# ---------------------------------------------------------------------------------------------------------- products
-
-
-@given(sizes, sizes)
-def test_rates_rise_with_the_size_as_their_table_does(a: int, b: int) -> None:
-    low, high = sorted((a, b))
-    assert NODES.rate(low, "bfloat16") <= NODES.rate(high, "bfloat16") * (1 + 1e-12)
-
-
-def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
-    assert [NODES.rate(size, "bfloat16") for size in (1, 64, 1024, 4096, 10**6)] == [1e12, 1e12, 16e12, 32e12, 32e12]
-    assert NODES.rate(256, "bfloat16") == pytest.approx(4e12)
-    assert replace(NODES, rate_fractions=((1.0, 0.5),)).rate(256, "bfloat16") == pytest.approx(2e12)
 
 
 def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
@@ -81,121 +66,9 @@ def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
     assert Machine.from_json(cores.to_json()) == cores
 
 
-def test_a_dtype_without_rates_takes_those_of_its_size() -> None:
-    assert NODES.rate(1024, "float16") == NODES.rate(1024, "bfloat16")
-    assert NODES.rate(1024, "float64") == NODES.rate(1024, "float32") / 2
-    assert NODES.rate(1024, "float8_e4m3fn") == NODES.rate(1024, "bfloat16")
-
-
-@given(sizes, sizes, sizes, st.integers(1, 8), st.integers(1, 4))
-def test_more_to_multiply_never_takes_less(m: int, n: int, k: int, batch: int, more: int) -> None:
-    seconds = NODES.product_seconds(m, n, k, batch=batch, dtype="bfloat16")
-    assert seconds >= NODES.kernel_seconds
-    larger = [(m * more, n, k, batch), (m, n, k * more, batch), (m, n, k, batch * more)]
-    for *shape, count in larger:
-        assert NODES.product_seconds(*shape, batch=count, dtype="bfloat16") >= seconds * (1 - 1e-12)
-
-
-def test_products_are_bound_by_operations_or_by_memory() -> None:
-    square = NODES.product_seconds(4096, 4096, 4096, dtype="bfloat16")
-    assert square == pytest.approx(1e-6 + 2 * 4096**3 / 32e12)
-    thin = NODES.product_seconds(2**20, 2**10, 1, dtype="bfloat16")
-    assert thin == NODES.move_seconds(2 * (2**20 + 2**10 + 2**30))
-    assert NODES.product_seconds(64, 64, 64, batch=3, dtype="float32") == pytest.approx(2e-6 + 3 * 2 * 64**3 / 1e12)
-
-
-def test_kernels_that_caches_serve_are_faster() -> None:
-    assert CPU.move_seconds(1e6) == pytest.approx(1e-6 + 1e6 / 4e12)
-    assert CPU.move_seconds(1e8) == pytest.approx(1e-6 + 1e8 / 1e12)
-    assert replace(CPU, memory_fraction=0.5).move_seconds(1e8) == pytest.approx(1e-6 + 1e8 / 5e11)
-
-
-def test_ranks_on_one_core_share_it_and_the_memory() -> None:
-    two, four = CPU.shared_by(2), CPU.shared_by(4)
-    for work in (
-        lambda machine: machine.product_seconds(512, 512, 512, dtype="bfloat16"),
-        lambda machine: machine.product_seconds(64, 64, 64, dtype="float32"),
-        lambda machine: machine.move_seconds(1e4),
-        lambda machine: machine.move_seconds(1e9),
-        lambda machine: machine.collective_seconds("all_reduce", 0, range(2)),
-    ):
-        assert work(CPU) == work(two)
-        assert work(four) == pytest.approx(2 * work(two))
-    sent = [machine.collective_seconds("all_to_all", 1e12, range(2)) for machine in (two, four)]
-    assert sent == pytest.approx([1e3, 1e3], rel=1e-4)
-    assert four.memory_bytes == CPU.memory_bytes // 4
-    way = replace(CPU, protocols=(Protocol("tree", 1.0, (2.0,), tree=True),)).shared_by(4).protocols[0]
-    assert (way.start_seconds, way.latencies) == (2.0, (4.0,))
-    assert NODES.shared_by(64) is NODES
-
-
-# ------------------------------------------------------------------------------------------------------- collectives
-
-
-def test_one_rank_sends_nothing() -> None:
-    assert NODES.collective_seconds("all_gather", 0.0, [3]) == 0
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES)
-def test_collectives_take_a_start_hops_and_bytes(kind: str) -> None:
-    hops = 2 if kind == "all_reduce" else 1
-    for ranks in (range(2), range(8), range(8, 16), [1, 3, 6]):
-        expected = 5e-6 + hops * (len(ranks) - 1) * 1e-6 + 1e8 / 1e11
-        assert NODES.collective_seconds(kind, 1e8, ranks) == pytest.approx(expected)
-    between = 5e-6 + hops * 3 * 1e-5 + 1e8 / 1e10
-    assert NODES.collective_seconds(kind, 1e8, [0, 8, 16, 24]) == pytest.approx(between)
-
-
-def test_a_ring_leaves_a_node_once_through_all_its_links_and_an_all_to_all_through_each_rank_s_own() -> None:
-    hops = 5e-6 + 14 * 1e-6 + 1e-5
-    assert NODES.collective_seconds("all_gather", 1e9, range(16)) == pytest.approx(hops + 1e9 / (8 * 1e10))
-    assert NODES.collective_seconds("all_to_all", 1.5e9, range(16)) == pytest.approx(hops + 8e8 / 1e10)
-    slow_inside = replace(NODES, links=(Link(8, 1e9, 1e-6), NODES.links[1]))
-    assert slow_inside.collective_seconds("all_gather", 1e9, range(16)) == pytest.approx(hops + 1e9 / 1e9)
-
-
-@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e12), st.floats(1, 4), st.integers(2, 64))
-def test_more_bytes_take_longer(kind: str, nbytes: float, more: float, ranks: int) -> None:
-    seconds = NODES.collective_seconds(kind, nbytes, range(ranks))
-    assert NODES.collective_seconds(kind, nbytes * more, range(ranks)) >= seconds
-    assert NODES.collective_seconds(kind, nbytes, range(ranks + 1)) > seconds - nbytes / 1e10
-
-
-def test_bandwidths_of_a_link_may_depend_on_the_size() -> None:
-    link = Link(None, 1e9, 0.0, fraction=0.5, bandwidths=((1e4, 4e9), (1e6, 2e9)))
-    seconds = [link.transfer_seconds(nbytes) for nbytes in (1e3, 1e4, 1e6, 1e7)]
-    assert seconds == pytest.approx([1e3 / 2e9, 1e4 / 2e9, 1e6 / 1e9, 1e7 / 5e8])
-    assert replace(NODES, links=(link,), start_seconds=0).collective_seconds("all_gather", 1e7, range(4)) == seconds[-1]
-
-
 LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
 TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
 WAYS = replace(NODES, protocols=(LL, TREE))
-
-
-def test_a_collective_goes_the_fastest_way_there_is() -> None:
-    """A start and hops of its own, and a part of the bandwidth: small ones start sooner, large ones are as before."""
-    ranks = range(64)  # 8 nodes
-    assert WAYS.collective_parts("all_gather", 8e3, ranks) == pytest.approx((1e-6 + 56e-7 + 7e-6, 1e3 / 1e10 / 0.1))
-    assert WAYS.collective_parts("all_gather", 8e9, ranks) == NODES.collective_parts("all_gather", 8e9, ranks)
-    # up and down: 7 hops inside of a node, and 3 between 8 of them
-    assert WAYS.collective_parts("all_reduce", 8e3, ranks) == pytest.approx((2e-6 + 14e-7 + 12e-6, 1e3 / 1e10 / 0.5))
-    of_each_node = WAYS.collective_parts("all_reduce", 1e3, range(0, 64, 8))
-    assert of_each_node == pytest.approx((2e-6 + 12e-6, 1e3 / 1e10 / 0.5))
-    inside = WAYS.collective_parts("all_reduce", 1e3, range(8))
-    assert inside == pytest.approx((1e-6 + 14e-7, 1e3 / 1e11 / 0.1))
-    for kind, nbytes in (("all_to_all", 1e3), ("all_to_all", 1e9), ("all_reduce", 1e12)):
-        assert WAYS.collective_seconds(kind, nbytes, ranks) == NODES.collective_seconds(kind, nbytes, ranks)
-
-
-@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e10), st.integers(2, 64))
-def test_another_way_never_makes_a_collective_slower(kind: str, nbytes: float, count: int) -> None:
-    assert WAYS.collective_seconds(kind, nbytes, range(count)) <= NODES.collective_seconds(kind, nbytes, range(count))
-
-
-def test_only_known_kinds() -> None:
-    with pytest.raises(ValueError, match="broadcast"):
-        NODES.collective_seconds("broadcast", 1.0, range(2))
 
 
 # ----------------------------------------------------------------------------------------------------------- as JSON
@@ -207,8 +80,6 @@ def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
         assert again == machine
         assert hash(again) == hash(machine)
     assert replace(machine, kernel_seconds=1.0) != machine
-    with pytest.raises(TypeError):
-        machine.rates["float32"] = ()  # type: ignore[index]
 
 
 GOOD = CPU.to_json()
@@ -284,10 +155,21 @@ WAY = {"name": "tree", "start_seconds": 1.0, "latencies": [1.0]}
     ],
 )
 def test_what_is_wrong_in_a_description_is_named(record: object, field: str) -> None:
-    with pytest.raises(DescriptionError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Machine.from_json(record)
-    assert caught.value.field == field
-    assert caught.value.problem in str(caught.value) and caught.value.remedy in str(caught.value)
+    assert caught.value.field == (field if field == "machine" else f"machine: {field}")
+
+
+def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> None:
+    """The planner's fields are no business of a training run, but a mistyped one is."""
+    planned = {field.name for field in fields(Machine)} - {field.name for field in fields(Costs)}
+    assert READERS.keys() == {field.name for field in fields(Costs)}
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps(GOOD | dict.fromkeys(planned, "whatever")))
+    assert load_costs(file) == Costs(**{name: getattr(CPU, name) for name in READERS})
+    file.write_text(json.dumps(GOOD | {"protocol": []}))
+    with pytest.raises(ConfigError, match="ours.json: protocol = .*is not a field"):
+        load_costs(file)
 
 
 def test_fields_with_a_default_may_be_left_out() -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from ..collectives import is_collective, is_wait
-from ..machine import Machine
-from ..pipeline import Half
-from ..work import Category, work_of
-from .aliases import base, nbytes
-from .cost import workspace_bytes
+from compile_muon.passes.collectives import is_collective, is_wait
+from compile_muon.passes.pipeline import Half
+from compile_muon.passes.work import Category, work_of
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.aliases import base, nbytes
+from compile_muon.planning.simulate.cost import workspace_bytes
 
 __all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "OTHER", "Held", "Memory"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compile_muon.passes.machine import Machine
+from compile_muon.planning.machine import Machine
 
 __all__ = [
     "AttentionSample",

@@ -19,9 +19,9 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Column, Table
 
-from compile_muon.machines.fit import fit
-from compile_muon.machines.measure import Measured, cores, measure, plan_for
-from compile_muon.passes.machine import Machine
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.machines.fit import fit
+from compile_muon.planning.machines.measure import Measured, cores, measure, plan_for
 
 __all__ = ["run", "write_machine"]
 
