@@ -1,6 +1,6 @@
 """Every launch of every tile table, compiled ahead of time: registers, spills, shared memory. Needs no GPU.
 
-    python -m compile_muon.kernels.gpu.ahead [sm_80 sm_90 sm_100] [--dtypes bfloat16 float16] [--json FILE]
+    python benchmarks/ahead.py [sm_80 sm_90 sm_100] [--dtypes bfloat16 float16] [--json FILE]
 
 Ends with status 1 if a kernel spills registers or asks for more shared memory than a block has.
 """
@@ -23,16 +23,16 @@ from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from . import apply, momentum, normalize
-from .arena import Layout
-from .grouped_product import grouped_product
-from .grouped_symmetric import grouped_symmetric
-from .launch import Launch
-from .model import Tile
-from .operands import empty_matrices
-from .product import product
-from .symmetric import symmetric_product
-from .tiles import Table, load_tables
+from compile_muon.kernels.gpu import apply, normalize
+from compile_muon.kernels.gpu.arena import Layout
+from compile_muon.kernels.gpu.grouped_product import grouped_product
+from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
+from compile_muon.kernels.gpu.launch import Launch
+from compile_muon.kernels.gpu.model import Tile
+from compile_muon.kernels.gpu.operands import empty_matrices
+from compile_muon.kernels.gpu.product import product
+from compile_muon.kernels.gpu.symmetric import symmetric_product
+from compile_muon.kernels.gpu.tiles import Table, load_tables
 
 __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 
@@ -146,8 +146,6 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
             yield f"divide {_name(dtype)}{turned}", normalize.divide(wide, partials, out, eps=1e-7, safety=1.0)
         flat = torch.empty(4096, dtype=dtype)
         half = torch.empty(4096, dtype=torch.bfloat16)
-        weights = (torch.empty(1), torch.empty(1))
-        yield f"momentum {_name(dtype)}", momentum.launch(flat, flat, half, flat, weights=weights, nesterov=True)
         for count in (1, 2, 4, apply.MOST):
             params, updates, scales = [flat] * count, [half] * count, [1.0] * count
             launch = apply.launch(params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales)

@@ -8,13 +8,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from compile_muon.kernels.gpu.ahead import HALVES, SHARED_PER_BLOCK, Resources, launches  # noqa: E402
 from compile_muon.kernels.gpu.tiles import load_tables  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ahead.py"
+sys.path.insert(0, str(SCRIPT.parent))
+try:
+    from ahead import HALVES, SHARED_PER_BLOCK, Resources, launches
+finally:
+    sys.path.remove(str(SCRIPT.parent))
 
 ARCHITECTURES = list(SHARED_PER_BLOCK)
 #: All take four minutes of two cores: whenever kernels or tables change (-m campaign).
@@ -31,7 +38,7 @@ def reports(tmp_path_factory) -> Callable[[str, tuple[str, ...]], list[Resources
     @functools.cache
     def compiled(name: str, dtypes: tuple[str, ...]) -> list[Resources]:
         path = tmp_path_factory.mktemp("ahead") / name
-        command = [sys.executable, "-m", "compile_muon.kernels.gpu.ahead", name, "--dtypes", *dtypes, "--json", path]
+        command = [sys.executable, SCRIPT, name, "--dtypes", *dtypes, "--json", path]
         environment = os.environ | {"TRITON_INTERPRET": "0"}
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
         assert path.exists(), (ran.stdout + ran.stderr)[-4000:]
