@@ -54,6 +54,11 @@ def step_graphs(
             StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], options)
             found += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
             found.append(_check(survey, {account.name: directions[account.name] for account in late}))
+        for account in trained:
+            if (
+                "step" in optimizer.state[account.param]
+            ):  # of AdamW, which reads it: fake tensors know what they are made of
+                optimizer.state[account.param]["step"] = torch.tensor(0.0)
         with EagerGraph() as graph:
             optimizer._commit({account.name: directions[account.name] for account in muon})
         found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))

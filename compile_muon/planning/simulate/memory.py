@@ -22,16 +22,17 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.aliases import base, nbytes
 from compile_muon.planning.simulate.cost import workspace_bytes
 
-__all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "OTHER", "Held", "Memory"]
+__all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "INTERMEDIATES", "STEP", "Held", "Memory"]
 
-GATHERED, ACTIVATIONS, GRADIENTS, EXCHANGE, OTHER = "gathered", "activations", "gradients", "exchange", "other"
+GATHERED, ACTIVATIONS, INTERMEDIATES = "gathered", "activations", "intermediates"
+GRADIENTS, EXCHANGE, STEP = "gradients", "exchange", "step"
 
 _OF_WORK = {
     Category.GATHER: GATHERED,
     Category.REFRESH: GATHERED,
     Category.REDUCE: GRADIENTS,
     Category.EXCHANGE: EXCHANGE,
-    Category.SURVEY: OTHER,
+    Category.SURVEY: STEP,
 }
 
 
@@ -41,10 +42,13 @@ class Held:
 
     Args:
         by_category: what the caller gave as resident, and "gathered" (weights), "activations" (saved for backward),
-            "gradients", "exchange" (matrices, directions and their buffers) and "other".
+            "intermediates" (what forward or backward makes and needs no more soon, of a language model mostly its
+            logits), "gradients", "exchange" (matrices, directions and their buffers) and "step" (of AdamW and norms).
+        largest: which of the intermediates is largest: operation, shape, dtype and bytes; empty where there is none.
     """
 
     by_category: Mapping[str, int] = field(default_factory=dict)
+    largest: str = ""
 
     @property
     def total(self) -> int:
@@ -57,7 +61,14 @@ class _Storage:
 
     category: str
     nbytes: int
+    maker: Node
     readers: int = 0
+
+    def __str__(self) -> str:
+        value = self.maker.meta["val"]
+        name = getattr(getattr(self.maker.target, "overloadpacket", None), "__name__", self.maker.name)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{name.strip('_')} {list(map(int, value.shape))} {dtype}, {self.nbytes / 2**30:.2f} GiB"
 
 
 class Memory:
@@ -75,6 +86,7 @@ class Memory:
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
         self._returned: dict[tuple[str, Half], list[_Storage]] = {}
+        self._intermediates: dict[_Storage, None] = {}
         self.peak = Held(dict(self._live))
 
     def drop(self, category: str) -> None:
@@ -101,7 +113,7 @@ class Memory:
                 continue
             memory = base(node)
             if memory.op == "call_function" and memory not in found and _owns(memory):
-                found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory))
+                found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory), memory)
                 made.setdefault(place[_maker(memory)], []).append(found[memory])
         found |= self._taken(gm, half, frame)
         for node in gm.graph.nodes:
@@ -138,14 +150,19 @@ class Memory:
     def _step(self, node: Node, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
         for storage in made:
             self._live[storage.category] += storage.nbytes
+            if storage.category == INTERMEDIATES:
+                self._intermediates[storage] = None
         works = node.target is torch.ops.muon_zero.newton_schulz.default
         extra = workspace_bytes(node, self._machine) if works else 0
         if self._live.total() + extra > self.peak.total:
-            self.peak = Held({**self._live, EXCHANGE: self._live[EXCHANGE] + extra} if extra else dict(self._live))
+            found = {**self._live, EXCHANGE: self._live[EXCHANGE] + extra} if extra else dict(self._live)
+            largest = max(self._intermediates, key=lambda storage: storage.nbytes, default="")
+            self.peak = Held(found, str(largest))
         for storage in freed:
             storage.readers -= 1
             if storage.readers <= 0:
                 self._live[storage.category] -= storage.nbytes
+                self._intermediates.pop(storage, None)
 
 
 def _is_tensor(node: Node) -> bool:
@@ -180,7 +197,9 @@ def _category(memory: Node, half: Half, saved: Collection[Node], returned: Colle
         return _OF_WORK[work.category]
     if memory in saved:
         return ACTIVATIONS
+    if half is Half.STEP:
+        return STEP
     if half is not Half.BACKWARD:
-        return OTHER
+        return INTERMEDIATES
     reduced = any((of := work_of(user)) is not None and of.category is Category.REDUCE for user in memory.users)
-    return GRADIENTS if reduced or memory in returned else OTHER
+    return GRADIENTS if reduced or memory in returned else INTERMEDIATES

@@ -135,7 +135,8 @@ def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
 def figures(stage: int, milliseconds: float, peak: int, limit: int = 100) -> Figures:
     return Figures(
         stage=stage, mesh={"shard": 8}, asked=False, rank=0, fits=peak <= limit, peak_bytes=peak * 2**30,
-        limit_bytes=limit * 2**30, memory={}, sent={}, step_seconds=milliseconds / 1e3, exposed_seconds=0.0031,
+        limit_bytes=limit * 2**30, memory={}, largest="", sent={}, step_seconds=milliseconds / 1e3,
+        exposed_seconds=0.0031,
         exposed={"exchange": 0.0031}, tokens_per_second=1.0, newton_schulz_seconds=0.0, newton_schulz_share=0.0,
         owners_idle=17, owners_uneven=1.0, adamw_seconds=1.0, adamw_exposed_seconds=0.0, price_seconds=0.0,
         price_exposed_seconds=0.0, price_share=0.0,
@@ -256,6 +257,7 @@ def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
     assert shown["requests"] == [written["html"].as_uri()]
     assert len(shown["drawings"]) == 3
     assert all(width > 600 and height > 100 for width, height in shown["drawings"])
+    assert shown["cut"] == [0], "the table is wider than the page"
     assert shown["cells"] == Page(written["html"].read_text()).cells
     from matplotlib import image
 

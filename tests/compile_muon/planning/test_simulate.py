@@ -483,7 +483,7 @@ def test_memory_of_a_chain() -> None:
     for _ in range(4):
         x = draw.neg(x)
     found = play(draw.done(x), resident={"parameters": 100})
-    assert found.peak.by_category == {"parameters": 100, "other": 32}
+    assert found.peak.by_category == {"parameters": 100, "intermediates": 32}
     assert found.peak.total == 132
 
 
@@ -510,8 +510,8 @@ def test_what_is_sent_is_kept_until_the_wait() -> None:
         b = draw.neg(draw.neg(x))
         return draw.done(b, waited or draw.wait(gathered, work))
 
-    assert play(drawn(early=False)).peak.by_category == {"exchange": 48, "other": 32}
-    assert play(drawn(early=True)).peak.by_category == {"exchange": 32, "other": 32}
+    assert play(drawn(early=False)).peak.by_category == {"exchange": 48, "intermediates": 32}
+    assert play(drawn(early=True)).peak.by_category == {"exchange": 32, "intermediates": 32}
 
 
 def test_results_inside_a_kernel_are_not_in_memory() -> None:
@@ -532,9 +532,9 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     backward = draw.done(b)
     found = play(Played(forward, Half.FORWARD, user_outputs=1), Played(backward, Half.BACKWARD))
     # the output, what is saved, and what is computed of it; from then on two at a time and the output
-    assert found.peak.by_category == {"other": 32, "activations": 16}
+    assert found.peak.by_category == {"intermediates": 32, "activations": 16}
     longer = play(Played(forward, Half.FORWARD, "a", 1), Played(backward, Half.BACKWARD, "b"))
-    assert longer.peak.by_category == {"other": 48, "activations": 16}
+    assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
 
 
 def test_gradients_of_the_next_micro_batch_replace_those_there_are() -> None:
