@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from compile_muon.passes.costs import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows, weight_bytes_by_axis
+from compile_muon.passes.formulas import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows, weight_bytes_by_axis
 
 BFLOAT16, FLOAT32 = 2, 4
 
@@ -208,10 +208,10 @@ def _exchange(weight: Weight, mesh: Mesh, over_all: bool, rows: int, row: int, s
     """Of directions: where the pieces of a matrix meet, and who else holds them."""
     joined = mesh.tensor > 1 and weight.cut is not None
     inner = () if weight.experts else ("shard", "expert")
-    meeting, copying = [*inner, *(["tensor"] * joined)], ["replicate", *(["tensor"] * (not joined))]
+    owning, holding = [*inner, *(["tensor"] * joined)], ["replicate", *(["tensor"] * (not joined))]
     copies = mesh.replicate * (1 if joined else mesh.tensor)
     if over_all:
-        meeting, copying = ["replicate", *meeting], copying[1:]
+        owning, holding = ["replicate", *owning], holding[1:]
         copies //= mesh.replicate
     if weight.experts:
         # Whole experts lie on a rank; ranks with the same ones do a part each, and hand these round.
@@ -221,7 +221,7 @@ def _exchange(weight: Weight, mesh: Mesh, over_all: bool, rows: int, row: int, s
         whole = rows * row * (mesh.tensor if joined else 1)
         company = shards * (mesh.tensor if joined else 1) * (mesh.replicate if over_all else 1)
         found = bytes_by_axis("owner", whole, 1, shards=company, replicas=copies, itemsize=BFLOAT16)
-    names = {"shard": "all" if over_all and mesh.tensor == 1 else mesh.name(*meeting), "replicate": mesh.name(*copying)}
+    names = {"shard": "all" if over_all and mesh.tensor == 1 else mesh.name(*owning), "replicate": mesh.name(*holding)}
     return {names[axis]: nbytes for axis, nbytes in found.items()}
 
 

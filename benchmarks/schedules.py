@@ -36,13 +36,12 @@ from rich.console import Console
 from rich.table import Table
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
-from compile_muon.machines import load_machine
 from compile_muon.passes import HALF_PASSES
 from compile_muon.passes.half import schedule
-from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import Timeline, simulate_together
 from compile_muon.planning.candidates import planned_for, with_adamw
+from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.simulate import Timeline, simulate_together
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 SCHEDULES = ("this", "behind backward", "before", "none")

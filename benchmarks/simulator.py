@@ -32,10 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compile_muon.config import load_config, read_options
-from compile_muon.machines import load_machine
-from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import simulate_together
 from compile_muon.planning import capture_step
+from compile_muon.planning.machine import Machine, load_machine
+from compile_muon.planning.simulate import simulate_together
 
 matplotlib.use("Agg")
 

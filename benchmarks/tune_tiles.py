@@ -98,7 +98,7 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
 
     The result lands in Triton's cache on disk.
     """
-    from compile_muon.kernels.gpu.ahead import measure
+    from ahead import measure
 
     def matrices() -> Tensor:
         return empty_matrices(1, size, size, like=torch.empty(0), dtype=dtype)

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run(config=chosen.config, world=chosen.world)
     if chosen.command == "calibrate":
-        from compile_muon.machines.calibrate import run as run_calibrate
+        from compile_muon.planning.machines.calibrate import run as run_calibrate
 
         return run_calibrate(chosen.out, chosen.ranks, chosen.quick)
     if chosen.command == "plan":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError, warn_user
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     autograd_cache_disabled,
@@ -30,7 +33,7 @@ from compile_muon.passes.torch_private import (
     order_saved_values,
 )
 from compile_muon.runtime.account import account_of
-from compile_muon.runtime.frame import BackwardGraph, Codegen, ForwardGraph
+from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, lower_and_compile
 from compile_muon.runtime.handouts import written_in_forward
 from compile_muon.runtime.shards import edits_of, local_tensor
 
@@ -101,9 +104,9 @@ def _memory(value: Tensor) -> int:
 class _Frame:
     """Compilation of one frame; lives as long as its compiled code."""
 
-    def __init__(self, options: FrameOptions, name: str) -> None:
+    def __init__(self, options: FrameOptions, name: str, costs: Costs) -> None:
         self.options = options
-        self.name = name
+        self.ctx = PassContext(Half.JOINT, name, options, costs)
         self.trained: frozenset[str] = frozenset()
         self.forward_outputs = 0
 
@@ -111,7 +114,7 @@ class _Frame:
         self, gm: GraphModule, joint_inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         """Rewrite and partition the joint graph: being called is what gives the frame a backward."""
-        gm = run_passes(gm, JOINT_PASSES, PassContext(Half.JOINT, self.name, self.options))
+        gm = run_passes(gm, JOINT_PASSES, self.ctx)
         self.trained = frozenset(marker.state.name for marker in ReduceGrad.all(gm))
         self.forward_outputs = num_fwd_outputs
         forward, backward = min_cut_rematerialization_partition(
@@ -121,16 +124,16 @@ class _Frame:
         return forward, backward
 
     def forward(
-        self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen, *, inference: bool = False
+        self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering, *, inference: bool = False
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward or inference graph."""
         half = Half.INFERENCE if inference else Half.FORWARD
-        ctx = PassContext(half, self.name, self.options, user_outputs=self.forward_outputs)
-        return ForwardGraph(gm, inputs, ctx, codegen, self.options, frozenset() if inference else self.trained)
+        ctx = replace(self.ctx, half=half, user_outputs=self.forward_outputs, timings={})
+        return ForwardGraph(gm, inputs, ctx, lowering, self.options, frozenset() if inference else self.trained)
 
-    def backward(self, gm: GraphModule, inputs: Sequence[Any], codegen: Codegen) -> Callable[[list[Any]], Any]:
+    def backward(self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[[list[Any]], Any]:
         """Keep a backward graph; its lowerings compile when they are first needed."""
-        return BackwardGraph(gm, inputs, self.options, self.name, codegen)
+        return BackwardGraph(gm, inputs, replace(self.ctx, half=Half.BACKWARD), lowering)
 
 
 def _eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -138,14 +141,17 @@ def _eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any
     return make_boxed_func(gm.forward)
 
 
-def _compile_inductor(gm: GraphModule, inputs: Sequence[Any], frame: _Frame) -> Callable[..., Any]:
+def _compile_inductor(
+    gm: GraphModule, inputs: Sequence[Any], frame: _Frame, lowering: Lowering | None
+) -> Callable[..., Any]:
     def inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
         def codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             return _boxed(compile_fx_inner(gm, inputs, **kwargs))
 
+        lowers = lowering or partial(lower_and_compile, codegen=codegen)
         if kwargs.get("is_backward"):
-            return frame.backward(gm, inputs, codegen)
-        return frame.forward(gm, inputs, codegen, inference=bool(kwargs.get("is_inference")))
+            return frame.backward(gm, inputs, lowers)
+        return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
     patches = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
     with autograd_cache_disabled():
@@ -156,15 +162,19 @@ def _boxed(code: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return code if getattr(code, "_boxed_call", False) else make_boxed_func(code)
 
 
-def _compile_eager(gm: GraphModule, inputs: Sequence[Any], frame: _Frame) -> Callable[..., Any]:
+def _compile_eager(
+    gm: GraphModule, inputs: Sequence[Any], frame: _Frame, lowering: Lowering | None
+) -> Callable[..., Any]:
+    lowers = lowering or partial(lower_and_compile, codegen=_eager_codegen)
+
     def forward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.forward(gm, inputs, _eager_codegen)
+        return frame.forward(gm, inputs, lowers)
 
     def inference(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.forward(gm, inputs, _eager_codegen, inference=True)
+        return frame.forward(gm, inputs, lowers, inference=True)
 
     def backward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.backward(gm, inputs, _eager_codegen)
+        return frame.backward(gm, inputs, lowers)
 
     compiler = aot_autograd(
         fw_compiler=forward,
@@ -209,12 +219,20 @@ def muon_zero(
     return _handing_out(run, escaping) if escaping else run
 
 
-def compile_frame(gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions) -> Callable[..., Any]:
-    """The same of options that were read."""
-    frame = _Frame(options, f"frame{next(_frame_numbers):04d}")
+def compile_frame(
+    gm: GraphModule, example_inputs: Sequence[Any], options: FrameOptions, lowering: Lowering | None = None
+) -> Callable[..., Any]:
+    """The same of options that were read.
+
+    Args:
+        lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
+    """
+    accounts = filter(None, map(account_of, example_inputs))
+    costs = next((account.ledger.costs for account in accounts), Costs())
+    frame = _Frame(options, f"frame{next(_frame_numbers):04d}", costs)
     if options.codegen == "eager":
-        return _compile_eager(gm, example_inputs, frame)
-    return _compile_inductor(gm, example_inputs, frame)
+        return _compile_eager(gm, example_inputs, frame, lowering)
+    return _compile_inductor(gm, example_inputs, frame, lowering)
 
 
 #: only names dumps; nothing depends on it

@@ -15,6 +15,7 @@ from compile_muon.passes.errors import MuonZeroError, PassContractError, Verific
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DamagedError",
     "LedgerError",
     "MuonZeroError",
     "NonFiniteError",
@@ -36,6 +37,10 @@ _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that ex
 
 class CheckpointError(MuonZeroError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit; model and optimizer are as they were."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written."""
 
 
 class LedgerError(MuonZeroError, RuntimeError):

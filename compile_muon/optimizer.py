@@ -31,7 +31,6 @@ from compile_muon.config import (
 )
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.materialize import Values
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
@@ -41,18 +40,19 @@ from compile_muon.model.support import check_modules
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.agreement import Agreement, Copies
-from compile_muon.runtime.board import backend_of
 from compile_muon.runtime.commit import commit_adamw, commit_muon
+from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.place import Place
+from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
+from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.stages import Outlook, Stages
+from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
 from compile_muon.summary import Summary, summarize
+from compile_muon.weights.materialize import Values
 
 __all__ = ["MuonZero"]
 
@@ -79,7 +79,6 @@ class MuonZero(Optimizer):
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
             speculates until that fails several steps in a row.
-        exchange: "replicate", "owner" or "auto" (cheaper by formula, per matrix).
         gradient_accumulation_steps: backwards per step; None when unknown, for as many as the last step had.
         gradient_clipping: global norm, or None.
         nonfinite: "error" or "skip" on inf or nan gradients.
@@ -89,7 +88,7 @@ class MuonZero(Optimizer):
         master_dtype: of the parameters themselves and all optimizer state; None for float32 where the model is in half
             precision.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
-        machine: name or file of the machine that ``exchange="auto"`` decides for; default: by the type of the device.
+        machine: name or file of the machine that buckets and owners are chosen for; default: by the type of the device.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
             order; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
@@ -127,7 +126,6 @@ class MuonZero(Optimizer):
         shard_state_over: str = ZeroConfig.shard_state_over,
         communicators: str = ZeroConfig.communicators,
         update: str = ZeroConfig.update,
-        exchange: str = ZeroConfig.exchange,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
         gradient_clipping: float | None = ZeroConfig.gradient_clipping,
         nonfinite: str = ZeroConfig.nonfinite,
@@ -204,12 +202,12 @@ class MuonZero(Optimizer):
         self._stages = None
         if norm_group is not None:
             has_muon = config.algorithm == "adamw" or any(row.algorithm == "muon" for row in assignments.values())
-            self._stages = Stages.of(norm_group, self._group, device, config.zero, muon=has_muon)
+            self._stages = PipelineStages.of(norm_group, self._group, device, config.zero, muon=has_muon)
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
         self._ledger.momentum_factor = math.nan
-        self._ledger.place = Place(self._group, device)
+        self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
         self._ledger.accounts = shard_model(
@@ -355,9 +353,9 @@ class MuonZero(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        place = self._ledger.place
-        others = contextlib.nullcontext() if self._stages is None else self._stages.step(place.step)
-        with place.at("the optimizer's step"), others, self._ledger.range("step", payload=place.step):
+        status = self._ledger.status
+        others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
+        with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
             self._step()
         return loss
 
@@ -384,20 +382,28 @@ class MuonZero(Optimizer):
         agreement = self._agreement() if self._compares else None
         directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
-            with self._ledger.range("step commit muon"):
-                for group in self._groups_of("muon"):
-                    own = self._with_gradient(group)
-                    made = [directions.pop(account.name) for account in own]
-                    commit_muon(own, made, [self._scales[account.name] for account in own], group)
-            with self._ledger.range("step commit adamw"):
-                for group in self._groups_of("adamw"):
-                    own = self._with_gradient(group)
-                    commit_adamw(own, [self.state[account.param] for account in own], group)
+            self._commit(directions)
             # In the order in which the model has them, which is about that of their use in the next forward.
             trained = {*muon, *rest}
             self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
             self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         self._ledger.close([*muon, *rest])
+
+    def _commit(self, directions: dict[str, Tensor]) -> None:
+        """Write momenta, moments and parameters.
+
+        Args:
+            directions: by name; each is let go once it is written.
+        """
+        with self._ledger.range("step commit muon"):
+            for group in self._groups_of("muon"):
+                own = self._with_gradient(group)
+                made = [directions.pop(account.name) for account in own]
+                commit_muon(own, made, [self._scales[account.name] for account in own], group)
+        with self._ledger.range("step commit adamw"):
+            for group in self._groups_of("adamw"):
+                own = self._with_gradient(group)
+                commit_adamw(own, [self.state[account.param] for account in own], group)
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
@@ -441,7 +447,7 @@ class MuonZero(Optimizer):
         values = {f"{g['name']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
         scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: repr(value) for name, value in values.items() if name not in scalars}
-        step, every = self._ledger.place.step, self.config.zero.check_replicas
+        step, every = self._ledger.status.step, self.config.zero.check_replicas
         copies = Copies.of(self._ledger.accounts, self.state) if every and step % every == 0 else None
         return Agreement(step, settings, scalars, self._ledger.trail, copies)
 
@@ -532,7 +538,7 @@ class MuonZero(Optimizer):
             where = survey.ranks({"missing": missing})
             raise LedgerError(
                 f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
-                f"step {self._ledger.place.step}; every rank must use the same parameters in a step, e.g. by adding "
+                f"step {self._ledger.status.step}; every rank must use the same parameters in a step, e.g. by adding "
                 "0 * parameter.sum() to the loss where one is not used"
             )
         if agreement is not None:
@@ -621,7 +627,7 @@ class MuonZero(Optimizer):
             found = f"{found} = inf or nan{where}"
         else:
             found = f"{others} found inf or nan, and itself says where"
-        problem = f"{found}: nothing was updated in step {self._ledger.place.step}"
+        problem = f"{found}: nothing was updated in step {self._ledger.status.step}"
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
@@ -686,7 +692,7 @@ class MuonZero(Optimizer):
             steps: how many steps of training they have behind them, if known; only errors count by it.
         """
         if steps is not None:
-            self._ledger.place.step = steps + 1
+            self._ledger.status.step = steps + 1
         for account in self._muon:
             account.speculations.drop()
         self._sync_momentum()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
+from compile_muon.kernels.operations import standard_flops
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
-from compile_muon.passes.costs import OVER_ALL, bytes_by_axis, owner_work
+from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 
@@ -111,13 +112,13 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     muon, layout = spec.muon, spec.layout
     if muon is None:
         return {}
-    meeting, copying, strategy = layout.meeting, layout.copying, muon.exchange
-    names = {"shard": meeting.name, "replicate": copying.name, "all": meeting.name}
-    shards, replicas = meeting.size, copying.size
-    if meeting.alone and strategy != "local":  # every rank already holds the whole gradient
+    owning, replicas_of_it, strategy = layout.owner_group, layout.replica_group, muon.exchange
+    names = {"shard": owning.name, "replicate": replicas_of_it.name, "all": owning.name}
+    shards, replicas = owning.size, replicas_of_it.size
+    if owning.alone and strategy != "local":  # every rank already holds the whole gradient
         strategy = {"owner": "owner_whole"}.get(strategy, "local")
-        names["all"] = copying.name
-        shards, replicas = copying.size, 1
+        names["all"] = replicas_of_it.name
+        shards, replicas = replicas_of_it.size, 1
     elif layout.cut_twice:
         strategy += OVER_ALL
         shards, replicas = layout.shard.size, layout.replicate.size
@@ -129,8 +130,10 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
 
 def _row(account: Account, assignment: Assignment, config: Config) -> Row:
     muon = account.spec.muon
-    experts = account.spec.layout.expert.size
-    work = 0.0 if muon is None else experts * muon.batch * owner_work(muon.rows, muon.cols, steps=muon.steps)
+    work = 0.0
+    if muon is not None:
+        k, l = sorted((muon.rows, muon.cols))  # noqa: E741
+        work = account.spec.layout.expert.size * muon.batch * standard_flops(k, l, muon.steps) / 2
     return Row(
         name=account.name,
         shape=account.spec.layout.whole,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .call_plan import Plan
 from .chunks import Stack, chunked
-from .plan import Plan
 
 __all__ = ["Implementation", "one_batch_per_shape", "one_by_one"]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from . import quack, reference
 from .batching import one_batch_per_shape, one_by_one
+from .call_plan import Plan
 from .coefficients import CoefficientSet
 from .operations import gram_flops, standard_flops
-from .plan import Plan
 
 __all__ = [
     "BACKENDS",

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from .eager import may_launch
-
 __all__ = ["muon_momentum"]
 
 
@@ -18,8 +16,7 @@ def muon_momentum(
 ) -> tuple[Tensor, Tensor]:
     """new = momentum + (1 − beta)(grad − momentum), update = grad + beta (new − grad) if ``nesterov``, else new.
 
-    Plain aten wherever it is traced, so compilers may fuse it; on CUDA outside of graphs one Triton kernel, a single
-    pass over memory, whose results differ from aten's by the rounding of float32 arithmetic at most.
+    Plain aten, which compilers fuse.
 
     As aten, bitwise torch.optim.Muon's ``buf.lerp_(grad, 1 - momentum)`` and ``grad.lerp(buf, momentum)``: lerp takes a
     tensor weight with the same arithmetic as a number, if the weight's dtype is the one lerp computes in. That is
@@ -42,11 +39,6 @@ def muon_momentum(
     if grad.shape != momentum.shape:
         raise ValueError(f"grad has shape {tuple(grad.shape)}, momentum {tuple(momentum.shape)}: expected the same")
     weights = (1 - beta, beta) if isinstance(beta, int | float) else beta
-    if may_launch([grad, momentum]):
-        from .gpu import momentum as gpu
-
-        if gpu.takes(grad, momentum, out_dtype):
-            return gpu.momentum_update(grad, momentum, weights=weights, nesterov=nesterov, out_dtype=out_dtype)
     grad = grad.to(momentum.dtype)
     toward_grad, toward_new = weights
     new = _lerp(momentum, grad, toward_grad)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .call_plan import MEMORY_LIMIT, Plan
 from .coefficients import CoefficientsLike, resolve_coefficients
 from .dispatch import admissible_method, check_backend, resolve_dtype
 from .ops import arguments, newton_schulz_op
-from .plan import MEMORY_LIMIT, Plan
 
 __all__ = ["make_plan", "newton_schulz", "newton_schulz_list"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .call_plan import Plan
 from .dispatch import DTYPES, cheaper_method, orthogonalize
 from .operations import gram_flops, standard_flops
-from .plan import Plan
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op"]
 

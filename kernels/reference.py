@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .call_plan import Plan
 from .iterations import Products, gram, standard
-from .plan import Plan
 
 __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize"]
 

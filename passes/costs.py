@@ -1,306 +1,347 @@
-"""Formulas of communication and arithmetic, once.
+"""What the core must know of a machine to decide by: how long collectives take to start, and Newton-Schulz to run.
 
-Bytes and operations as sympy expressions in rows, cols, ranks along each axis, steps and dtype size. They choose the
-exchange strategy, balance the owners, print in ``optimizer.summary()``, and are what the tests compare counted graphs
-with.
-
-Sources: byte table in docs/why/exchange.md (one matrix of S bytes, N shards x M replicas, sent per rank); operation
-counts of Newton-Schulz, dense products at 2 per multiply-add, from ``kernels/operations.py``.
+Bucket sizes, which weights are gathered alone, and the owners of matrices follow from one :class:`Costs`, the same on
+every rank. ``compile_muon.config.machine`` reads it from the file of a machine; the planner knows more of
+one (``compile_muon.planning.machine``). docs/reference/machines.md is the same for users.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-import sympy
 import torch
 
-from compile_muon.kernels.operations import gram_flops, standard_flops
+from . import formulas
+from .layout import Layout
+from .spec import MuonSpec
 
-from .machine import Machine
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
-    "ACTIVATION_BYTES",
-    "BUCKET_BYTES",
-    "BUCKET_TIME",
-    "BYTES_SENT",
-    "OVER_ALL",
-    "OWNER_WORK",
-    "PADDED_ROWS",
-    "WEIGHT_BYTES",
-    "activation_bytes",
-    "bucket_bytes",
-    "bytes_by_axis",
-    "bytes_sent",
-    "choose_exchange",
-    "gram_operations",
-    "newton_schulz_seconds",
-    "owner_work",
-    "padded_rows",
-    "standard_operations",
-    "start_bytes",
-    "weight_bytes",
-    "weight_bytes_by_axis",
-    "weight_start_bytes",
+    "COLLECTIVES",
+    "Costs",
+    "Link",
+    "Protocol",
+    "Table",
+    "exchange_start",
+    "gather_start",
+    "interpolated",
+    "owned_work",
+    "reduce_start",
 ]
 
-R, C, T, B = sympy.symbols("rows cols steps itemsize", positive=True, integer=True)
-#: ranks along ``shard`` and ``replicate``, and all of them
-N, M = sympy.symbols("shards replicas", positive=True, integer=True)
-W = N * M
-K = sympy.Min(R, C)
-L = sympy.Max(R, C)
-S = R * C * B
+#: kinds of :meth:`Costs.collective_seconds`, as :mod:`.collectives` counts them
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
-#: what the name of a strategy ends with below where state is cut over all ranks (``Layout.cut_twice``)
-OVER_ALL = "_over_all"
-
-#: bytes that one rank sends over each axis for one matrix and optimizer step, on average over the ranks
-BYTES_SENT: dict[str, dict[str, sympy.Expr]] = {
-    # whole matrices are where they are needed; replicas share a stack of them
-    "local": {"replicate": S * (M - 1) / W},
-    "replicate": {"shard": S * (N - 1) / N},
-    # rows to an owner inside a replica and directions back; then the rows of each replica's part to the others
-    "owner": {"shard": 2 * S * (N - 1) / (N * W), "replicate": S * (M - 1) / W},
-    # state is cut over all ranks: experts stay where they are, ...
-    "local_over_all": {},
-    # ... pieces are gathered to slices, and those to matrices, ...
-    "replicate_over_all": {"replicate": S / N * (M - 1) / M, "shard": S * (N - 1) / N},
-    # ... or pieces travel to an owner anywhere and back
-    "owner_over_all": {"all": 2 * S * (W - 1) / W**2},
-    # nothing is cut: gradients are whole already, only the directions travel, over both axes as one
-    "owner_whole": {"all": S * (W - 1) / W},
-}
-
-#: bytes that one rank sends over each axis to unshard a weight once, to reduce its gradient once
-WEIGHT_BYTES: dict[str, dict[str, sympy.Expr]] = {
-    "all_gather": {"shard": S * (N - 1) / N},
-    "reduce_scatter": {"shard": S * (N - 1) / N, "replicate": 2 * S / N * (M - 1) / M},
-    "all_reduce": {"all": 2 * S * (W - 1) / W},
-    # state over all ranks: a slice out of its pieces once a step; a gradient to its pieces
-    "slice_gather": {"replicate": S / N * (M - 1) / M},
-    "reduce_scatter_over_all": {"shard": S * (N - 1) / N, "replicate": S / N * (M - 1) / M},
-}
-
-#: rows of a parameter with those that pad it: a gather and a reduce-scatter carry as many from every rank. Rows of a
-#: stack are its experts: over more ranks than it has of them, each rank still sends one
-PADDED_ROWS: dict[str, sympy.Expr] = {
-    "": N * sympy.ceiling(R / N),
-    # a slice is padded to pieces of one size
-    OVER_ALL: W * sympy.ceiling(sympy.ceiling(R / N) / M),
-}
-
-#: tokens of a rank, experts each goes to, elements of one, ranks along the axis
-TOKENS, SLOTS, HIDDEN, RANKS = sympy.symbols("tokens slots hidden ranks", positive=True, integer=True)
-_AWAY = (RANKS - 1) / RANKS
-
-#: bytes of activations and their gradients that one rank sends in one forward and backward, by what the model does
-ACTIVATION_BYTES: dict[str, sympy.Expr] = {
-    # one layer of experts over ``expert``: to them and back, and in backward the same; routers that choose evenly
-    "dispatch": 4 * TOKENS * SLOTS * HIDDEN * B * _AWAY,
-    # a matrix cut by columns and the one behind it, cut by rows, over ``tensor``: an all-reduce of what they make in
-    # forward, one of their input's gradient in backward; or a reduce-scatter and a gather for each
-    "tensor_pair": 4 * TOKENS * HIDDEN * B * _AWAY,
-}
-
-#: bytes of all tensors that go through collectives of one kind, of those that share one, and of what a link carries in
-#: the time that a collective takes to start
-TOTAL, SIZE, START = sympy.symbols("total size start", positive=True)
-
-#: how long it takes until all have come where nothing hides it, in bytes that the link could carry meanwhile: every
-#: collective starts and sends, and whoever needs the first one waits for it whole
-BUCKET_TIME: sympy.Expr = (TOTAL / SIZE + 1) * (START + SIZE)
-
-#: the size for which that is shortest
-BUCKET_BYTES: sympy.Expr = sympy.sqrt(TOTAL * START)
-
-#: operations of the standard form, and of the gram form with one restart
-STANDARD_OPERATIONS: sympy.Expr = sympy.expand(standard_flops(K, L, T))
-GRAM_OPERATIONS: sympy.Expr = sympy.expand(gram_flops(K, L, T, 1))
-
-#: what the owner of a matrix pays for it: multiply-adds of the standard form, steps k^2 (2 l + k)
-OWNER_WORK: sympy.Expr = sympy.expand(STANDARD_OPERATIONS / 2)
-
-
-@functools.cache
-def _function(expression: sympy.Expr) -> Callable[..., float]:
-    return sympy.lambdify((R, C, N, M, T, B), expression, modules=[{"Min": min, "Max": max}, "math"])
-
-
-def _work(expression: sympy.Expr, rows: int, cols: int, steps: int) -> float:
-    return _function(expression)(rows, cols, 1, 1, steps, 1)
-
-
-def _by_axis(
-    table: dict[str, sympy.Expr], rows: int, cols: int, shards: int, replicas: int, itemsize: int
-) -> dict[str, float]:
-    found = {axis: _function(formula)(rows, cols, shards, replicas, 1, itemsize) for axis, formula in table.items()}
-    return {axis: sent for axis, sent in found.items() if sent}
-
-
-def bytes_by_axis(
-    strategy: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
-) -> dict[str, float]:
-    """Bytes one rank sends over each axis, on average, to orthogonalize one ``rows x cols`` matrix."""
-    return _by_axis(BYTES_SENT[strategy], rows, cols, shards, replicas, itemsize)
-
-
-def bytes_sent(strategy: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
-    """The same over all axes, of ``world`` ranks in all."""
-    shards = world // replicas
-    return sum(bytes_by_axis(strategy, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values())
-
-
-def weight_bytes_by_axis(
-    collective: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
-) -> dict[str, float]:
-    """Bytes one rank sends over each axis for one unshard or one gradient reduction of a ``rows x cols`` parameter."""
-    return _by_axis(WEIGHT_BYTES[collective], rows, cols, shards, replicas, itemsize)
-
-
-def weight_bytes(collective: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
-    """The same over all axes, of ``world`` ranks in all."""
-    shards = world // replicas
-    return sum(
-        weight_bytes_by_axis(collective, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values()
-    )
-
-
-@functools.cache
-def padded_rows(rows: int, *, shards: int, replicas: int = 1, state_over_all: bool = False) -> int:
-    """``rows`` with what pads them, see :data:`PADDED_ROWS`; a rank has at most ``1 / shards`` of them, or of all."""
-    formula = PADDED_ROWS[OVER_ALL if state_over_all else ""]
-    return int(_function(formula)(rows, 1, shards, replicas, 1, 1))
-
-
-def activation_bytes(what: str, *, tokens: int, hidden: int, ranks: int, slots: int = 1, itemsize: int) -> float:
-    """Bytes one rank sends for its activations, see :data:`ACTIVATION_BYTES`.
-
-    Args:
-        what: "dispatch", of one layer of experts, or "tensor_pair".
-        tokens: of a rank; of ``tensor_pair``, which its ranks have in common.
-        slots: experts that a token goes to.
-        ranks: along the axis.
-    """
-    given = {TOKENS: tokens, SLOTS: slots, HIDDEN: hidden, RANKS: ranks, B: itemsize}
-    return float(ACTIVATION_BYTES[what].subs(given))
-
-
-def owner_work(rows: int, cols: int, *, steps: int) -> float:
-    """Multiply-adds of Newton-Schulz on one matrix: the weight of the owner balance."""
-    return _work(OWNER_WORK, rows, cols, steps)
-
-
-def standard_operations(rows: int, cols: int, *, steps: int) -> float:
-    """Operations of the standard form with dense products."""
-    return _work(STANDARD_OPERATIONS, rows, cols, steps)
-
-
-def gram_operations(rows: int, cols: int, *, steps: int) -> float:
-    """Operations of the gram form with dense products and one restart."""
-    return _work(GRAM_OPERATIONS, rows, cols, steps)
-
-
-def start_bytes(machine: Machine, kind: str, ranks: Sequence[int]) -> int:
-    """What a rank could send in the time that a collective of ``kind`` among ``ranks`` takes to start; see START."""
-    start, transfer = machine.collective_parts(kind, _LARGE, ranks)
-    return round(start * _LARGE / transfer) if start else 0
-
-
-def weight_start_bytes(
-    machine: Machine, collective: str, kinds: Mapping[str, str], *, shards: int, replicas: int, apart: int = 1
-) -> int:
-    """The same in bytes of whole weights, of one of :data:`WEIGHT_BYTES`: over the axis where they are most.
-
-    Args:
-        kinds: axis -> kind of the collective over it, as of ``machine``.
-        apart: one rank of the axis ``shard`` from the next.
-    """
-    inside = shards * apart
-    ranks = {
-        "shard": range(0, inside, apart),
-        "replicate": range(0, inside * replicas, inside),
-        "all": range(0, inside * replicas, apart),
-    }
-    sent = weight_bytes_by_axis(collective, 1, 1, shards=shards, replicas=replicas, itemsize=1)
-    return max((round(start_bytes(machine, kinds[axis], ranks[axis]) / part) for axis, part in sent.items()), default=0)
-
-
-#: of a collective that takes no longer to start than to send, on links of any machine
+#: bytes of a collective that takes no longer to start than to send, on links of any machine
 _LARGE = 2.0**28
 
-
-def bucket_bytes(total: float, start: float) -> int:
-    """The best size of collectives that send ``total`` bytes in all; see :data:`BUCKET_BYTES`."""
-    return math.isqrt(round(total) * round(start))
+#: ``(at, value)`` in rising order of ``at``, both positive
+Table = tuple[tuple[float, float], ...]
 
 
-def newton_schulz_seconds(
-    machine: Machine,
-    rows: int,
-    cols: int,
-    *,
-    matrices: int = 1,
-    steps: int,
-    dtype: str,
-    restarts: int | None = None,
-) -> float:
-    """Of the products on a stack of ``matrices``, each computed whole.
+def interpolated(table: Table, at: float) -> float:
+    """The value at ``at``: a straight line of logarithms between neighbours, the value of the nearest end outside."""
+    low, value = table[0]
+    if at <= low:
+        return value
+    for high, next_value in table[1:]:
+        if at < high:
+            part = math.log(at / low) / math.log(high / low)
+            return value * (next_value / value) ** part
+        low, value = high, next_value
+    return value
+
+
+def _bandwidth(table: Table, nbytes: float, above: float) -> float:
+    """Of ``nbytes``: the table's, or ``above`` its last row."""
+    return interpolated(table, nbytes) if table and nbytes <= table[-1][0] else above
+
+
+def divided(table: Table, by: float) -> Table:
+    """Every value over ``by``."""
+    return tuple((at, value / by) for at, value in table)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins ranks, and no link further inside does.
 
     Args:
-        restarts: of the gram form, see ``kernels/operations.py``; None for the standard form, in each step of which are
-            XXᵀ, its square, and that times X.
+        within: it joins ranks of the same block of so many consecutive ones; None for all.
+        bandwidth: bytes/s that one rank can send, while it receives as many.
+        latency: seconds of one hop; a collective of n ranks takes n - 1 of them, ring or pairwise.
+        fraction: of ``bandwidth`` that collectives reach.
+        bandwidths: ``((bytes that a rank sends over it, bytes/s), ...)``, interpolated, where the size matters;
+            ``bandwidth`` above the last one.
     """
-    k, l = sorted((rows, cols))  # noqa: E741
-    wide = steps if restarts is None else restarts + 1
-    square = steps if restarts is None else 4 * steps - 3 * wide
-    counts = {(k, k, l): wide, (k, l, k): wide, (k, k, k): square}
-    return sum(count * machine.product_seconds(*shape, batch=matrices, dtype=dtype) for shape, count in counts.items())
+
+    within: int | None
+    bandwidth: float
+    latency: float
+    fraction: float = 1.0
+    bandwidths: Table = ()
+
+    def transfer_seconds(self, nbytes: float) -> float:
+        """Of ``nbytes`` that a rank sends."""
+        return nbytes / (_bandwidth(self.bandwidths, nbytes, self.bandwidth) * self.fraction)
 
 
-def choose_exchange(
-    rows: int,
-    cols: int,
-    *,
-    world: int,
-    replicas: int = 1,
-    state_over_all: bool = False,
-    steps: int,
-    dtype: str,
-    machine: Machine,
-) -> str:
-    """The cheaper of ``replicate`` and ``owner`` for matrices of one shape, on ``world`` ranks of ``machine``.
+@dataclass(frozen=True)
+class Protocol:
+    """Another way to do a collective than in a ring whose hops are :attr:`Link.latency`: taken where it is faster.
 
-    Seconds of collectives and Newton-Schulz for as many matrices as there are ranks, one behind the other. Under
-    ``owner`` a rank computes one of them, with two collectives, or three where replicas hold the same; under
-    ``replicate`` all, as a stack, with one collective, or one an axis where state is cut over both. Ranks of a shard
-    group are taken as consecutive.
+    Args:
+        name: as its library calls it.
+        start_seconds: before its first hop.
+        latencies: seconds of a hop over each link, innermost first.
+        fraction: of what a ring sends over the same links.
+        tree: all-reduces up and down a tree, whose part over the innermost links is a chain; else a ring, which does
+            all-gathers and reduce-scatters too. Nothing here does an all-to-all.
     """
-    if world == 1:
-        return "local"
-    shared = machine.shared_by(world)
-    shards = world // replicas
-    several = replicas > 1
-    cut_twice = state_over_all and several
-    ranks = {"shard": range(shards), "replicate": range(0, world, shards), "all": range(world)}
-    gathers = {axis: ["all_gather"] for axis in ranks}
-    used = {
-        "replicate": gathers,
-        "owner": gathers | {axis: ["all_to_all", "all_to_all"] for axis in ("shard", "all")},
-    }
-    computed = {"replicate": world, "owner": 1}
-    itemsize: int = getattr(torch, dtype).itemsize
-    seconds = {}
-    for strategy, kinds in used.items():
-        table = strategy + OVER_ALL if cut_twice else strategy
-        sent = bytes_by_axis(table, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize)
-        seconds[strategy] = newton_schulz_seconds(
-            shared, rows, cols, matrices=computed[strategy], steps=steps, dtype=dtype
-        ) + sum(
-            shared.collective_seconds(kind, world * nbytes / len(kinds[axis]), ranks[axis])
-            for axis, nbytes in sent.items()
-            for kind in kinds[axis]
+
+    name: str
+    start_seconds: float
+    latencies: tuple[float, ...]
+    fraction: float = 1.0
+    tree: bool = False
+
+    def does(self, kind: str) -> bool:
+        """Whether collectives of ``kind`` may go this way."""
+        return kind == "all_reduce" if self.tree else kind != "all_to_all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Products, memory and links of the ranks of a job; every rank has the same.
+
+    By default of a machine where collectives start at once, and products take a nanosecond an operation.
+
+    Args:
+        memory_bandwidth: bytes/s, read and written, of kernels that no cache serves.
+        kernel_seconds: the least that a kernel takes.
+        rates: dtype -> ``((smallest dimension of a product, operations/s), ...)``, interpolated.
+        links: innermost first, the last one ``within`` None.
+        memory_fraction: of ``memory_bandwidth`` that kernels reach.
+        product_starts: dtype -> seconds that a product takes beside its operations; ``kernel_seconds`` of others.
+        rate_fractions: ``((smallest dimension, fraction of the rate), ...)``, for ``rates`` that are published peaks;
+            empty where they are what products reach.
+        bandwidths: ``((bytes that a kernel moves, bytes/s), ...)`` of those that caches serve; above the last one it
+            is ``memory_bandwidth``.
+        start_seconds: what a collective takes before its first hop.
+        protocols: other ways to do collectives, of which each takes the fastest.
+        collectives: kind -> (hops, bytes): how many times the hops, and the seconds of its bytes, it takes. (1, 1) for
+            a kind that is not there.
+        cores: that ranks of this machine share, one for each while there are enough; 0 where each rank has a device.
+    """
+
+    memory_bandwidth: float = math.inf
+    kernel_seconds: float = 0.0
+    rates: Mapping[str, Table] = field(default_factory=lambda: {"float32": ((1.0, 1e9),)})
+    links: tuple[Link, ...] = (Link(None, math.inf, 0.0),)
+    memory_fraction: float = 1.0
+    product_starts: Mapping[str, float] = field(default_factory=dict)
+    rate_fractions: Table = ()
+    bandwidths: Table = ()
+    start_seconds: float = 0.0
+    protocols: tuple[Protocol, ...] = ()
+    collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    cores: int = 0
+
+    def __hash__(self) -> int:
+        return hash((self.memory_bandwidth, self.kernel_seconds, self.links))
+
+    def shared_by(self, ranks: int) -> Self:
+        """As each of ``ranks`` ranks of a job sees it, all at work: where they share cores, several may have one.
+
+        Bytes of a collective take no longer: what ranks send each other is slower than the cores
+        (docs/reference/machines.md).
+        """
+        if not self.cores:
+            return self
+        load = self.load(ranks)
+        return replace(
+            self,
+            memory_bandwidth=self.memory_bandwidth / load,
+            bandwidths=divided(self.bandwidths, load),
+            kernel_seconds=self.kernel_seconds * load,
+            product_starts={dtype: seconds * load for dtype, seconds in self.product_starts.items()},
+            rates={dtype: divided(table, load) for dtype, table in self.rates.items()},
+            links=tuple(replace(link, latency=link.latency * load) for link in self.links),
+            start_seconds=self.start_seconds * load,
+            protocols=tuple(
+                replace(
+                    protocol,
+                    start_seconds=protocol.start_seconds * load,
+                    latencies=tuple(latency * load for latency in protocol.latencies),
+                )
+                for protocol in self.protocols
+            ),
+            cores=0,
         )
-    return min(seconds, key=seconds.__getitem__)
+
+    def load(self, ranks: int) -> float:
+        """Ranks that a core has to serve, of ``ranks`` in all."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def rate(self, size: float, dtype: str) -> float:
+        """Operations/s of products whose smallest dimension is ``size``.
+
+        A dtype that :attr:`rates` lacks is taken as the one there of the nearest item size, and a wider one as slower
+        by the ratio of the two.
+        """
+        fraction = interpolated(self.rate_fractions, size) if self.rate_fractions else 1.0
+        return self.listed_rate(size, dtype) * fraction
+
+    def listed_rate(self, size: float, dtype: str) -> float:
+        """The same without :attr:`rate_fractions`."""
+        wanted = getattr(torch, dtype).itemsize
+        sizes = {name: getattr(torch, name).itemsize for name in self.rates}
+        known = dtype if dtype in self.rates else min(sizes, key=lambda name: abs(math.log(sizes[name] / wanted)))
+        return interpolated(self.rates[known], size) * min(1.0, sizes[known] / wanted)
+
+    def product_start(self, dtype: str) -> float:
+        """What a product, or fused attention, takes beside its operations."""
+        return self.product_starts.get(dtype, self.kernel_seconds)
+
+    def product_seconds(self, m: int, n: int, k: int, *, batch: int = 1, dtype: str) -> float:
+        """Of ``batch`` products (m, k) @ (k, n): by their operations or by the bytes they move, whichever is longer."""
+        operations = 2.0 * batch * m * n * k
+        moved = batch * (m * k + k * n + m * n) * getattr(torch, dtype).itemsize
+        return max(self.product_start(dtype) + operations / self.rate(min(m, n, k), dtype), self.move_seconds(moved))
+
+    def move_seconds(self, nbytes: float) -> float:
+        """Of a kernel that reads and writes ``nbytes`` in all and computes little."""
+        bandwidth = _bandwidth(self.bandwidths, nbytes, self.memory_bandwidth)
+        return self.kernel_seconds + nbytes / (bandwidth * self.memory_fraction)
+
+    def newton_schulz_seconds(self, rows: int, cols: int, *, steps: int, dtype: str, restarts: int | None) -> float:
+        """Of the products on one matrix.
+
+        Args:
+            restarts: of the gram form, see ``kernels/operations.py``; None for the standard form, in each step of which
+                are XXᵀ, its square, and that times X.
+        """
+        k, l = sorted((rows, cols))  # noqa: E741
+        wide = steps if restarts is None else restarts + 1
+        square = steps if restarts is None else 4 * steps - 3 * wide
+        counts = (((k, k, l), wide), ((k, l, k), wide), ((k, k, k), square))  # of a square matrix all the same
+        return sum(count * self.product_seconds(*shape, dtype=dtype) for shape, count in counts)
+
+    # ----------------------------------------------------------------------------------------------- collectives
+
+    def collective_seconds(self, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> float:
+        """Of one collective among ``ranks`` of the job; none for one rank. Arguments as of :meth:`collective_parts`."""
+        return sum(self.collective_parts(kind, nbytes_sent, ranks))
+
+    def collective_parts(self, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> tuple[float, float]:
+        """The same in two parts: what it takes to start, hops included, and what its bytes take.
+
+        Over links at several levels, a ring leaves a block once with all of ``nbytes_sent``, which the block's members
+        send together, each through its own link; of an all-to-all each rank sends what goes outside through its own.
+        Levels work at the same time, their hops add up. Of the ways there are (:attr:`protocols`) it goes the fastest.
+
+        Args:
+            kind: one of :data:`COLLECTIVES`.
+            nbytes_sent: what one rank sends, as :func:`.collectives.measure_traffic` counts.
+        """
+        if kind not in COLLECTIVES:
+            raise ValueError(f"{kind!r} is not one of {', '.join(COLLECTIVES)}")
+        if len(ranks) < 2:
+            return 0.0, 0.0
+        plain = Protocol("ring", self.start_seconds, tuple(link.latency for link in self.links))
+        ways = [plain, *(protocol for protocol in self.protocols if protocol.does(kind))]
+        return min((self._by(protocol, kind, nbytes_sent, ranks) for protocol in ways), key=sum)
+
+    def _by(self, protocol: Protocol, kind: str, nbytes_sent: float, ranks: Sequence[int]) -> tuple[float, float]:
+        blocks = count = len(ranks)
+        hops = transfer = 0.0
+        for level, (link, latency) in enumerate(zip(self.links, protocol.latencies, strict=True)):
+            outer = len({rank // link.within for rank in ranks}) if link.within else 1
+            if outer < blocks:
+                if kind == "all_to_all":
+                    sent = nbytes_sent * (count / outer - count / blocks) / (count - 1)
+                else:
+                    sent = nbytes_sent * blocks / count
+                if not protocol.tree:
+                    hops += (blocks - outer) * latency
+                else:
+                    hops += (math.floor(math.log2(blocks / outer)) if level else blocks / outer - 1) * latency
+                transfer = max(transfer, link.transfer_seconds(sent))
+            blocks = outer
+        more_hops, more_bytes = self.collectives.get(kind, (1.0, 1.0))
+        return protocol.start_seconds + more_hops * hops, more_bytes * transfer / protocol.fraction
+
+    def start_bytes(self, kind: str, ranks: Sequence[int]) -> int:
+        """What a rank could send in the time that a collective of ``kind`` among ``ranks`` takes to start."""
+        start, transfer = self.collective_parts(kind, _LARGE, ranks)
+        return round(start * _LARGE / transfer) if start else 0
+
+
+# ------------------------------------------------------------------------------------------------ of one parameter
+
+
+def owned_work(muon: MuonSpec, costs: Costs) -> float:
+    """Nanoseconds that a parameter takes its owner."""
+    seconds = costs.newton_schulz_seconds(
+        muon.rows,
+        muon.cols,
+        steps=muon.steps,
+        dtype=muon.dtype,
+        restarts=len(muon.restarts) if muon.method == "gram" else None,
+    )
+    # To the nanosecond, which is less than the libraries of two machines can differ by.
+    return muon.batch * round(seconds * 1e9)
+
+
+def exchange_start(layout: Layout, costs: Costs) -> int:
+    """What a rank could send in the time that the collective of an exchange takes to start: the one that hands
+    directions round where that is done, else the all-to-alls."""
+    if layout.replica_group.alone:
+        return costs.start_bytes("all_to_all", range(layout.owner_group.size))
+    kind = "all_to_all" if layout.pairwise else "all_gather"
+    width = layout.owner_group.size
+    return costs.start_bytes(kind, range(0, layout.replica_group.size * width, width))
+
+
+def gather_start(layout: Layout, costs: Costs) -> int:
+    """Bytes of whole weights that could be gathered in the time that the collectives take to start."""
+    if not layout.sharded:
+        return 0
+    return _start(layout, costs, "all_gather", "all_to_all" if layout.pairwise else "all_gather")
+
+
+def reduce_start(layout: Layout, costs: Costs) -> int:
+    """The same of gradients to reduce."""
+    over_all = formulas.OVER_ALL if layout.cut_twice else ""
+    collective = "reduce_scatter" + over_all if layout.sharded else "all_reduce"
+    return _start(layout, costs, collective, "all_to_all" if layout.pairwise else "reduce_scatter")
+
+
+def _start(layout: Layout, costs: Costs, collective: str, over_shard: str) -> int:
+    """Over the axis where it is most bytes.
+
+    Args:
+        collective: one of :data:`~.formulas.WEIGHT_BYTES`.
+        over_shard: kind of the collective over the axis ``shard``.
+    """
+    shards, replicas = layout.shard.size, layout.replicate.size
+    # Ranks of a data-parallel axis have those of the axes of model parallelism between them.
+    apart = layout.expert.size * layout.tensor.size
+    inside = shards * apart
+    over_replicas = "all_reduce"
+    if layout.cut_twice:
+        over_replicas = "all_to_all" if layout.pairwise else "reduce_scatter"
+    ways = {
+        "shard": (over_shard, range(0, inside, apart)),
+        "replicate": (over_replicas, range(0, inside * replicas, inside)),
+        "all": ("all_reduce", range(0, inside * replicas, apart)),
+    }
+    sent = formulas.weight_bytes_by_axis(collective, 1, 1, shards=shards, replicas=replicas, itemsize=1)
+    return max((round(costs.start_bytes(*ways[axis]) / part) for axis, part in sent.items()), default=0)

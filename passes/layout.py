@@ -83,7 +83,8 @@ class Layout:
         state_over_all: cut master weights, gradients and optimizer state once more, over ``replicate`` (HFSDP).
         expert: the parameter is cut along dim 0 over this axis, into parts that are stacks of whole matrices.
         tensor: it is cut over this axis along ``tensor_dim``, into parts of matrices; None for a copy on every rank.
-        meeting_over, copying_over: what :attr:`meeting` and :attr:`copying` are where ``tensor`` has several ranks.
+        owner_group_over: what :attr:`owner_group` is where ``tensor`` has several ranks.
+        replica_group_over: what :attr:`replica_group` is there.
         averaged: ranks whose losses a gradient is the mean of; None for those of :attr:`everyone`. Experts get tokens
             of more ranks than they are replicated on.
 
@@ -104,8 +105,8 @@ class Layout:
     expert: Axis = field(default_factory=lambda: Axis("expert"))
     tensor: Axis = field(default_factory=lambda: Axis("tensor"))
     tensor_dim: int | None = None
-    meeting_over: Axis | None = None
-    copying_over: Axis | None = None
+    owner_group_over: Axis | None = None
+    replica_group_over: Axis | None = None
     averaged: int | None = None
 
     @property
@@ -118,7 +119,15 @@ class Layout:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that collectives of this parameter may use, each once."""
-        found = (self.shard, self.replicate, self.expert, self.tensor, self.everyone, self.meeting, self.copying)
+        found = (
+            self.shard,
+            self.replicate,
+            self.expert,
+            self.tensor,
+            self.everyone,
+            self.owner_group,
+            self.replica_group,
+        )
         return tuple({axis.group: axis for axis in reversed(found) if not axis.alone}.values())
 
     @property
@@ -209,29 +218,30 @@ class Layout:
     # ------------------------------------------------------------------------------------------ Newton-Schulz
 
     @property
-    def meeting(self) -> Axis:
+    def owner_group(self) -> Axis:
         """Ranks whose pieces are the whole of a matrix, each element once: it is joined at one of them."""
-        if self.meeting_over is not None:
-            return self.meeting_over
+        if self.owner_group_over is not None:
+            return self.owner_group_over
         if self.cut_twice:
             return self.everyone
         return self.shard if self.sharded else Axis("shard")
 
     @property
-    def copying(self) -> Axis:
+    def replica_group(self) -> Axis:
         """Ranks that hold the same piece: what one of them makes is handed to the others."""
-        if self.copying_over is not None:
-            return self.copying_over
+        if self.replica_group_over is not None:
+            return self.replica_group_over
         if self.cut_twice:
             return Axis("replicate")
         return self.replicate if self.sharded else self.everyone
 
     def owner_ranks(self, owner: int) -> tuple[int, ...]:
-        """The ranks of the whole mesh with the places ``divmod(owner, meeting.size)`` along copying and meeting.
+        """The ranks of the whole mesh with the places ``divmod(owner, owner_group.size)`` along replica group and owner
+        group.
 
         Of experts it is one at each place along ``expert``, which all go by the same table.
         """
-        copy, place = divmod(owner, self.meeting.size)
+        copy, place = divmod(owner, self.owner_group.size)
         if self.joined:
             place, tensor = divmod(place, self.tensor.size)
         else:
@@ -239,13 +249,13 @@ class Layout:
         data = copy * self.shard.size + place if self.sharded and not self.cut_twice else copy + place
         return tuple((data * self.expert.size + e) * self.tensor.size + tensor for e in range(self.expert.size))
 
-    def _meeting_place(self, place: int) -> tuple[int, int]:
-        """``(data, tensor)`` of a place along :attr:`meeting`."""
+    def _owner_group_place(self, place: int) -> tuple[int, int]:
+        """``(data, tensor)`` of a place along :attr:`owner_group`."""
         return divmod(place, self.tensor.size) if self.joined else (place, self.tensor.index)
 
-    def meeting_shape(self, place: int) -> tuple[int, ...]:
-        """Shape of the piece that ``place`` along :attr:`meeting` has of a matrix."""
-        data, tensor = self._meeting_place(place)
+    def owner_group_shape(self, place: int) -> tuple[int, ...]:
+        """Shape of the piece that ``place`` along :attr:`owner_group` has of a matrix."""
+        data, tensor = self._owner_group_place(place)
         shape = self._part_shape(tensor)
         if not self.sharded:
             return shape
@@ -253,7 +263,7 @@ class Layout:
         return (stop - start, *shape[1:])
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`meeting`."""
+        """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`owner_group`."""
         if not self.joined:
             return torch.cat([pieces[data] for data in self._data_holders]).view(self.joined_shape)
         parts = []
@@ -264,8 +274,8 @@ class Layout:
         return torch.cat(parts, dim=self.tensor_dim)
 
     def cut(self, matrix: Tensor, place: int) -> Tensor:
-        """The piece of ``place`` along :attr:`meeting`, of a tensor of as many elements as :attr:`joined_shape`."""
-        data, tensor = self._meeting_place(place)
+        """The piece of ``place`` along :attr:`owner_group`, of a tensor of as many elements as :attr:`joined_shape`."""
+        data, tensor = self._owner_group_place(place)
         found = matrix.reshape(self.joined_shape)
         if self.joined:
             assert self.tensor_dim is not None

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .exchange import transfers
-from .exchange.orthogonalize import orthogonalize_group
 from .holder import holder_of
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype
@@ -60,8 +59,7 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
 def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    (direction,) = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)])
-    return _no_alias(direction, grad, state)
+    raise NotImplementedError("muon_zero::orthogonalize is lowered before any graph runs")
 
 
 @orthogonalize.register_fake

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from .costs import Costs
 from .errors import PassContractError
 from .request import BackwardRequest
 from .torch_private import trace_artifact
@@ -47,8 +47,6 @@ class PassOptions:
         bucket_bytes: size cap of fused collectives, below which the cost model chooses.
         exchange_bytes: what exchanges under way may hold.
         reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it.
-        stand_in: makes what runs in place of a lowered graph, which then is not compiled; no setting, but for those who
-            want the graphs of a step and not its results.
     """
 
     dump: Path | None = None
@@ -56,9 +54,6 @@ class PassOptions:
     bucket_bytes: int = 512 * 2**20
     exchange_bytes: int = 512 * 2**20
     reshard_after_forward: bool = True
-    stand_in: Callable[[GraphModule, PassContext], Callable[[list[Any]], Any]] | None = field(
-        default=None, compare=False, repr=False
-    )
 
 
 @dataclass
@@ -69,22 +64,22 @@ class PassContext:
         half: the graph's role.
         frame: name for dumps.
         options: the caller's.
+        costs: what the machine costs that the graph is for.
         request: backward graphs only: what to do with each gradient.
         user_outputs: forward graphs only: how many outputs, the first ones, are the model's; the rest is saved for
             backward.
         timings: seconds per pass, filled by the runner.
         exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
-        source: the graph as it was ahead of the half passes, where something stands in for it; else None.
     """
 
     half: Half
     frame: str = "frame"
     options: PassOptions = PassOptions()
+    costs: Costs = Costs()
     request: BackwardRequest | None = None
     user_outputs: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     exchange_bytes: int = 0
-    source: GraphModule | None = None
 
     @property
     def title(self) -> str:

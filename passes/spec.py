@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compile_muon.kernels.plan import MEMORY_LIMIT
+from compile_muon.kernels.call_plan import MEMORY_LIMIT
 
 from .layout import Axis, Layout
 
@@ -46,10 +46,7 @@ class MuonSpec:
         eps: lower bound of the norm.
         memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results.
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
-        exchange: ``"local"`` (whole matrices already here), ``"replicate"`` or ``"owner"``.
-        start_bytes: what a rank could send in the time that a collective of its exchange takes to start, as the cost
-            model says.
-        nanoseconds: what one matrix takes its owner, as the cost model says; None for as many as multiply-adds.
+        exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
     """
 
     batch: int
@@ -65,8 +62,6 @@ class MuonSpec:
     exchange: str
     backend: str = "auto"
     memory_limit: int = MEMORY_LIMIT
-    start_bytes: int = 0
-    nanoseconds: int | None = None
 
     @property
     def steps(self) -> int:
@@ -90,9 +85,6 @@ class ParamSpec:
         compute_dtype: dtype the model sees.
         reduce_dtype: dtype gradients travel in.
         muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
-        gather_start, reduce_start: bytes of whole weights that could be gathered, and of gradients reduced, in the time
-            that the collectives take to start, as the cost model says: buckets are the larger for it. All specs of one
-            :attr:`Layout.company` have the same.
     """
 
     layout: Layout
@@ -100,8 +92,6 @@ class ParamSpec:
     compute_dtype: str
     reduce_dtype: str
     muon: MuonSpec | None = None
-    gather_start: int = 0
-    reduce_start: int = 0
 
     @property
     def muon_settings(self) -> MuonSpec:
@@ -125,7 +115,7 @@ class ParamSpec:
         fields = json.loads(text)
         layout, muon = fields.pop("layout"), fields.pop("muon")
         layout["whole"] = tuple(layout["whole"])
-        for axis in ("shard", "replicate", "both", "expert", "tensor", "meeting_over", "copying_over"):
+        for axis in ("shard", "replicate", "both", "expert", "tensor", "owner_group_over", "replica_group_over"):
             layout[axis] = None if layout[axis] is None else Axis(**layout[axis])
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])

@@ -1,8 +1,13 @@
-"""The suite sees the package as it is installed."""
+"""The suite sees the package as it is installed, and every test of the default tier is a short one."""
 
 import contextlib
+import resource
 import sys
+import time
+from collections.abc import Generator
 from pathlib import Path
+
+import pytest
 
 # `python -m pytest` puts the checkout's root first on the path. There `kernels` is our folder, and a transformers that
 # has PyPI's package of that name cannot be imported. Ranks take their path from here.
@@ -16,3 +21,49 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
+
+#: seconds of a core that a test of the default tier may take, fixtures and ranks included
+_LIMIT = 10.0
+_LONGER = ("full", "campaign", "gpu")
+_began = pytest.StashKey[float]()
+
+
+def _cpu_seconds() -> float:
+    """Of this process, of the subprocesses that have ended, and of the ranks that tests share."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    harness = sys.modules.get("harness")
+    ranks = 0.0 if harness is None else harness.cpu_seconds()
+    return time.process_time() + children.ru_utime + children.ru_stime + ranks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_began] = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if call.when == "call":
+        took = _cpu_seconds() - item.stash[_began]
+        report.user_properties.append(("cpu", took))
+        if report.passed and took > _LIMIT and not any(item.get_closest_marker(name) for name in _LONGER):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {took:.1f} s of CPU, more than the {_LIMIT:.0f} of the default tier: make it "
+                "shorter, or mark it full"
+            )
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    took = {r.nodeid: seconds for r in reports for name, seconds in r.user_properties if name == "cpu"}
+    if terminalreporter.config.getoption("durations") is not None:
+        for name, seconds in sorted(took.items(), key=lambda item: -item[1])[
+            : terminalreporter.config.getoption("durations") or None
+        ]:
+            terminalreporter.write_line(f"{seconds:8.2f} s of CPU {name}")
+    terminalreporter.write_line(f"{sum(took.values()):.0f} s of CPU in {len(took)} tests")

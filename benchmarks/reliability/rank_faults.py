@@ -336,11 +336,6 @@ def other_reduce_dtype(t: Training) -> dict[str, Any]:
     return {"reduce_dtype": "bfloat16"}
 
 
-@fault("made with another exchange", "settings", everywhere={"exchange": "replicate"})
-def other_exchange(t: Training) -> dict[str, Any]:
-    return {"exchange": "owner"}
-
-
 @fault("made with other ns_steps", "settings")
 def other_ns_steps(t: Training) -> dict[str, Any]:
     return {"ns_steps": 4}

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from compile_muon.checkpoint.background import Background
 from compile_muon.checkpoint.contents import Contents, Fit, HostCopies, contents_of, described, empty_like, fit
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
-from compile_muon.checkpoint.manifest import DamagedError, Manifest, describe_file, raise_damage
+from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.randomness import random_state, set_random_state
-from compile_muon.checkpoint.ranks import Ranks
-from compile_muon.checkpoint.storage import read_tensors, write_tensors
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
-from compile_muon.errors import CheckpointError, ranks_named, warn_user
+from compile_muon.errors import CheckpointError, DamagedError, ranks_named, warn_user
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.storage.boxes import read_tensors, write_tensors
+from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Checkpointer"]
 
@@ -364,7 +364,7 @@ class Checkpointer:
 
     def _ranks_of(self, optimizer: MuonZero) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.place)
+            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.status)
         return self._ranks
 
 

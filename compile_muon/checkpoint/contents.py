@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from compile_muon.checkpoint.manifest import Manifest, TensorFacts
-from compile_muon.checkpoint.ranks import Ranks
+from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.shards import like_parameter, local_tensor
+from compile_muon.storage.boxes import TensorFacts
+from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Contents", "Fit", "HostCopies", "contents_of", "described", "empty_like", "fit"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from compile_muon.checkpoint.folder import TENSORS
-from compile_muon.checkpoint.manifest import Manifest, TensorFacts
-from compile_muon.checkpoint.storage import read_tensors
+from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.spec import decode_dtype
+from compile_muon.storage.boxes import TensorFacts, read_tensors
 from compile_muon.weights.files import FILE, header, nbytes, ordered
 
 __all__ = ["export"]

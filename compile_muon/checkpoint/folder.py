@@ -13,22 +13,15 @@ import secrets
 import shutil
 from pathlib import Path
 
-__all__ = ["STATE", "TENSORS", "Folder", "sync_folder"]
+from compile_muon.storage.disk import sync_folder
+
+__all__ = ["STATE", "TENSORS", "Folder"]
 
 #: subfolders of a checkpoint: tensors of all ranks; everything else
 TENSORS, STATE = "tensors", "state"
 
 _COMMITTED = re.compile(r"step-(0|[1-9][0-9]*)(\.replaced)?")
 _LEFTOVER = re.compile(r"step-[0-9]+(\.replaced)?(\.removed)?\.tmp")
-
-
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk: its files' own fsync does not."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Folder:

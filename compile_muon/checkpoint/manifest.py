@@ -20,9 +20,10 @@ from typing import Any
 
 from compile_muon.checkpoint.folder import STATE, TENSORS
 from compile_muon.checkpoint.values import write_bytes
-from compile_muon.errors import CheckpointError, listed
+from compile_muon.errors import CheckpointError, DamagedError, listed
+from compile_muon.storage.boxes import TensorFacts
 
-__all__ = ["NAME", "DamagedError", "FileFacts", "Manifest", "TensorFacts", "describe_file", "raise_damage"]
+__all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 
 NAME = "manifest.json"
 FORMAT, VERSION = "compile_muon checkpoint", 1
@@ -31,24 +32,12 @@ _FILE = re.compile(rf"({TENSORS}|{STATE})/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _BLOCK = 1 << 20
 
 
-class DamagedError(CheckpointError):
-    """A checkpoint is not what was written."""
-
-
 @dataclass(frozen=True)
 class FileFacts:
     """Size in bytes and SHA-256 in hexadecimal."""
 
     size: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """Shape and dtype (torch's name without ``torch.``) of a whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ them), ``compile_options``, ``schedule``, ``settings``, ``foreign``, ``sections`
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options
 from compile_muon.config.convert import convert
 from compile_muon.config.deepspeed import load_config
-from compile_muon.config.schedule import (
+from compile_muon.config.lr_schedule import (
     LRRangeTest,
     OneCycle,
     ScheduleConfig,

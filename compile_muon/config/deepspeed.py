@@ -30,7 +30,7 @@ import torch
 
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
-from compile_muon.config.schedule import SCHEDULES, ScheduleConfig, check_rates
+from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.sections import PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
@@ -55,7 +55,6 @@ _SHARED = ("lr", "weight_decay")
 _BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 #: Arguments nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = frozenset(name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)) | {
-    "exchange",
     "muon_params",
 }
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from compile_muon.config.foreign import FOREIGN, refusal
-from compile_muon.config.schedule import SCHEDULES, ScheduleConfig
+from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, Arguments, CompileConfig, ExpertParallelConfig, MeshConfig
 from compile_muon.errors import config_error
 

@@ -34,12 +34,12 @@ from compile_muon.config.checks import (
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
-from compile_muon.config.schedule import ScheduleConfig
+from compile_muon.config.lr_schedule import ScheduleConfig
+from compile_muon.config.machine import check_machine
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
-from compile_muon.kernels.plan import MEMORY_LIMIT
-from compile_muon.machines.load import check_machine
 
 __all__ = [
     "ALGORITHMS",
@@ -182,7 +182,6 @@ class ZeroConfig(Checked):
         update: "auto" makes directions in backward, as speculations: ``step()`` uses one only if ``.grad`` still is the
             gradient it was made from, and after several steps in a row that threw them away no more are made.
             "backward" always makes them, "step" never.
-        exchange: how gradients are gathered for Newton-Schulz: "auto" | "replicate" | "owner".
         gradient_accumulation_steps: backwards per step. None when only the loop knows: then as many are expected as
             the last step had.
         gradient_clipping: maximal global gradient norm, or None for no clipping.
@@ -202,7 +201,6 @@ class ZeroConfig(Checked):
 
     stage: int = setting(2, check_integer, low=0, high=3)
     update: str = setting("auto", check_choice, allowed=("auto", "backward", "step"))
-    exchange: str = setting("auto", check_choice, allowed=("auto", "replicate", "owner"))
     gradient_accumulation_steps: int | None = setting(1, check_integer, none=True, low=1)
     gradient_clipping: float | None = setting(None, _check_clipping, none=True)
     nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
@@ -317,7 +315,6 @@ class Config(Checked):
         for field, value, default in (
             ("Config.muon", self.muon, Config.muon),
             ("Config.muon_params", self.muon_params, Config.muon_params),
-            ("ZeroConfig.exchange", self.zero.exchange, ZeroConfig.exchange),
         ):
             if value != default:
                 yield config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')

@@ -28,16 +28,16 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
 from compile_muon.integrations.automatic import refused_axes
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.storage.ranks import Ranks
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
-from compile_muon.weights.contents import weights_of
+from compile_muon.weights.named_tensors import weights_of
 
 __all__ = ["AcceleratedMuonZero", "prepare"]
 
@@ -343,7 +343,7 @@ class _Sharded:
         for folder, wrapped in _folders(state, ours).items():
             ranks = _meet(wrapped, "save_state")
             optimizer = wrapped.optimizer
-            step = optimizer._ledger.place.step - 1  # place has the step under way
+            step = optimizer._ledger.status.step - 1  # place has the step under way
             with ranks.together(f"{folder}: was not saved"):
                 if ranks.rank == 0:
                     _write_record(folder, step, {"step": self._accelerator.step, "files": _digests(state)})

@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
@@ -58,10 +59,10 @@ from compile_muon.integrations.automatic import filled, refused_axes
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.model.readers import accounts_of
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.storage.ranks import Ranks
 from compile_muon.weights import full_state_dict, load_full_state_dict
-from compile_muon.weights.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 __all__ = ["MuonZeroStrategy", "grad_norm"]
 
@@ -462,7 +463,7 @@ class MuonZeroStrategy(ParallelStrategy):
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
-        with self._together(f"{filepath}: was not saved"):
+        with _ranks().together(f"{filepath}: was not saved"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -472,7 +473,7 @@ class MuonZeroStrategy(ParallelStrategy):
             CheckpointError: a rank cannot read it; on every rank.
         """
         found: dict[str, Any] = {}
-        with self._together(f"{checkpoint_path}: was not loaded"):
+        with _ranks().together(f"{checkpoint_path}: was not loaded"):
             if os.path.isdir(checkpoint_path):
                 raise CheckpointError(
                     "it is a folder, as FSDP's and DeepSpeed's sharded checkpoints are; make a file of it with "
@@ -511,21 +512,6 @@ class MuonZeroStrategy(ParallelStrategy):
             assert isinstance(optimizer, MuonZero)
             load_full_optimizer_state(optimizer, state)
 
-    @contextmanager
-    def _together(self, doing: str) -> Iterator[None]:
-        """What raises inside on one rank raises on all."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as failed:
-            error = failed
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        answers = gather_objects(said, _everyone()) if dist.is_initialized() else [said]
-        failures = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
-        if failures:
-            what = "; ".join(f"rank {rank}: {answer}" for rank, answer in failures.items())
-            raise CheckpointError(f"{doing}: {what}") from error
-
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
     """``lightning.pytorch.utilities.grad_norm`` of a sharded module; collective.
@@ -554,10 +540,10 @@ def is_sharded(module: nn.Module) -> bool:
     return any(accounts_of(inner) for inner in module.modules())
 
 
-def _everyone() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def _ranks() -> Ranks:
+    """All of them."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return Ranks(group, torch.device("cpu"), RankStatus(), apart=False)
 
 
 def _is_meta(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
-from compile_muon.runtime.board import backend_of
+from compile_muon.runtime.heartbeat import backend_of
 
 __all__ = ["DENSE", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
 
@@ -178,14 +178,14 @@ class Mesh:
         )  # fmt: skip
         if tensor.alone:
             return layout
-        meeting = {*(inner if layout.sharded else ())}
-        meeting |= {"replicate"} if layout.cut_twice else set()
-        meeting |= {"tensor"} if layout.joined else set()
+        owning = {*(inner if layout.sharded else ())}
+        owning |= {"replicate"} if layout.cut_twice else set()
+        owning |= {"tensor"} if layout.joined else set()
         over = [name for name in ("replicate", *inner, "tensor") if name in self.names]
         return replace(
             layout,
-            meeting_over=self._over([name for name in over if name in meeting], "shard"),
-            copying_over=self._over([name for name in over if name not in meeting], "replicate"),
+            owner_group_over=self._over([name for name in over if name in owning], "shard"),
+            replica_group_over=self._over([name for name in over if name not in owning], "replicate"),
         )
 
     # ------------------------------------------------------------------------------------------ DTensors

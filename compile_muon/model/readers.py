@@ -21,7 +21,7 @@ from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import in_forward
-from compile_muon.runtime.place import READING
+from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter
 
@@ -118,10 +118,10 @@ def _reader(name: str) -> property:
         check_kind(account, shard)
         ledger = account.ledger
         inside = in_forward()
-        with ledger.place.at("an eager read", "", [account]):
+        with ledger.status.at("an eager read", "", [account]):
             if account.spec.layout.gathered:
                 evaluates = not torch.is_grad_enabled()
-                ledger.place.change(ledger.phase(evaluates=evaluates) if inside else READING)
+                ledger.status.change(ledger.phase(evaluates=evaluates) if inside else READING)
             keep_fresh(account)
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
-from compile_muon.machines import machine_for
-from compile_muon.model.agreement import agree
+from compile_muon.config.machine import costs_for
 from compile_muon.model.assignment import Assignment
-from compile_muon.model.layout import describe
 from compile_muon.model.mesh import Mesh, Role
+from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
+from compile_muon.model.setup_agreement import agree
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
@@ -31,7 +31,7 @@ from compile_muon.runtime.parameter import sharded_parameter
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
-    from compile_muon.integrations.moe import ExpertPlan
+    from compile_muon.model.moe import ExpertPlan
 
 __all__ = ["shard_model"]
 
@@ -158,11 +158,12 @@ def shard_model(
     """
     named = dict(model.named_parameters())
     device = hyper.device
-    machine = machine_for(config.machine, device.type)
-    specs = {n: describe(param, assignments[n], config, machine, mesh, device, roles[n]) for n, param in named.items()}
+    costs = costs_for(config.machine, device.type)
+    ledger.costs = costs.shared_by(1 if mesh is None else mesh.size)
+    specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
     if mesh is not None:
-        with ledger.place.at("the sharding of the model"):
-            agree(model, config, machine, specs, mesh, ledger.place.board)
+        with ledger.status.at("the sharding of the model"):
+            agree(model, config, costs, specs, mesh, ledger.status.heartbeat)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())

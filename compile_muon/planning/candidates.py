@@ -10,7 +10,7 @@ from compile_muon.config.settings import MuonConfig
 from compile_muon.errors import config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype
 from compile_muon.model.mesh import axis_sizes
-from compile_muon.passes.machine import Machine
+from compile_muon.planning.machine import Machine
 
 __all__ = ["Candidate", "candidates", "planned_for", "with_adamw"]
 
@@ -70,7 +70,7 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
     """``config`` as it resolves on ``machine``, wherever the plan is made.
 
     Args:
-        name: of the machine, as :func:`~compile_muon.machines.load_machine` takes it.
+        name: of the machine, as :func:`~compile_muon.planning.machine.load_machine` takes it.
     """
     ns = config.muon.ns
     if machine.device == "cuda":
@@ -85,5 +85,5 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
 def with_adamw(config: Config) -> Config:
     """The same training with every parameter under AdamW."""
     update = "auto" if config.zero.update == "backward" else config.zero.update
-    zero = replace(config.zero, exchange="auto", update=update)
+    zero = replace(config.zero, update=update)
     return replace(config, algorithm="adamw", muon=MuonConfig(), muon_params=None, zero=zero)

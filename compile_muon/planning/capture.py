@@ -3,7 +3,7 @@
 The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
 run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
 happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
-does is the graph of :mod:`.update`.
+does beside the directions, the survey, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import collectives
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
-from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import Played, Timeline, simulate
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
+from compile_muon.planning.machine import Machine
 from compile_muon.planning.recorder import Recorder
-from compile_muon.planning.update import commit_graph, refresh_graph, survey_graph
+from compile_muon.planning.simulate import Played, Timeline, simulate
+from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import gathers
-from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = [
     "Captured",
@@ -75,7 +75,7 @@ class Captured:
         one_stream: bool = False,
         others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
     ) -> Timeline:
-        """See :func:`~compile_muon.passes.simulate.simulate`."""
+        """See :func:`~compile_muon.planning.simulate.simulate`."""
         return simulate(
             self.graphs,
             machine,
@@ -120,8 +120,7 @@ def capture_step(
         ConfigError, UnsupportedModelError: as :class:`MuonZero`.
     """
     config = Config() if config is None else config
-    recorder = Recorder()
-    options = replace(FrameOptions() if options is None else options, stand_in=recorder)
+    recorder, options = Recorder(), FrameOptions() if options is None else options
     with simulated_job(world, rank) as job, fresh_compiler():
         sharded = job.sharded(model_factory(), config, axes=axes, backend=backend, init=init)
         run_micro_batches(sharded, batch, options, recorder)
@@ -150,6 +149,11 @@ class Sharded:
     def accounts(self) -> list[Account]:
         """One for each parameter."""
         return self.optimizer._ledger.accounts
+
+    @property
+    def costs(self) -> Costs:
+        """What passes decide by."""
+        return self.optimizer._ledger.costs
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def run_micro_batches(
     """Forward and backward as often as a step has them, none of whose graphs run."""
     model = sharded.model
     recorder.tensors = fake_mode_of([account.local for account in sharded.accounts])
-    compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options))
+    compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
     for _ in range(sharded.optimizer.config.zero.micro_batches):
         result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
         _loss(result).backward()
@@ -231,22 +235,15 @@ def captured(
         trained: the parameters that have a gradient.
         ready: names of those whose directions the graphs make.
     """
-    muon = [account for account in trained if account.spec.muon is not None]
-    adamw = [account for account in trained if account.spec.muon is None]
-    everyone = None if sharded.mesh is None else sharded.mesh.everyone.group_name
     number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
     played = [
         replace(graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())))
         for graph, states in graphs
     ]
-    played.append(survey_graph(muon, adamw, everyone))
-    late = [account for account in muon if account.name not in ready]
-    if late:
-        step = Recorder(tensors=fake_mode_of([account.local for account in late]))
-        StepGraphs().orthogonalize(late, [account.local for account in late], replace(options, stand_in=step))
-        played += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
-    played += [replace(commit_graph(muon, adamw), parameters=len(trained)), refresh_graph(trained)]
+    played += step_graphs(sharded.optimizer, trained, ready, options)
     accounts = sharded.accounts
+    muon = [account for account in trained if account.spec.muon is not None]
+    adamw = [account for account in trained if account.spec.muon is None]
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
         "optimizer": sum(_nbytes(a.momentum) for a in muon) + sum(2 * _nbytes(a.local) for a in adamw),

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from compile_muon.errors import config_error
-from compile_muon.passes.simulate import Event, Timeline
-from compile_muon.passes.simulate.engine import COMPUTE
 from compile_muon.planning.plan import Figures, World, mesh_text
+from compile_muon.planning.simulate import Event, Timeline
+from compile_muon.planning.simulate.engine import COMPUTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,8 @@ _COLOURS = {
     "activations": "#f58518",
     "gradients": "#e45756",
     "exchange": "#b279a2",
-    "other": "#9a9a9a",
+    "intermediates": "#ffbf79",
+    "step": "#9a9a9a",
     "kernels": "#8cbf88",
     "product": "#54a24b",
     "kernel": "#8cbf88",
@@ -85,7 +86,7 @@ def timeline_chart(timeline: Timeline) -> str:
         for category, bars in spans.items():
             label = "" if category in seen else category.replace("_", " ")
             seen[category] = None
-            colour = _COLOURS.get(category, _COLOURS["other"])
+            colour = _COLOURS.get(category, _COLOURS["step"])
             axes.broken_barh([(a * 1e3, (b - a) * 1e3) for a, b in bars], (row - 0.4, 0.8), color=colour, label=label)
     axes.set_yticks(range(len(merged)), [name for name, _ in merged])
     axes.invert_yaxis()
@@ -130,7 +131,7 @@ def _stacked(
     begun = [0.0] * len(bars)
     for name in dict.fromkeys(name for bar in bars for name in bar):
         widths = [bar.get(name, 0.0) for bar in bars]
-        colour = _COLOURS.get(name, _COLOURS["other"])
+        colour = _COLOURS.get(name, _COLOURS["step"])
         axes.barh(places, widths, left=begun, color=colour, label=name.replace("_", " "), height=0.7)
         begun = [start + width for start, width in zip(begun, widths, strict=True)]
     if limit is not None:

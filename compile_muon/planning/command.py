@@ -12,12 +12,12 @@ from rich.console import Console
 
 from compile_muon.config import load_config, read_options
 from compile_muon.errors import MuonZeroError, config_error
-from compile_muon.machines import load_machine
-from compile_muon.passes.simulate import to_chrome_trace
 from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Plan, Question, make_plan
 from compile_muon.planning.report_table import report
+from compile_muon.planning.simulate import to_chrome_trace
 
 __all__ = ["run"]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.errors import MuonZeroError, config_error
-from compile_muon.passes.machine import Machine
-from compile_muon.passes.simulate import Timeline
 from compile_muon.planning.candidates import Candidate, candidates, with_adamw
+from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
+from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
@@ -59,7 +59,7 @@ class Figures:
         stage, mesh, asked: see :class:`~.candidates.Candidate`.
         rank: that was simulated.
         fits: whether ``peak_bytes`` are no more than ``limit_bytes``, what the device has.
-        memory: bytes by category, where most are live.
+        memory: bytes by category, where most are live; ``largest`` of them what is the largest of the intermediates.
         sent: bytes by axis.
         step_seconds: of the step, all micro-batches.
         exposed_seconds: of it, waited for collectives; ``exposed`` by cause.
@@ -80,6 +80,7 @@ class Figures:
     peak_bytes: int
     limit_bytes: int
     memory: Mapping[str, int]
+    largest: str
     sent: Mapping[str, int]
     step_seconds: float
     exposed_seconds: float
@@ -237,6 +238,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         peak_bytes=step.peak.total,
         limit_bytes=limit,
         memory={name: nbytes for name, nbytes in step.peak.by_category.items() if nbytes},
+        largest=step.peak.largest,
         sent=dict(step.traffic.by_axis),
         step_seconds=step.seconds,
         exposed_seconds=exposed,

@@ -8,7 +8,7 @@ from string import Template
 
 from compile_muon.planning.charts import memory_chart, time_chart, timeline_chart
 from compile_muon.planning.plan import Plan, World
-from compile_muon.planning.report_table import COLUMNS, LEGEND, headline, rows
+from compile_muon.planning.report_table import COLUMNS, LEGEND, WORDS, headline, rows
 
 __all__ = ["page"]
 
@@ -25,7 +25,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem
 @media (prefers-color-scheme: dark) { body { color: #e6e6e6; background: #16181c; } }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid #8884; white-space: nowrap; }
+th, td { padding: .25rem .4rem; text-align: right; border-bottom: 1px solid #8884; }
+.words { text-align: left; min-width: 7rem; }
 th { border-bottom-color: currentColor; }
 tr.choice { font-weight: 700; background: #54a24b33; }
 tr.unfit { opacity: .6; }
@@ -67,18 +68,34 @@ def _world(world: World, timeline: str) -> str:
 <p class="why">{escape(world.why)}</p>
 {warnings}
 <div class="scroll"><table>
-<tr>{"".join(f"<th>{escape(title)}</th>" for title, _ in COLUMNS)}</tr>
+<tr>{"".join(f'<th class="{_kind(title)}">{escape(title)}</th>' for title, _ in COLUMNS)}</tr>
 {_rows(world)}
 </table></div>
 <figure><figcaption>Memory of a rank</figcaption>{memory_chart(world)}</figure>
+<p class="legend">{escape(_intermediates(world))}</p>
 <figure><figcaption>Time of a step</figcaption>{time_chart(world)}</figure>
 <figure><figcaption>A step of {escape(world.candidates[world.shown].name)}</figcaption>{timeline}</figure>
 </section>"""
+
+
+def _intermediates(world: World) -> str:
+    largest = world.candidates[world.shown].largest
+    return (
+        "intermediates: what forward or backward makes and soon needs no more"
+        + (f"; the largest of {world.candidates[world.shown].name} is {largest}" if largest else "")
+        + ". activations: what forward saves for backward. step: of AdamW, and norms."
+    )
 
 
 def _rows(world: World) -> str:
     lines = []
     for place, cells in enumerate(rows(world)):
         kind = "choice" if place == world.choice else "" if world.candidates[place].fits else "unfit"
-        lines.append(f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        columns = zip(COLUMNS, cells, strict=True)
+        texts = "".join(f'<td class="{_kind(title)}">{escape(cell)}</td>' for (title, _), cell in columns)
+        lines.append(f'<tr class="{kind}">{texts}</tr>')
     return "\n".join(lines)
+
+
+def _kind(title: str) -> str:
+    return "words" if title in WORDS else ""

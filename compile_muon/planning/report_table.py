@@ -10,7 +10,7 @@ from rich.text import Text
 
 from compile_muon.planning.plan import Figures, Plan, World, gib, mesh_text
 
-__all__ = ["COLUMNS", "headline", "report", "rows"]
+__all__ = ["COLUMNS", "WORDS", "headline", "report", "rows"]
 
 #: title of a column, and its text
 COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
@@ -27,6 +27,8 @@ COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("over AdamW", lambda f: f"{f.price_seconds * 1e3:+,.1f} ms ({f.price_share:+.1%})"),
     ("of it exposed", lambda f: f"{f.price_exposed_seconds * 1e3:+,.1f} ms"),
 )
+#: of these, columns of words, which are as wide as it suits the page
+WORDS = ("mesh", "of them", "GB sent")
 LEGEND = (
     "* what the config says. ! does not fit. GB sent: by a rank, per axis. NS: Newton-Schulz, of the step. owners: the "
     "most that one orthogonalizes, over the mean. over AdamW: what the step takes more than with AdamW alone."
@@ -58,7 +60,7 @@ def report(plan: Plan) -> RenderableType:
     for world in plan.worlds:
         table = Table(title=f"{world.ranks} ranks (simulated)", title_justify="left")
         for title, _ in COLUMNS:
-            table.add_column(title, justify="left" if title in ("mesh", "of them", "GB sent") else "right")
+            table.add_column(title, justify="left" if title in WORDS else "right")
         for place, cells in enumerate(rows(world)):
             table.add_row(*cells, style="bold" if place == world.choice else "")
         parts += [table, Text(f"→ {world.why}"), *_warnings(world), Text("")]

@@ -18,12 +18,12 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from compile_muon.config import Config, FrameOptions
-from compile_muon.passes import HALF_PASSES, BackwardRequest, PassContext, Purpose, run_passes
-from compile_muon.passes.exchange.owner import assign_owners, owned_work
+from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
+from compile_muon.passes.costs import Costs, owned_work
+from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.half.buckets import bucket_matrices
 from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.passes.simulate import Played
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.capture import (
@@ -35,6 +35,7 @@ from compile_muon.planning.capture import (
     simulated_job,
 )
 from compile_muon.planning.recorder import Recorder, Visit
+from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
 
 __all__ = ["Target", "Trace", "trace_step"]
@@ -88,9 +89,9 @@ class Trace:
             graphs, ready = [], set()
             for visit in self.visits:
                 request = _request(visit, named)
-                key = (id(visit.ctx.source), request)
+                key = (id(visit.source), request)
                 if key not in known:
-                    known[key] = _lowered(visit, request, named, self.options)
+                    known[key] = _lowered(visit, request, named, self.options, sharded.costs)
                 graphs.append((known[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
             trained = [account for account in sharded.accounts if account.name in self.trained]
@@ -110,9 +111,26 @@ class Trace:
             for visit in self.visits:
                 chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
                 made |= dict.fromkeys(chosen)
-                found += _work([named[name].spec for name in chosen], target.world, self.options.bucket_bytes)
+                found += self._work([named[name].spec for name in chosen], target.world, sharded.costs)
             late = [a.spec for a in sharded.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
-            return found + _work(late, target.world, self.options.bucket_bytes)
+            return found + self._work(late, target.world, sharded.costs)
+
+    def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> list[list[float]]:
+        """What each rank does of the directions that one graph makes, exchange by exchange."""
+        buckets = bucket_matrices(specs, costs, self.options.bucket_bytes)
+        owners = assign_owners(specs, costs, buckets)
+        found = []
+        for bucket in buckets:
+            work = [0.0] * world
+            for spec, owner in ((specs[i], owners[i]) for i in bucket):
+                done = owned_work(spec.muon_settings, costs)
+                if spec.muon_settings.exchange == "owner":
+                    for rank in spec.layout.owner_ranks(owner):
+                        work[rank] += done
+                else:
+                    work = [one + done / world for one in work]
+            found.append(work)
+        return found
 
     def _traced_anew(self, config: Config) -> bool:
         """Whether the partition of the graphs would be another than what was traced."""
@@ -135,7 +153,7 @@ def trace_step(
     recorder = Recorder()
     with simulated_job(2, 0) as job, fresh_compiler():
         sharded = job.sharded(model_factory(), config, axes={"shard": 2}, backend=None)
-        run_micro_batches(sharded, batch, replace(options, stand_in=recorder), recorder)
+        run_micro_batches(sharded, batch, options, recorder)
         trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
     return Trace(model_factory, batch, options, tuple(recorder.visits), trained)
 
@@ -145,17 +163,12 @@ def _states(visit: Visit, gm: GraphModule, named: Mapping[str, Account]) -> dict
     return {inputs[i]: named[name] for i, name in visit.states.items()}
 
 
-def _source(visit: Visit) -> GraphModule:
-    assert visit.ctx.source is not None
-    return visit.ctx.source
-
-
 def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
     """What ``request`` says of each parameter, in the order of its gradients."""
     if request is None:
         return []
-    inputs = {node: i for i, node in enumerate(_source(visit).graph.find_nodes(op="placeholder"))}
-    names = [visit.states[inputs[reduction.state]] for reduction in ReduceGrad.all(_source(visit))]
+    inputs = {node: i for i, node in enumerate(visit.source.graph.find_nodes(op="placeholder"))}
+    names = [visit.states[inputs[reduction.state]] for reduction in ReduceGrad.all(visit.source)]
     return list(zip(names, request.purposes, strict=True))
 
 
@@ -179,10 +192,14 @@ def _request(visit: Visit, named: Mapping[str, Account]) -> BackwardRequest | No
 
 
 def _lowered(
-    visit: Visit, request: BackwardRequest | None, named: Mapping[str, Account], options: FrameOptions
+    visit: Visit,
+    request: BackwardRequest | None,
+    named: Mapping[str, Account],
+    options: FrameOptions,
+    costs: Costs,
 ) -> Played:
     """The graph of ``visit`` for the shards and specs of these accounts."""
-    gm = copy.deepcopy(_source(visit))
+    gm = copy.deepcopy(visit.source)
     states = _states(visit, gm, named)
     for state, account in states.items():
         _reshape(state, account.momentum)
@@ -197,7 +214,7 @@ def _lowered(
         account = states[reduction.state]
         _reshape(reduction.node, account.local)
         reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
-    ctx = PassContext(visit.ctx.half, visit.ctx.frame, options, request=request, user_outputs=visit.ctx.user_outputs)
+    ctx = replace(visit.ctx, options=options, costs=costs, request=request, timings={})
     values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
     with fresh_context(fake_mode_of(values[:1])):
         return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
@@ -205,23 +222,3 @@ def _lowered(
 
 def _reshape(node: Node, like: torch.Tensor) -> None:
     node.meta["val"] = tensor_value(node).new_empty(like.shape, dtype=like.dtype)
-
-
-def _work(specs: Sequence[ParamSpec], world: int, cap_bytes: int) -> list[list[float]]:
-    """What each rank does of the directions that one graph makes, exchange by exchange."""
-    buckets = bucket_matrices(specs, cap_bytes)
-    owners = assign_owners(specs, buckets)
-    found = []
-    for bucket in buckets:
-        work = [0.0] * world
-        for spec, owner in ((specs[i], owners[i]) for i in bucket):
-            muon = spec.muon_settings
-            done = owned_work(muon)
-            if muon.exchange == "owner":
-                for rank in spec.layout.owner_ranks(owner):
-                    work[rank] += done
-            else:
-                share = done if muon.exchange == "replicate" else done / world
-                work = [one + share for one in work]
-        found.append(work)
-    return found

@@ -19,7 +19,7 @@ from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
-from compile_muon.runtime.place import TRAINING
+from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
 from compile_muon.runtime.sums import UnreducedSums
@@ -148,8 +148,8 @@ class Account:
     def reducing(self) -> Iterator[None]:
         """Around the reduction of an eager backward."""
         detail = "reduce" if self.param.grad is None else "reduce and add to .grad"
-        with self.ledger.place.at("an eager backward", "", [self]):
-            self.ledger.place.change(TRAINING)
+        with self.ledger.status.at("an eager backward", "", [self]):
+            self.ledger.status.change(TRAINING)
             yield
         if not self.spec.layout.everyone.alone:
             self.ledger.trail.note("backward", "", [self], [detail])

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,47 +23,46 @@ from compile_muon.passes import (
     BackwardRequest,
     Half,
     PassContext,
+    PassOptions,
     Purpose,
     ReducedGrad,
     reduced_grads,
     run_passes,
 )
 from compile_muon.passes.collectives import Traffic, measure_traffic
-from compile_muon.passes.markers import ReduceGrad, Unshard
+from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
-from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
 from compile_muon.runtime.account import Account, account_of
-from compile_muon.runtime.place import TRAINING
+from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 
-__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "lower_and_compile"]
+__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "lower", "lower_and_compile"]
 
 #: (graph, example inputs) -> boxed callable
 Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
+#: (graph with markers, example inputs, what passes know) -> boxed callable, and what one run sends
+Lowering = Callable[[GraphModule, Sequence[Any], PassContext], tuple[Callable[[list[Any]], Any], Traffic]]
 
 #: lowerings of one backward graph that may speculate; a loop that asks for ever new ones gets gradients only
 _MAX_SPECULATING = 8
 
 
-def _specs(gm: GraphModule) -> list[ParamSpec]:
-    """Specs of all parameters a graph with markers touches."""
-    return [marker.spec for marker in Unshard.all(gm)] + [marker.spec for marker in ReduceGrad.all(gm)]
+def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
+    """Run the half passes; also count what one run sends."""
+    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm)]
+    axes = {axis for marker in markers for axis in marker.spec.layout.axes}
+    gm = run_passes(gm, HALF_PASSES, ctx)
+    return gm, measure_traffic(gm, axes)
 
 
 def lower_and_compile(
     gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen
 ) -> tuple[Callable[[list[Any]], Any], Traffic]:
-    """Run the half passes and generate code; also count what one run sends."""
-    specs = _specs(gm)
-    if ctx.options.stand_in is not None:
-        ctx.source = copy.deepcopy(gm)
-    gm = run_passes(gm, HALF_PASSES, ctx)
-    traffic = measure_traffic(gm, {axis for spec in specs for axis in spec.layout.axes})
-    if ctx.options.stand_in is not None:
-        return ctx.options.stand_in(gm, ctx), traffic
+    """:func:`lower`, and generate code."""
+    gm, traffic = lower(gm, ctx)
     appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
     return codegen(gm, [*inputs, *appended]), traffic
 
@@ -89,12 +88,12 @@ def _note(half: str, frame: str, accounts: Sequence[Account], details: Sequence[
         ledger.trail.note(half, frame, own, details)
 
 
-def _range(options: FrameOptions, name: str) -> AbstractContextManager[None]:
+def _range(options: PassOptions, name: str) -> AbstractContextManager[None]:
     """Around a visit: also ends the ranges that a graph has opened when it raises."""
     return ranged(name) if options.nvtx else contextlib.nullcontext()
 
 
-def _buckets(options: FrameOptions) -> str:
+def _buckets(options: PassOptions) -> str:
     return f"buckets of {options.bucket_bytes} bytes"
 
 
@@ -113,7 +112,7 @@ class ForwardGraph:
         gm: GraphModule,
         inputs: Sequence[Any],
         ctx: PassContext,
-        codegen: Codegen,
+        lowering: Lowering,
         options: FrameOptions,
         trained: frozenset[str],
     ) -> None:
@@ -126,7 +125,7 @@ class ForwardGraph:
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
         self._meets = any(marker.spec.layout.gathered for marker in unshards)
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
-        self._run, self._traffic = lower_and_compile(gm, inputs, ctx, codegen)
+        self._run, self._traffic = lowering(gm, inputs, ctx)
         self._inference = ctx.half is Half.INFERENCE
         self._visited = False
 
@@ -140,9 +139,9 @@ class ForwardGraph:
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
         ledger = accounts[0].ledger
-        with ledger.place.at("forward", self._frame, accounts), _range(self._options, self._title):
+        with ledger.status.at("forward", self._frame, accounts), _range(self._options, self._title):
             if self._meets:
-                ledger.place.change(ledger.phase(evaluates=self._inference))
+                ledger.status.change(ledger.phase(evaluates=self._inference))
             for account in accounts:
                 account.handouts.check()
                 keep_fresh(account)
@@ -174,14 +173,14 @@ class BackwardGraph:
     Args:
         gm: the backward graph, markers in place; never modified.
         inputs: its example inputs.
-        options, frame, codegen: how to lower and compile it.
+        ctx: what passes know of it, but for the request.
+        lowering: how to lower and compile it.
     """
 
     gm: GraphModule
     inputs: Sequence[Any]
-    options: FrameOptions
-    frame: str
-    codegen: Codegen
+    ctx: PassContext
+    lowering: Lowering
     grads: tuple[ReducedGrad, ...] = ()
     _variants: dict[BackwardRequest, _Variant] = field(default_factory=dict)
     _context: SavedContext = field(default_factory=SavedContext)
@@ -195,10 +194,9 @@ class BackwardGraph:
         accounts = _accounts_at(args, [grad.state_index for grad in self.grads])
         if not accounts:
             return self._visit(args, accounts)
-        name = f"{self.frame}.{Half.BACKWARD.value}"
-        place = accounts[0].ledger.place
-        with place.at("backward", self.frame, accounts), _range(self.options, name):
-            place.change(TRAINING)
+        status = accounts[0].ledger.status
+        with status.at("backward", self.ctx.frame, accounts), _range(self.ctx.options, self.ctx.title):
+            status.change(TRAINING)
             return self._visit(args, accounts)
 
     def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:
@@ -220,7 +218,7 @@ class BackwardGraph:
         if accounts:
             accounts[0].ledger.count(variant.traffic)
         if variant.traffic.collectives:
-            _note("backward", self.frame, accounts, [*details, _buckets(self.options)])
+            _note("backward", self.ctx.frame, accounts, [*details, _buckets(self.ctx.options)])
         return results[: self._outputs]
 
     def _request(self, accounts: Sequence[Account], receives: Sequence[bool], call: int) -> BackwardRequest:
@@ -261,10 +259,10 @@ class BackwardGraph:
 
     def _variant(self, request: BackwardRequest, accounts: Sequence[Account]) -> _Variant:
         if request not in self._variants:
-            ctx = PassContext(Half.BACKWARD, self.frame, self.options, request=request)
+            ctx = replace(self.ctx, request=request, timings={})
             gm = copy.deepcopy(self.gm)
             with self._context.restored():
-                self._variants[request] = _Variant(*lower_and_compile(gm, self.inputs, ctx, self.codegen))
+                self._variants[request] = _Variant(*self.lowering(gm, self.inputs, ctx))
             if accounts:
                 accounts[0].ledger.counters.graphs += 1
         return self._variants[request]

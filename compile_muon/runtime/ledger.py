@@ -19,9 +19,10 @@ from compile_muon.config import FrameOptions
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.place import EVALUATION, TRAINING, Place
+from compile_muon.runtime.rank_status import EVALUATION, TRAINING, RankStatus
 from compile_muon.runtime.trail import Trail
 
 __all__ = ["Counters", "Ledger"]
@@ -67,8 +68,9 @@ class Ledger:
         accumulating: inside :meth:`accumulate`.
         momentum_factor: as graphs read it from ``Account.hyper``.
         before_backward: called before a backward graph runs.
+        costs: what the machine costs, as each of its ranks sees it; the same on every rank.
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
-        place: where this rank is, for the others to read.
+        status: where this rank is, for the others to read.
         trail: visits since the last step that met other ranks.
         stepped: whether there is an optimizer, which a copied module does not have.
     """
@@ -79,9 +81,10 @@ class Ledger:
     accumulating: bool = False
     momentum_factor: float = 0.0
     before_backward: Callable[[], None] | None = None
+    costs: Costs = Costs()
     options: FrameOptions = FrameOptions(codegen="eager")
     counters: Counters = field(default_factory=Counters)
-    place: Place = field(default_factory=Place)
+    status: RankStatus = field(default_factory=RankStatus)
     trail: Trail = field(default_factory=Trail)
     stepped: bool = True
     _expected: int | None = None
@@ -195,7 +198,7 @@ class Ledger:
         for account in self.accounts:
             account.close()
         self.trail.close()
-        self.place.step += 1
+        self.status.step += 1
 
     def drop_gradients(self) -> None:
         """``zero_grad()``: nothing that belongs to the old gradients may reach the next step."""
@@ -205,7 +208,7 @@ class Ledger:
     def count(self, traffic: Traffic) -> None:
         """Add what a graph sent and computed."""
         self.counters.traffic = self.counters.traffic + traffic
-        self.place.collectives += sum(number for _, number in traffic.collectives)
+        self.status.collectives += sum(number for _, number in traffic.collectives)
 
     def range(self, name: str, category: str = "", payload: int = 0) -> AbstractContextManager[None]:
         """``with ledger.range(...):`` as :func:`ranged`, where frames make ranges."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from compile_muon.errors import LedgerError, by_rank, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.costs import Costs, gather_start
 from compile_muon.passes.exchange.packing import pack, unpack
 from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
 from compile_muon.passes.half.buckets import group_neighbours
@@ -25,20 +26,16 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.board import gather_objects
-from compile_muon.runtime.shards import edits_of
+from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.runtime.shards import edits_of, has_memory
 
 __all__ = [
     "Refresh",
     "buckets",
-    "gathered_alone",
     "gathers",
     "keep_fresh",
-    "last_gather",
-    "packed",
     "start_refresh",
     "start_refresh_by_owner",
-    "unpacked",
 ]
 
 _BUCKET_BYTES = PassOptions.bucket_bytes
@@ -56,7 +53,8 @@ def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -
     Args:
         dtype_of: the dtype they would have in the buffer.
     """
-    for group in group_neighbours([account.spec for account in accounts], dtype_of, _BUCKET_BYTES):
+    specs = [account.spec for account in accounts]
+    for group in group_neighbours(specs, dtype_of, accounts[0].ledger.costs if accounts else Costs(), _BUCKET_BYTES):
         yield [accounts[index] for index in group]
 
 
@@ -69,21 +67,22 @@ def gathers(accounts: Sequence[Account]) -> list[list[Account]]:
     alone: list[Account] = []
     others: list[Account] = []
     for account in place:
-        (alone if gathered_alone(account.spec) else others).append(account)
+        (alone if _gathered_alone(account) else others).append(account)
     shared = buckets(others, lambda spec: spec.compute_dtype)
     return sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
 
 
-def gathered_alone(spec: ParamSpec) -> bool:
+def _gathered_alone(account: Account) -> bool:
     """Whether the weight is gathered straight to where it is resident: ranks hold equal parts of it, in order."""
-    layout = spec.layout
+    spec, layout = account.spec, account.spec.layout
     parts = layout.shard.size * (layout.replicate.size if layout.cut_twice else 1)
     nbytes = layout.numel * decode_dtype(spec.compute_dtype).itemsize
-    even = layout.shape[0] % parts == 0 and nbytes >= max(_ALONE_BYTES, _ALONE_STARTS * spec.gather_start)
+    start = gather_start(layout, account.ledger.costs)
+    even = layout.shape[0] % parts == 0 and nbytes >= max(_ALONE_BYTES, _ALONE_STARTS * start)
     return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
 
 
-def last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
+def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
     """The axis that the gather which ends in the resident weights goes over, and what each rank sends of each."""
     layout = specs[0].layout
     if layout.replicated_weight:
@@ -91,7 +90,7 @@ def last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
     return layout.replicate.serving(Category.REFRESH), piece_widths(specs)
 
 
-def packed(specs: Sequence[ParamSpec], pieces: Sequence[Tensor]) -> Tensor:
+def _packed(specs: Sequence[ParamSpec], pieces: Sequence[Tensor]) -> Tensor:
     """What this rank sends in the gather that ``specs`` share, which ends in their resident weights.
 
     Where that is the second of two gathers, the first is done here, and waited for; collective then.
@@ -100,18 +99,16 @@ def packed(specs: Sequence[ParamSpec], pieces: Sequence[Tensor]) -> Tensor:
         pieces: what this rank holds of each.
     """
     layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
-    if gathered_alone(specs[0]):
-        return pieces[0].to(dtype)
     if layout.cut_twice and layout.replicated_weight:
         pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
-    axis, widths = last_gather(specs)
+    axis, widths = _last_gather(specs)
     copies = axis.size if layout.pairwise else 1
     return pack([*pieces] * copies, widths * copies, dtype=dtype)
 
 
-def unpacked(specs: Sequence[ParamSpec], received: Tensor, replicas: Sequence[Tensor]) -> list[Tensor]:
-    """The weights in what every rank has :func:`packed`, in the shapes of ``replicas``."""
-    axis, widths = last_gather(specs)
+def _unpacked(specs: Sequence[ParamSpec], received: Tensor, replicas: Sequence[Tensor]) -> list[Tensor]:
+    """The weights in what every rank has :func:`_packed`, in the shapes of ``replicas``."""
+    axis, widths = _last_gather(specs)
     found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
     return [flat.view(replica.shape) for replica, flat in zip(replicas, found, strict=True)]
 
@@ -125,7 +122,8 @@ class Refresh:
         sent: what this rank sends.
         work: to be waited for.
         sending: kept until then.
-        received: every rank's bucket, one behind the other; None where it goes to the resident weight itself.
+        received: every rank's bucket, one behind the other, or the resident weight itself.
+        alone: whether it is the resident weight itself.
     """
 
     accounts: Sequence[Account]
@@ -133,27 +131,26 @@ class Refresh:
     sent: int
     work: dist.Work
     sending: Tensor
-    received: Tensor | None
+    received: Tensor
+    alone: bool
 
     @classmethod
     def start(cls, accounts: Sequence[Account], name: str, sent: int) -> Refresh:
         """Start the gather that the resident weights of ``accounts`` share; collective."""
         specs = [account.spec for account in accounts]
-        axis, widths = last_gather(specs)
-        group = group_named(axis.group)
-        sending = packed(specs, [account.local.detach() for account in accounts])
-        received: Tensor | None = None
-        if gathered_alone(specs[0]):
-            (account,) = accounts
-            assert account.replica is not None
-            work = dist.all_gather_into_tensor(account.replica.detach(), sending, group, async_op=True)
+        axis, widths = _last_gather(specs)
+        pieces = [account.local.detach() for account in accounts]
+        alone = _gathered_alone(accounts[0])
+        if alone:
+            replica = accounts[0].replica
+            assert replica is not None
+            sending, received = pieces[0].to(replica.dtype), replica.detach()
         else:
+            sending = _packed(specs, pieces)
             received = sending.new_empty(axis.size * sum(widths))
-            if specs[0].layout.pairwise:
-                work = dist.all_to_all_single(received, sending, group=group, async_op=True)
-            else:
-                work = dist.all_gather_into_tensor(received, sending, group, async_op=True)
-        found = cls(accounts, name, sent, work, sending, received)
+        send = dist.all_to_all_single if specs[0].layout.pairwise else dist.all_gather_into_tensor
+        work = send(received, sending, group=group_named(axis.group), async_op=True)
+        found = cls(accounts, name, sent, work, sending, received, alone)
         for account in accounts:
             account.refresh = found
             account.refreshed_at = edits_of(account.param)
@@ -168,14 +165,14 @@ class Refresh:
         ledger = self.accounts[0].ledger
         with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.sent):
             self.work.wait()
-            if self.received is not None:
+            if not self.alone:
                 self._unpack(self.received)
             for account in self.accounts:
                 account.refresh = None
 
     def _unpack(self, received: Tensor) -> None:
         replicas = [account.replica for account in self.accounts if account.replica is not None]
-        weights = unpacked([account.spec for account in self.accounts], received, replicas)
+        weights = _unpacked([account.spec for account in self.accounts], received, replicas)
         for account, replica, weight in zip(self.accounts, replicas, weights, strict=True):
             rows = _own_rows(account, replica)
             replica[: rows.start].copy_(weight[: rows.start])
@@ -186,7 +183,7 @@ def _own_rows(account: Account, replica: Tensor) -> slice:
     """The rows of ``replica`` that are the shard's own memory, and may have been edited since it was sent."""
     local = account.local
     row = account.spec.layout.row_numel * replica.element_size()
-    if not local.numel() or local.dtype is not replica.dtype:
+    if not local.numel() or local.dtype is not replica.dtype or not has_memory(local):
         return slice(0, 0)
     first, rest = divmod(local.data_ptr() - replica.data_ptr(), row)
     inside = not rest and 0 <= first < len(replica)

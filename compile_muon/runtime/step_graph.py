@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.config import FrameOptions
-from compile_muon.passes import HALF_PASSES, Half, PassContext, run_passes
-from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes import Half, PassContext
+from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.frame import Codegen, Lowering, lower_and_compile
 
 __all__ = ["StepGraphs"]
 
@@ -60,8 +62,13 @@ def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModu
 
 @dataclass
 class StepGraphs:
-    """Compiled step graphs by set of parameters."""
+    """Compiled step graphs by set of parameters.
 
+    Args:
+        lowering: how they are lowered and compiled; None for as the options say.
+    """
+
+    lowering: Lowering | None = None
     _compiled: dict[tuple[object, ...], _Compiled] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -92,12 +99,16 @@ class StepGraphs:
         fake = FakeTensorMode()
         with fresh_context(fake):
             gm, inputs = _build(accounts, fake)
-            ctx = PassContext(Half.STEP, f"step{len(self._compiled)}", options)
-            gm = run_passes(gm, HALF_PASSES, ctx)
-            traffic = measure_traffic(gm, {axis for account in accounts for axis in account.spec.layout.axes})
-            if options.stand_in is not None:
-                return _Compiled(options.stand_in(gm, ctx), traffic)
-            if options.codegen == "eager":
-                return _Compiled(make_boxed_func(gm.forward), traffic)
-            run = compile_fx_inner(gm, inputs, is_inference=True)
-        return _Compiled(run, traffic)
+            ctx = PassContext(Half.STEP, f"step{len(self._compiled)}", options, accounts[0].ledger.costs)
+            lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
+            return _Compiled(*lowering(gm, inputs, ctx))
+
+
+def _inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    return compile_fx_inner(gm, inputs, is_inference=True)
+
+
+_CODEGEN: dict[str, Codegen] = {
+    "inductor": _inductor,
+    "eager": lambda gm, inputs: make_boxed_func(gm.forward),
+}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compile_muon.errors import ranks_named
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.board import gather_objects
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.speculation import Speculation, differ
 
 __all__ = ["Survey", "not_finite", "squares"]

@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from compile_muon.checkpoint.folder import sync_folder
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.model.full_parameters import full_parameters
-from compile_muon.weights.contents import Weights
+from compile_muon.storage.disk import sync_folder
+from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.full import gather, load_full_state_dict
+from compile_muon.weights.named_tensors import Weights
 
 __all__ = ["has_adapters", "holds_adapters", "load_adapters", "merge_adapters", "save_adapters"]
 

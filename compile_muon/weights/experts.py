@@ -17,9 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_muon.checkpoint.manifest import TensorFacts
-from compile_muon.checkpoint.storage import Box
 from compile_muon.errors import listed
+from compile_muon.storage.boxes import Box, TensorFacts
 
 __all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
 

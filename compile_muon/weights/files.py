@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from compile_muon.checkpoint.folder import sync_folder
-from compile_muon.checkpoint.manifest import TensorFacts
-from compile_muon.checkpoint.storage import Box, read_boxes
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.passes.spec import decode_dtype, encode_dtype
+from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
+from compile_muon.storage.disk import sync_folder
 
 __all__ = ["FILE", "INDEX", "TensorFile", "TensorFolder", "header", "nbytes", "ordered", "parse_size", "place", "split"]
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.checkpoint.ranks import Ranks
 from compile_muon.errors import CheckpointError, listed
-from compile_muon.weights.contents import Entry, Weights, weights_of
+from compile_muon.storage.ranks import Ranks
+from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 
 __all__ = ["full_state_dict", "gather", "load_full_state_dict"]
@@ -29,7 +29,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         PeerError: a rank does not come; it takes the time-out of the process group.
     """
     weights = weights_of(model)
-    with weights.place.at("full_state_dict"):
+    with weights.status.at("full_state_dict"):
         ranks = weights.meet("full_state_dict")
         return gather(weights, ranks, "full_state_dict")
 
@@ -77,7 +77,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
         PeerError: a rank does not come.
     """
     weights = weights_of(model)
-    with weights.place.at("load_full_state_dict"):
+    with weights.status.at("load_full_state_dict"):
         ranks = weights.meet("load_full_state_dict", strict)
         wire = Wire(weights.group, weights.device)
         sources: dict[str, str] = {}

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from compile_muon.checkpoint.manifest import TensorFacts
-from compile_muon.checkpoint.ranks import Ranks
-from compile_muon.checkpoint.storage import Box
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
+from compile_muon.storage.boxes import Box, TensorFacts
+from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
-from compile_muon.weights.contents import Entry, Weights, weights_of
 from compile_muon.weights.experts import Block, boxes, origins_of
 from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
+from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 
 __all__ = ["load_pretrained", "load_whole", "save_pretrained", "tied_names"]
@@ -50,7 +49,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
     limit = parse_size(max_shard_size)
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
-    with weights.place.at("save_pretrained"):
+    with weights.status.at("save_pretrained"):
         ranks = weights.meet("save_pretrained", limit)
         doing = f"{folder}: weights were not saved"
         if has_adapters(weights.module):
@@ -200,7 +199,7 @@ def load_whole(model: nn.Module, folder: str | os.PathLike) -> None:
 def _load(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters: bool) -> None:
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
-    with weights.place.at("load_pretrained"):
+    with weights.status.at("load_pretrained"):
         ranks = weights.meet("load_pretrained", strict)
         if adapters and has_adapters(weights.module) and all(ranks.gather(holds_adapters(weights.module, folder))):
             return load_adapters(weights, folder, ranks, strict=strict)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.passes.layout import Layout
-from compile_muon.weights.contents import Entry
+from compile_muon.weights.named_tensors import Entry
 
 __all__ = ["Wire"]
 

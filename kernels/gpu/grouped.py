@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..call_plan import Plan
 from ..chunks import Stack, chunked
 from ..iterations import gram, standard
-from ..plan import Plan
 from . import newton_schulz
 from .arena import Layout, Matrices, work_bytes
 from .grouped_product import grouped_product
 from .grouped_symmetric import grouped_symmetric
 from .model import Tile
 from .normalize import normalize
-from .schedule import results_of
+from .tile_order import results_of
 from .tiles import choose
 
 __all__ = ["GroupedProducts", "orthogonalize_list"]

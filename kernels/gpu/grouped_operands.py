@@ -12,7 +12,8 @@ import triton.language as tl
 from .arena import Matrices
 from .launch import Launch
 from .model import Tile
-from .schedule import tables
+from .operands import constants
+from .tile_order import tables
 
 __all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of"]
 
@@ -128,22 +129,7 @@ def grouped_launch(
         min(found.tiles, processors * tile.resident),
         out.flat,
         (*arenas, found.shapes, found.places, len(out.layout.shapes), *numbers),
-        _constants(tile, plus=plus is not None, square=square),
+        {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
+        | {"SQUARE": square},
         scratch=tile.descriptors,
     )
-
-
-def _constants(tile: Tile, *, plus: bool, square: bool) -> dict[str, Any]:
-    """The compile-time arguments of either grouped kernel; WIDEN as in ``operands.constants``."""
-    return {
-        "SQUARE": square,
-        "PLUS": plus,
-        "ROWS": tile.rows,
-        "COLS": tile.cols,
-        "DEPTH": tile.depth,
-        "DESCRIPTORS": tile.descriptors,
-        "SPECIALIZE": tile.specialize,
-        "WIDEN": bool(triton.knobs.runtime.interpret),
-        "num_stages": tile.stages,
-        "num_warps": tile.warps,
-    }

@@ -18,28 +18,9 @@ from .arena import Matrices
 from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
 from .launch import Launch
 from .model import Tile
+from .operands import store_square
 
 __all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
-
-
-@triton.jit
-def _store(target, value, matrix, row, col, size, pitch, SIDE: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """A square of the result, padding included, and its mirror image; one on the diagonal once, nothing above it."""
-    if DESCRIPTORS:
-        if col <= row:
-            target.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
-        if col < row:
-            target.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
-    else:
-        i = tl.arange(0, SIDE)[:, None]
-        j = tl.arange(0, SIDE)[None, :]
-        start = target + matrix.to(tl.int64) * size * pitch
-        if col < row:
-            mirrored = start + col.to(tl.int64) * pitch + row
-            tl.store(mirrored + j * pitch + i, value, mask=(col + j < size) & (row + i < pitch))
-        if col <= row:
-            straight = start + row.to(tl.int64) * pitch + col
-            tl.store(straight + i * pitch + j, value, mask=(row + i < size) & (col + j < pitch))
 
 
 @triton.jit
@@ -98,13 +79,21 @@ def grouped_symmetric_kernel(
                 value = (alpha * sums).to(out.dtype.element_ty)
                 _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
+                stride = size.to(tl.int64) * square_pitch
                 if COLS == ROWS:
-                    _store(target, value, matrix, row, col, size, square_pitch, ROWS, DESCRIPTORS)
+                    store_square(
+                        target, value, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
+                    )
                 else:
                     tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
                     one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-                    _store(target, one, matrix, row, col, size, square_pitch, ROWS, DESCRIPTORS)
-                    _store(target, two, matrix, row, col + ROWS, size, square_pitch, ROWS, DESCRIPTORS)
+                    store_square(
+                        target, one, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
+                    )
+                    col += ROWS
+                    store_square(
+                        target, two, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
+                    )
             first += tl.cdiv(end - first, programs) * programs
 
 

@@ -13,10 +13,9 @@ beside it. Memory is no limit of these kernels: from 512 up each of their operan
 What is assumed, and by what it would be replaced, stands in ``tiles.json`` under ``device``; for all three
 architectures it is **estimated**: rates from published figures of Triton and cuBLAS on large products, overhead and
 launch from the latencies of a pipeline's first loads and of a graph's kernel nodes. ``benchmarks/tune_tiles.py``
-measures rates. ``python -m compile_muon.kernels.gpu.model`` prints what follows for common sizes.
+measures rates.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -121,41 +120,3 @@ def seconds(tile: Tile, device: Device, results: Sequence[Result], processors: i
     filled = 1.0 if tile.resident == 1 else device.solo + (1 - device.solo) * (beside - 1) / (tile.resident - 1)
     loop = operations / (device.rate * tile.rate * filled)
     return device.launch + loop + ceildiv(tiles, tile.resident) * device.overhead
-
-
-def main() -> None:
-    """Print what the model says of Newton-Schulz steps, against cuBLAS."""
-    from rich.console import Console
-    from rich.table import Table as Picture
-
-    from .tiles import choose, load_tables
-
-    parser = argparse.ArgumentParser(description="expected time of one standard Newton-Schulz step")
-    parser.add_argument("architecture", nargs="?", default="sm_90", choices=list(load_tables()))
-    parser.add_argument("--processors", type=int, default=132)
-    options = parser.parse_args()
-    table = load_tables()[options.architecture]
-    title = f"{options.architecture}, {options.processors} multiprocessors, modelled: {table.source}"
-    picture = Picture(title=title)
-    for heading in ("matrices", "k × l", "XXᵀ tile", "ours µs", "cuBLAS µs", "cuBLAS / ours", "% of cuBLAS", "runs on"):
-        picture.add_column(heading, justify="right")
-    fastest = options.processors * table.device.rate * max(tile.rate for tile in table.cublas)
-    for matrices in (1, 4, 16):
-        for k, l in (  # noqa: E741
-            (512, 512), (768, 3072), (1024, 1024), (1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)
-        ):  # fmt: skip
-            shapes = ((matrices, k, l),)
-            ours = table.triton_seconds(shapes, options.processors)
-            theirs = table.cublas_seconds(shapes, options.processors)
-            tile = choose(table.symmetric, table.device, ((matrices, k, k, l),), options.processors, triangle=True)
-            least = matrices * (3.0 * k * k * l + 1.0 * k**3)  # symmetric products once
-            picture.add_row(
-                str(matrices), f"{k} × {l}", f"{tile.rows}×{tile.cols}", f"{1e6 * ours:.1f}", f"{1e6 * theirs:.1f}",
-                f"{theirs / ours:.2f}", f"{100 * least / ours / fastest:.0f}",
-                "Triton" if ours <= theirs else "cuBLAS",
-            )  # fmt: skip
-    Console(width=140).print(picture)
-
-
-if __name__ == "__main__":
-    main()

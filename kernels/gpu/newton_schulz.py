@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..call_plan import Plan
 from ..iterations import gram, standard
-from ..plan import Plan
 from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices

@@ -1,4 +1,4 @@
-"""What the two matrix-product kernels share: operands by pointers or tensor descriptors (TMA), and the tile order."""
+"""What the matrix-product kernels share: operands by pointers or tensor descriptors (TMA), and the tile order."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .model import Tile, ceildiv
 
-__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of"]
+__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of", "store_square"]
 
 
 @triton.jit
@@ -44,6 +44,43 @@ def load_tile(
 
 
 @triton.jit
+def store_square(
+    out,
+    value,
+    matrix,
+    row,
+    col,
+    size,
+    width,
+    matrix_stride,
+    row_stride,
+    SIDE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """A square of a symmetric result and its mirror image; one on the diagonal once, nothing above it.
+
+    Rows are written up to ``width`` entries, which is ``size``, or with their padding the stride.
+    """
+    if DESCRIPTORS:
+        if col <= row:
+            out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
+        if col < row:
+            out.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
+    else:
+        i = tl.arange(0, SIDE)[:, None]
+        j = tl.arange(0, SIDE)[None, :]
+        # Within a square 32 bits are enough, and half the registers. No mask here differs from entry to entry along a
+        # row: that would make every store two bytes wide.
+        start = out + matrix.to(tl.int64) * matrix_stride
+        if col < row:
+            mirrored = start + col.to(tl.int64) * row_stride + row
+            tl.store(mirrored + j * row_stride + i, value, mask=(col + j < size) & (row + i < width))
+        if col <= row:
+            straight = start + row.to(tl.int64) * row_stride + col
+            tl.store(straight + i * row_stride + j, value, mask=(row + i < size) & (col + j < width))
+
+
+@triton.jit
 def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr):
     """(matrix, first row, first column) of this program: column by column within groups of GROUP tile rows."""
     down = tl.cdiv(rows, ROWS)
@@ -59,7 +96,7 @@ def place_of(rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.const
 
 
 def constants(tile: Tile, *, plus: bool) -> dict[str, Any]:
-    """The compile-time arguments of either kernel.
+    """The compile-time arguments of the kernels for one shape; those for lists have no GROUP.
 
     WIDEN is for Triton's interpreter, whose bfloat16 products are wrong (numpy has no bfloat16): there tiles become
     float32 once loaded. It changes no product: two bfloat16 or float16 numbers multiply exactly in float32.

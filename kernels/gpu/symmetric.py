@@ -16,30 +16,9 @@ from torch import Tensor
 
 from .launch import Launch
 from .model import Tile, ceildiv
-from .operands import constants, load_tile, operand, place_of
+from .operands import constants, load_tile, operand, place_of, store_square
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
-
-
-@triton.jit
-def _store(
-    out, value, matrix, row, col, size, matrix_stride, row_stride, SIDE: tl.constexpr, DESCRIPTORS: tl.constexpr
-):
-    """A square of the result below the diagonal and its mirror image, or one on the diagonal."""
-    if DESCRIPTORS:
-        out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
-        if col < row:
-            out.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
-    else:
-        i = tl.arange(0, SIDE)[:, None]
-        j = tl.arange(0, SIDE)[None, :]
-        # No mask here differs from entry to entry: that would make every store two bytes wide.
-        inside = (row + i < size) & (col + j < size)
-        # Within a square 32 bits are enough, and half the registers.
-        start = out + matrix.to(tl.int64) * matrix_stride
-        if col < row:
-            tl.store(start + col.to(tl.int64) * row_stride + row + j * row_stride + i, value, mask=inside)
-        tl.store(start + row.to(tl.int64) * row_stride + col + i * row_stride + j, value, mask=inside)
 
 
 @triton.jit
@@ -101,13 +80,13 @@ def symmetric_kernel(
 
     value = (alpha * sums).to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
     if COLS == ROWS:
-        _store(out, value, matrix, row, col, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+        store_square(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
     else:
         tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
-        first, second = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        _store(out, first, matrix, row, col, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-        if col + ROWS <= row:
-            _store(out, second, matrix, row, col + ROWS, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+        one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
+        store_square(out, one, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+        col += ROWS
+        store_square(out, two, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
 
 
 def symmetric_product(

@@ -28,11 +28,11 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
     layout = specs[0].layout
-    replicas = layout.copying.serving(Category.EXCHANGE)
+    replicas = layout.replica_group.serving(Category.EXCHANGE)
     if replicas.alone:
         return here(updates, specs)
     count = replicas.size
-    first = [owner // layout.meeting.size for owner in owners or [0] * len(updates)]
+    first = [owner // layout.owner_group.size for owner in owners or [0] * len(updates)]
     parts = [part for update in updates for part in update.tensor_split(count)]
     holders = [(start + part) % count for start in first for part in range(count)]
     mine = here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs)

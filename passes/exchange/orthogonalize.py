@@ -8,7 +8,6 @@ owners follow from the specs, so nothing is negotiated at run time. One file a s
 strategy   bytes sent per rank, matrix of S bytes, W     Newton-Schulz work    used for
 ========== ============================================= ===================== ==========================
 local      0                                             each matrix once      world 1, expert stacks
-replicate  S (W-1) / W                                   every rank all of it  tiny matrices
 owner      2 S (W-1) / W**2 (all-to-all there and back)  each matrix once      the rule
 ========== ============================================= ===================== ==========================
 """
@@ -25,8 +24,7 @@ from compile_muon.kernels import muon_momentum
 from ..spec import ParamSpec
 from .local import local
 from .matrices import wire_dtype
-from .owner import assign_owners, owner
-from .replicate import replicate
+from .owner import owner
 
 __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 
@@ -35,7 +33,6 @@ _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], lis
 #: what ``MuonSpec.exchange`` names: (updates, specs, owners) -> directions
 STRATEGIES: dict[str, _Strategy] = {
     "local": local,
-    "replicate": lambda updates, specs, owners: replicate(updates, specs),
     "owner": owner,
 }
 
@@ -44,18 +41,15 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     """What parameters must agree on to share one exchange."""
     muon = spec.muon_settings
     layout = spec.layout
-    ranks = (layout.company, layout.meeting, layout.copying, layout.joined)
+    ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
     return (muon.exchange, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def hops(spec: ParamSpec) -> int:
     """Collectives of an exchange, one behind the other."""
-    layout, exchange = spec.layout, spec.muon_settings.exchange
-    met = not layout.meeting.alone
-    if exchange == "replicate":
-        return met + (layout.cut_twice and not layout.joined)
-    shared = not layout.copying.alone
-    return 2 * met + shared if exchange == "owner" else int(shared)
+    layout = spec.layout
+    shared = not layout.replica_group.alone
+    return shared + (2 * (not layout.owner_group.alone) if spec.muon_settings.exchange == "owner" else 0)
 
 
 def orthogonalize_group(
@@ -63,7 +57,7 @@ def orthogonalize_group(
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
     specs: Sequence[ParamSpec],
-    owners: Sequence[int] | None = None,
+    owners: Sequence[int],
 ) -> list[Tensor]:
     """Muon directions of many parameters.
 
@@ -72,7 +66,7 @@ def orthogonalize_group(
         momenta: EMA of the gradients before these, same shapes.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
         specs: static facts; all with ``muon`` set.
-        owners: owner rank per parameter for the ``owner`` strategy (default: :func:`assign_owners` of each group).
+        owners: of each parameter, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous.
@@ -93,7 +87,7 @@ def orthogonalize_group(
     for _, members in groupby(sorted(range(len(specs)), key=lambda i: (keys[i], i)), key=lambda i: keys[i]):
         indices = list(members)
         chosen = [specs[i] for i in indices]
-        table = [owners[i] for i in indices] if owners is not None else assign_owners(chosen)
+        table = [owners[i] for i in indices]
         outputs = STRATEGIES[chosen[0].muon_settings.exchange]([updates[i] for i in indices], chosen, table)
         for i, output in zip(indices, outputs, strict=True):
             directions[i] = output

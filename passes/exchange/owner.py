@@ -10,24 +10,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..costs import owner_work
-from ..spec import MuonSpec, ParamSpec, decode_dtype
+from ..costs import Costs, owned_work
+from ..spec import ParamSpec, decode_dtype
 from ..work import Category
 from .local import here
 from .matrices import as_matrices, newton_schulz
 from .packing import pack, unpack
 from .transfers import all_to_all, hand_round
 
-__all__ = ["assign_owners", "owned_work", "owner"]
+__all__ = ["assign_owners", "owner"]
 
 
-def owned_work(muon: MuonSpec) -> float:
-    """What the owner of a parameter has to do, in the unit of what the others have: nanoseconds, or multiply-adds."""
-    one = owner_work(muon.rows, muon.cols, steps=muon.steps) if muon.nanoseconds is None else muon.nanoseconds
-    return muon.batch * one
-
-
-def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
+def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
     """Owner of each parameter among all ranks that hold a piece.
 
     How many of which matrices a rank gets is by longest processing time first, over all of them. Which ones is then
@@ -36,9 +30,9 @@ def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] =
     the bucket: what is exchanged together arrives as fast as the fullest owner's link lets it, and gathers are padded
     to what that has.
 
-    Owners are counted company by company: ``c * meeting.size + m`` has the places ``c`` along ``layout.copying`` and
-    ``m`` along ``layout.meeting``. Deterministic (ties go to the earlier parameter), so every rank computes the same
-    table.
+    Owners are counted owner group by owner group: ``c * owner_group.size + m`` has the places ``c`` along
+    ``layout.replica_group`` and ``m`` along ``layout.owner_group``. Deterministic (ties go to the earlier parameter),
+    so every rank computes the same table.
 
     Args:
         buckets: indices of parameters that are exchanged together, in the order in which they are.
@@ -49,11 +43,11 @@ def assign_owners(specs: Sequence[ParamSpec], buckets: Sequence[Sequence[int]] =
     tasks = []
     for spec in specs:
         layout = spec.layout
-        kind = (layout.company, layout.meeting, layout.copying, layout.joined)
+        kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
         if kind not in found:
-            count = layout.meeting.size * layout.copying.size
-            found[kind] = _Places(layout.meeting.size, tuple(map(layout.owner_ranks, range(count))))
-        tasks.append(_Task(owned_work(spec.muon_settings), found[kind]))
+            count = layout.owner_group.size * layout.replica_group.size
+            found[kind] = _Places(layout.owner_group.size, tuple(map(layout.owner_ranks, range(count))))
+        tasks.append(_Task(owned_work(spec.muon_settings, costs), found[kind]))
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
     as_many_as_may_be = {task: [len(tasks)] * len(task.places.ranks) for task in tasks}
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
@@ -132,16 +126,16 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
     layout = specs[0].layout
-    width, here = layout.meeting.size, layout.copying.index
+    width, here = layout.owner_group.size, layout.replica_group.index
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
     made = _among([updates[i] for i in mine], [specs[i] for i in mine], [owners[i] % width for i in mine])
-    if layout.copying.alone:
+    if layout.replica_group.alone:
         return made
     found = hand_round(
         made,
         [owner // width for owner in owners],
         [spec.layout.local_numel for spec in specs],
-        layout.copying.serving(Category.EXCHANGE),
+        layout.replica_group.serving(Category.EXCHANGE),
         layout.pairwise,
         like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
     )
@@ -152,17 +146,17 @@ def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequen
     """All-to-all pieces to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
 
     Args:
-        owners: places along ``layout.meeting``.
+        owners: places along ``layout.owner_group``.
     """
     if not updates:  # for nobody in this company
         return []
-    axis = specs[0].layout.meeting.serving(Category.EXCHANGE)
+    axis = specs[0].layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
         return here(updates, specs)
     ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[axis.index]
-    numels = {(i, r): math.prod(specs[i].layout.meeting_shape(r)) for i in mine for r in ranks}
+    numels = {(i, r): math.prod(specs[i].layout.owner_group_shape(r)) for i in mine for r in ranks}
     own = [math.prod(spec.layout.local_shape) for spec in specs]
     sent = [sum(own[i] for i in owned[r]) for r in ranks]
     received = [sum(numels[i, r] for i in mine) for r in ranks]

@@ -22,7 +22,6 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "gather",
-    "gather_matrices",
     "gather_pieces",
     "gather_slices",
     "hand_round",
@@ -165,24 +164,6 @@ def gather_pieces(
     """
     slices = gather_slices(pieces, specs, dtype, category) if specs[0].layout.cut_twice else pieces
     return gather(slices, specs, dtype, category)
-
-
-def gather_matrices(pieces: Sequence[Tensor], specs: Sequence[ParamSpec], dtype: torch.dtype) -> list[Tensor]:
-    """Whole matrices, ``spec.layout.joined_shape`` in ``dtype``, of the pieces that all ranks hold of them.
-
-    Args:
-        pieces: this rank's, ``spec.layout.local_shape``.
-        specs: of parameters that share a mesh, and meet over several ranks.
-    """
-    layout = specs[0].layout
-    if not layout.joined:
-        return gather_pieces(pieces, specs, dtype, Category.EXCHANGE)
-    ranks = range(layout.meeting.size)
-    numels = [[math.prod(spec.layout.meeting_shape(r)) for spec in specs] for r in ranks]
-    widths = [max(column) for column in zip(*numels, strict=True)]
-    flat = all_gather(pieces, widths, dtype, layout.meeting.serving(Category.EXCHANGE), layout.pairwise)
-    padded = unpack(flat, widths * len(ranks), [numel for row in numels for numel in row])
-    return [spec.layout.join(padded[k :: len(specs)]) for k, spec in enumerate(specs)]
 
 
 def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:

@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..costs import bucket_bytes
+from ..costs import Costs, exchange_start, gather_start, reduce_start
 from ..exchange.matrices import wire_dtype
 from ..exchange.orthogonalize import route
+from ..formulas import bucket_bytes
 from ..spec import ParamSpec, decode_dtype
 
 __all__ = ["bucket_matrices", "exchanged_bytes", "group_neighbours", "largest_bucket", "weight_bytes"]
@@ -29,12 +30,17 @@ def largest_bucket(total_bytes: int, cap_bytes: int) -> int:
 
 
 def group_neighbours(
-    specs: Sequence[ParamSpec], dtype_of: Callable[[ParamSpec], str], cap_bytes: int, *, reduces: bool = False
+    specs: Sequence[ParamSpec],
+    dtype_of: Callable[[ParamSpec], str],
+    costs: Costs,
+    cap_bytes: int,
+    *,
+    reduces: bool = False,
 ) -> list[list[int]]:
     """Indices of neighbours in graph order that can share one collective, in the order of the first of each.
 
-    As much of full tensors as the cost model finds best (:data:`~..costs.BUCKET_BYTES`), up to ``cap_bytes``, or less
-    where that would make fewer than ``_COLLECTIVES``. Nothing hides the first gather of a graph, nor its last
+    As much of full tensors as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to ``cap_bytes``, or
+    less where that would make fewer than ``_COLLECTIVES``. Nothing hides the first gather of a graph, nor its last
     reduction: they are small, and no bucket is larger than all that come before it, or behind it.
 
     Args:
@@ -52,13 +58,14 @@ def group_neighbours(
     totals: Counter[tuple[object, ...]] = Counter()
     for key, nbytes in zip(keys, bytes_of, strict=True):
         totals[key] += nbytes
+    layouts = {key: spec.layout for key, spec in zip(keys, specs, strict=True)}
+    starts = {key: (reduce_start if reduces else gather_start)(layout, costs) for key, layout in layouts.items()}
     largest = largest_bucket(sum(bytes_of), cap_bytes)
     before: Counter[tuple[object, ...]] = Counter()  # bytes of the groups of a key that are full
     for index in reversed(range(len(specs))) if reduces else range(len(specs)):
         key, nbytes = keys[index], bytes_of[index]
-        start = specs[index].reduce_start if reduces else specs[index].gather_start
-        best = max(bucket_bytes(totals[key], start), _SMALLEST)
-        limit = min(largest, best, max(before[key], start, _SMALLEST))
+        best = max(bucket_bytes(totals[key], starts[key]), _SMALLEST)
+        limit = min(largest, best, max(before[key], starts[key], _SMALLEST))
         number = open_group.get(key)
         if number is not None and sizes[number] + nbytes > limit:
             before[key] += sizes[number]
@@ -77,10 +84,10 @@ def weight_bytes(spec: ParamSpec) -> int:
     return spec.layout.numel * decode_dtype(spec.compute_dtype).itemsize
 
 
-def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int]]:
+def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) -> list[list[int]]:
     """Indices of neighbours that are exchanged and orthogonalized together, ordered by the last of each.
 
-    About as many bytes of matrices for each rank as the cost model finds best (:data:`~..costs.BUCKET_BYTES`), up to
+    About as many bytes of matrices for each rank as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to
     ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. But a matrix for each rank at least, since
     one with a single owner arrives as fast as that owner's link lets it; or where directions are handed round among
     replicas, which takes longer, one for each of these.
@@ -94,9 +101,9 @@ def bucket_matrices(specs: Sequence[ParamSpec], cap_bytes: int) -> list[list[int
         sizes = [_matrix_bytes(specs[i]) / ranks for i in members]
         total = sum(sizes)
         first = specs[members[0]]
-        copies = first.layout.copying.size
+        copies = first.layout.replica_group.size
         sent = total * (copies - 1) if copies > 1 else total
-        best = max(bucket_bytes(sent, first.muon_settings.start_bytes), _SMALLEST)
+        best = max(bucket_bytes(sent, exchange_start(first.layout, costs)), _SMALLEST)
         count = math.ceil(total / cap_bytes)
         if ranks > 1:
             count = max(count, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
@@ -128,7 +135,7 @@ def _cut(members: Sequence[int], sizes: Sequence[float], count: int, fewest: int
 def _sharers(spec: ParamSpec) -> int:
     """Ranks that orthogonalize a share of the matrices each."""
     layout = spec.layout
-    return layout.copying.size * (layout.meeting.size if spec.muon_settings.exchange == "owner" else 1)
+    return layout.replica_group.size * (layout.owner_group.size if spec.muon_settings.exchange == "owner" else 1)
 
 
 def _matrix_bytes(spec: ParamSpec) -> int:
@@ -138,6 +145,6 @@ def _matrix_bytes(spec: ParamSpec) -> int:
 def exchanged_bytes(spec: ParamSpec) -> int:
     """Bytes that a rank sends and receives at a time when a matrix is exchanged, on average over the ranks."""
     layout = spec.layout
-    ranks = layout.meeting.size * layout.copying.size
+    ranks = layout.owner_group.size * layout.replica_group.size
     received = _matrix_bytes(spec) // _sharers(spec)
     return 0 if ranks == 1 else _matrix_bytes(spec) // ranks + received

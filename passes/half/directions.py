@@ -10,21 +10,23 @@ from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..inline import inline
 from ..markers import Orthogonalize
+from ..pipeline import PassContext
 from ..work import Category, Work, work_of
 from .buckets import bucket_matrices, exchanged_bytes
 
 __all__ = ["lower_directions"]
 
 
-def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
+def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
     """Replace every ``orthogonalize`` marker of ``gm``, which must be read by nothing but the output.
 
-    Owners are balanced in each exchange and over all of them; one brings about ``cap_bytes`` of matrices to each rank.
+    Owners are balanced in each exchange and over all of them; one brings up to ``bucket_bytes`` of matrices to each
+    rank.
     """
     markers = Orthogonalize.all(gm)
     specs = [marker.spec for marker in markers]
-    buckets = bucket_matrices(specs, cap_bytes)
-    owners = assign_owners(specs, buckets)
+    buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
+    owners = assign_owners(specs, ctx.costs, buckets)
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
         table = [owners[i] for i in bucket]
@@ -46,8 +48,8 @@ def lower_directions(gm: GraphModule, cap_bytes: int) -> None:
             nbytes=sum(exchanged_bytes(marker.spec) for marker in chosen),
             needs=frozenset(need for marker in chosen for need in _reductions(marker.grad)),
             hops=hops(first),
-            travels=first.muon_settings.exchange != "local" and not first.layout.meeting.alone,
-            handed_round=first.muon_settings.exchange != "replicate" and not first.layout.copying.alone,
+            travels=first.muon_settings.exchange != "local" and not first.layout.owner_group.alone,
+            handed_round=not first.layout.replica_group.alone,
         )
         found = inline(gm, gm.graph.output_node(), directions, inputs, work)
         for marker, result in zip(chosen, found, strict=True):

@@ -9,7 +9,7 @@ from ..edit import append_inputs, insert_outputs, replace
 from ..exchange import transfers
 from ..inline import inline
 from ..markers import ReduceGrad
-from ..pipeline import tensor_value
+from ..pipeline import PassContext, tensor_value
 from ..request import BackwardRequest, Purpose, ReducedGrad
 from ..spec import decode_dtype
 from ..work import Category, Work
@@ -30,12 +30,12 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
     return tuple(found)
 
 
-def lower_gradients(gm: GraphModule, request: BackwardRequest, cap_bytes: int) -> None:
+def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext) -> None:
     """Replace every ``reduce_grad`` marker of ``gm``, and append the inputs and outputs that ``request`` says.
 
     Args:
         request: one entry per marker, in graph order; its carried inputs and speculation outputs are there already.
-        cap_bytes: of full gradients in one collective.
+        ctx: says how many bytes of full gradients go in one collective.
     """
     reductions = ReduceGrad.all(gm)
     likes = []
@@ -55,7 +55,7 @@ def lower_gradients(gm: GraphModule, request: BackwardRequest, cap_bytes: int) -
             replace(gm, reduction.node, zeros)
         else:
             reduced.append(reduction)
-    for node, result in _reduce(gm, reduced, earlier, cap_bytes).items():
+    for node, result in _reduce(gm, reduced, earlier, ctx).items():
         replace(gm, node, result)
     insert_outputs(gm, kept, ahead_of_last=request.speculation_outputs)
 
@@ -73,7 +73,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> tuple[Node, Node]:
 
 
 def _reduce(
-    gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], cap_bytes: int
+    gm: GraphModule, reductions: list[ReduceGrad], earlier: dict[Node, Node], ctx: PassContext
 ) -> dict[Node, Node]:
     """Averaged gradients by marker, with what earlier micro-batches left unreduced (``earlier``).
 
@@ -94,7 +94,7 @@ def _reduce(
     early = [any(order[user] < order[sent[-1].node] for user in reduction.node.users) for reduction in sent]
     late = [i for i, read in enumerate(early) if not read]
     specs = [sent[i].spec for i in late]
-    groups = group_neighbours(specs, lambda spec: spec.reduce_dtype, cap_bytes, reduces=True)
+    groups = group_neighbours(specs, lambda spec: spec.reduce_dtype, ctx.costs, ctx.options.bucket_bytes, reduces=True)
     groups = [[late[k] for k in group] for group in groups] + [[i] for i, read in enumerate(early) if read]
     for number, group in enumerate(sorted(groups, key=lambda group: group[-1])):
         members = [sent[i] for i in group]

@@ -15,8 +15,7 @@ __all__ = ["LOWER"]
 
 
 def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    cap_bytes = ctx.options.bucket_bytes
-    lower_weights(gm, cap_bytes)
+    lower_weights(gm, ctx)
     if ctx.half is Half.BACKWARD:
         if ctx.request is None:
             raise RequestError("a backward graph without a request; give PassContext(request=BackwardRequest(...))")
@@ -25,8 +24,8 @@ def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
             raise PassContractError(
                 f"{asked} directions asked for, {inserted} inserted; run insert_orthogonalize ahead of lower"
             )
-        lower_gradients(gm, ctx.request, cap_bytes)
-    lower_directions(gm, cap_bytes)
+        lower_gradients(gm, ctx.request, ctx)
+    lower_directions(gm, ctx)
     gm.graph.eliminate_dead_code()
     return gm
 

@@ -10,6 +10,7 @@ from ..exchange import transfers
 from ..inline import inline
 from ..joint.recompute import is_view_or_cast
 from ..markers import Unshard
+from ..pipeline import PassContext
 from ..work import Category, Work
 from .buckets import group_neighbours, weight_bytes
 from .refresh import note_resident
@@ -17,8 +18,8 @@ from .refresh import note_resident
 __all__ = ["lower_weights"]
 
 
-def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
-    """Replace every ``unshard`` marker of ``gm``; gathers send up to ``cap_bytes`` of full weights each."""
+def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
+    """Replace every ``unshard`` marker of ``gm``; gathers send up to ``bucket_bytes`` of full weights each."""
     output = gm.graph.output_node()
     gathered = []
     for read in Unshard.all(gm):
@@ -28,7 +29,9 @@ def lower_weights(gm: GraphModule, cap_bytes: int) -> None:
             gathered.append(read)
         else:
             _lower_resident(gm, read, copy=_escapes(read.node, output))
-    groups = group_neighbours([read.spec for read in gathered], lambda spec: spec.compute_dtype, cap_bytes)
+    groups = group_neighbours(
+        [read.spec for read in gathered], lambda spec: spec.compute_dtype, ctx.costs, ctx.options.bucket_bytes
+    )
     for number, group in enumerate(groups):
         reads = [gathered[i] for i in group]
         _gather(gm, reads, Work(Category.GATHER, number, nbytes=sum(weight_bytes(read.spec) for read in reads)))

@@ -130,7 +130,8 @@ def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.
     names = wheel.namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"compile_muon"}
     assert {"compile_muon/py.typed", "compile_muon/kernels/gpu/tiles.json"} <= set(names)
-    machines = {f"compile_muon/machines/{path.name}" for path in (ROOT / "compile_muon" / "machines").glob("*.json")}
+    folder = "compile_muon/config/machines"
+    machines = {f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.json")}
     assert machines and machines <= set(names)
     sources = {
         f"{package.replace('.', '/')}/{path.relative_to(folder)}"

@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import resource
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["Outcome", "RankError", "Ranks", "single_process"]
+__all__ = ["Outcome", "RankError", "Ranks", "cpu_seconds", "single_process"]
 
 # what the other ranks get after one has failed, before they are stopped
 _GRACE_SECONDS = 5.0
@@ -42,6 +43,20 @@ _GRACE_SECONDS = 5.0
 # Ranks with more process groups than this are started anew: each polls a hundred times a second on threads of its own,
 # and those named by their ranks cannot be destroyed and made again over one store.
 _MOST_GROUPS = 40
+
+
+#: what the ranks of this process' tests have taken of a core; tests/conftest.py asks
+_taken = 0.0
+
+
+def cpu_seconds() -> float:
+    """Of all ranks so far."""
+    return _taken
+
+
+def _of_children() -> float:
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 class RankError(AssertionError):
@@ -55,6 +70,7 @@ class Outcome:
     value: Any = None
     failure: str | None = None
     groups: int = 0  # process groups that the rank holds afterwards
+    seconds: float = 0.0  # of a core
 
 
 def _module(path: str) -> ModuleType:
@@ -69,15 +85,16 @@ def _module(path: str) -> ModuleType:
 
 
 def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
+    began = time.process_time()
     try:
         value = getattr(_module(path), name)(**kwargs)
         pickle.dumps(value)
-        return Outcome(value, groups=len(_world.pg_map))
+        found = Outcome(value, groups=len(_world.pg_map))
     except BaseException:
-        return Outcome(failure=traceback.format_exc())
-    finally:
-        torch._dynamo.reset()
-        gc.collect()
+        found = Outcome(failure=traceback.format_exc())
+    torch._dynamo.reset()
+    gc.collect()
+    return replace(found, seconds=time.process_time() - began)
 
 
 def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
@@ -163,6 +180,8 @@ class Ranks:
                 found[rank] = self._receive(rank)
                 if found[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + grace)
+        global _taken
+        _taken += sum(outcome.seconds for outcome in found.values())
         silent = Outcome(failure="no answer: stuck, or waiting for a rank that failed")
         outcomes = [found.get(rank, silent) for rank in range(self.world)]
         if any(outcome.failure is not None or outcome.groups > _MOST_GROUPS for outcome in outcomes):
@@ -203,9 +222,12 @@ class Ranks:
         atexit.unregister(self.close)
         for connection in self._connections:
             connection.close()
+        global _taken
+        counted = _of_children()
         for process in self._processes:
             process.kill()
             process.join()
+        _taken -= _of_children() - counted  # what they took of each test is counted already
         if self._folder is not None:
             self._folder.cleanup()
         self._folder = None

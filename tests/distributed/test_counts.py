@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from traced import Trace, trace
 
 import compile_muon
-from compile_muon.passes.costs import bytes_sent, weight_bytes
+from compile_muon.passes.formulas import bytes_sent, weight_bytes
 from compile_muon.runtime.survey import Survey
 
 EXPERTS = 4
@@ -131,7 +131,7 @@ def count_fake(rank: int, world: int, **settings: Any) -> dict[str, Any]:
         trusting = patch.object(Survey, "held", lambda survey, world: survey.names("ready"))
         # one set of Newton-Schulz settings, and every rank owns a matrix: the fake all-to-all cannot take empty inputs
         with unchecked, trusting:
-            return count(GPT(12, 64), rank, world, 1, micro=1, ns_method="standard", exchange="owner", **settings)
+            return count(GPT(12, 64), rank, world, 1, micro=1, ns_method="standard", **settings)
     finally:
         dist.destroy_process_group()
 
@@ -181,7 +181,7 @@ def generated_update(rank: int, world: int) -> list[tuple[str, str]]:
     try:
         torch.manual_seed(0)
         model = GPT(6, 64)
-        compile_muon.MuonZero(model, stage=3, update="backward", exchange="owner", ns_method="standard")
+        compile_muon.MuonZero(model, stage=3, update="backward", ns_method="standard")
         compiled = torch.compile(model, backend="muon_zero", options={"bucket_mb": 0.1})
         tokens = torch.zeros(2, 4, dtype=torch.int64)
         with patch("compile_muon.passes.half.buckets._SMALLEST", 2**12):
@@ -268,7 +268,7 @@ def traces(results: list[dict[str, Any]]) -> list[Trace]:
 def test_newton_schulz_runs_once_per_matrix_and_step(
     counted: Callable[..., Any], stage: int, update: str, micro: int
 ) -> None:
-    results = counted(2, stage=stage, update=update, micro=micro, exchange="owner")
+    results = counted(2, stage=stage, update=update, micro=micro)
     ran = sorted(shape for traced in traces(results) for shape in traced.shapes)
     split = 1 if stage == 0 else 2  # a stack is sharded by expert: each rank orthogonalizes its own
     stacks = [(EXPERTS // split, 12, 12)] * split
@@ -278,7 +278,7 @@ def test_newton_schulz_runs_once_per_matrix_and_step(
 
 @pytest.mark.parametrize(("stage", "update", "micro"), CHOSEN)
 def test_gradients_are_reduced_when_due(counted: Callable[..., Any], stage: int, update: str, micro: int) -> None:
-    results = counted(2, stage=stage, update=update, micro=micro, exchange="owner")
+    results = counted(2, stage=stage, update=update, micro=micro)
     total = sum(torch.Size(padded(shape, 2 if stage else 1)).numel() for shape in results[0]["shapes"])
     for traced in traces(results):
         if stage == 0:
@@ -293,38 +293,34 @@ def test_gradients_are_reduced_when_due(counted: Callable[..., Any], stage: int,
 def test_the_optimizers_own_count_is_the_profilers(
     counted: Callable[..., Any], stage: int, update: str, micro: int
 ) -> None:
-    for result in counted(2, stage=stage, update=update, micro=micro, exchange="owner"):
+    for result in counted(2, stage=stage, update=update, micro=micro):
         assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
 
 
-@pytest.mark.parametrize(("stage", "exchange"), [(0, "owner"), (1, "replicate"), (3, "owner"), (3, "replicate")])
-def test_gloo_is_never_asked_to_all_gather(counted: Callable[..., Any], stage: int, exchange: str) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gloo_is_never_asked_to_all_gather(counted: Callable[..., Any], stage: int) -> None:
     """Several functional all-gathers in flight corrupt the heap there (docs/why/decisions.md)."""
-    for traced in traces(counted(2, stage=stage, update="backward", micro=1, exchange=exchange)):
+    for traced in traces(counted(2, stage=stage, update="backward", micro=1)):
         assert "all_gather" not in traced.elements
         assert traced.elements["all_to_all"] > 0
 
 
-def expected_bytes(
-    everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int, exchange: str
-) -> dict:
+def expected_bytes(everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int) -> dict:
     """The formulas: bytes a rank sends, on average, for one reduction, one unshard and one exchange of everything."""
     rows = [padded(shape, world) for shape in everything]
-    # replicate gathers padded rows; the all-to-alls of owner need no padding
-    sizes = [padded(shape, world) for shape in matrices] if exchange == "replicate" else matrices
     return {
         "reduce_scatter": sum(weight_bytes("reduce_scatter", *shape, world=world, itemsize=FLOAT) for shape in rows),
         "all_gather": sum(weight_bytes("all_gather", *shape, world=world, itemsize=FLOAT) for shape in rows),
-        "exchange": sum(bytes_sent(exchange, *shape, world=world, itemsize=FLOAT) for shape in sizes),
+        "exchange": sum(bytes_sent("owner", *shape, world=world, itemsize=FLOAT) for shape in matrices),
     }
 
 
-def check_bytes(sent: dict[str, float], expected: dict[str, float], stage: int, exchange: str, micro: int) -> None:
+def check_bytes(sent: dict[str, float], expected: dict[str, float], stage: int, micro: int) -> None:
     """Compare what ranks sent on average, by kind, with the formulas."""
     assert sent["reduce_scatter"] == pytest.approx(expected["reduce_scatter"] * (micro if stage > 1 else 1), rel=0.05)
     # Over Gloo, gathers are all-to-alls too (docs/why/decisions.md): the formula tells apart what the exchange sends.
     gathered = sent.get("all_gather", 0.0) + sent.get("all_to_all", 0.0) - expected["exchange"]
-    if exchange == "owner" and "all_gather" in sent:
+    if "all_gather" in sent:
         assert sent["all_to_all"] == pytest.approx(expected["exchange"], rel=0.05)
     if stage < 3:  # the refresh, once per step
         assert gathered == pytest.approx(expected["all_gather"], rel=0.05)
@@ -337,30 +333,22 @@ def mean(parts: list[dict[str, float]], weights: list[int]) -> dict[str, float]:
     return {k: sum(w * p.get(k, 0.0) for p, w in zip(parts, weights, strict=True)) / sum(weights) for k in kinds}
 
 
-@pytest.mark.parametrize(
-    ("world", "exchange", "stage"),
-    [(2, "owner", 1), (2, "owner", 2), (2, "owner", 3), (2, "replicate", 2), (4, "owner", 3), (4, "replicate", 1)],
-)
-def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, exchange: str, stage: int) -> None:
-    results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1, exchange=exchange)
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 2), (2, 3), (4, 3)])
+def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, stage: int) -> None:
+    results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1)
     everything = results[0]["shapes"]
     sent = mean([traced.sent for traced in traces(results)], [1] * world)
-    expected = expected_bytes(everything, MATRICES, world, exchange)
-    check_bytes(sent, expected, stage, exchange, micro=3 if world == 2 else 1)
+    expected = expected_bytes(everything, MATRICES, world)
+    check_bytes(sent, expected, stage, micro=3 if world == 2 else 1)
 
 
 def test_weights_kept_for_backward_are_gathered_once_a_forward(counted: Callable[..., Any]) -> None:
-    micro, settings = 3, {"stage": 3, "update": "backward", "exchange": "replicate"}
+    micro, settings = 3, {"stage": 3, "update": "backward"}
     results = counted(2, micro=micro, reshard_after_forward=False, **settings)
-    expected = expected_bytes(results[0]["shapes"], MATRICES, 2, "replicate")
+    expected = expected_bytes(results[0]["shapes"], MATRICES, 2)
     for traced in traces(results):
         gathered = traced.sent["all_to_all"] - expected["exchange"]
         assert gathered == pytest.approx(micro * expected["all_gather"], rel=0.05)
-
-
-def test_replicate_runs_every_matrix_everywhere(counted: Callable[..., Any]) -> None:
-    for traced in traces(counted(2, stage=2, update="backward", micro=3, exchange="replicate")):
-        assert traced.matrices == len(MATRICES) + EXPERTS // 2
 
 
 def test_bytes_of_a_world_of_64(ranks: Callable[[int], Ranks]) -> None:
@@ -374,7 +362,7 @@ def test_bytes_of_a_world_of_64(ranks: Callable[[int], Ranks]) -> None:
         assert result["claimed"] == round(sum(traced.sent.values()))
     sent = mean([traced.sent for traced in traces(results)], weights)
     matrices = ([(64, 64)] * 4 + [(256, 64), (64, 256)]) * 12
-    check_bytes(sent, expected_bytes(results[0]["shapes"], matrices, 64, "owner"), 3, "owner", micro=1)
+    check_bytes(sent, expected_bytes(results[0]["shapes"], matrices, 64), 3, micro=1)
 
 
 def test_each_gather_starts_before_the_one_ahead_of_it_is_waited_for(ranks: Callable[[int], Ranks]) -> None:

@@ -558,7 +558,7 @@ def test_checkpoints_that_cannot_be_written_or_do_not_fit_are_named_on_all_ranks
                 "optimizer state was not loaded: rank 0: it is not optimizer state of MuonZero",
                 "model.up.weight: was muon in it, is adamw now",
                 "it is a folder, as FSDP's",
-                "none.ckpt: was not loaded: rank 0: ",
+                "none.ckpt: was not loaded: ",
             ),
             strict=True,
         ):

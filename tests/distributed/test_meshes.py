@@ -84,7 +84,7 @@ def groups_of_two(shape: tuple[int, int]) -> list[int]:
 def test_communicators_are_made_once_for_a_mesh(ranks: Callable[[int], Ranks]) -> None:
     for first, second in ranks(4).run(groups_of_two, shape=(2, 2)):
         assert first == second
-    check(ranks(4), (2, 2), communicators="separate", stage=3, exchange="owner", shard_state_over="all")
+    check(ranks(4), (2, 2), communicators="separate", stage=3, shard_state_over="all")
 
 
 # ------------------------------------------------------------------------------------ in and out, and from mesh to mesh
@@ -221,7 +221,7 @@ def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Rank
 
 
 def told(over: str) -> tuple[str, dict[str, float]]:
-    model, optimizer = model_on((2, -1), 3, over, exchange="owner")
+    model, optimizer = model_on((2, -1), 3, over)
     advance(model, optimizer, range(1))
     return str(optimizer.summary()), optimizer.metrics()
 

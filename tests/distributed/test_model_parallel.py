@@ -120,28 +120,26 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
     ("sizes", "names", "settings"),
     [
         pytest.param((4,), ("tensor",), {"stage": 3, "update": "backward"}, marks=pytest.mark.campaign),
-        pytest.param(
-            (4,), ("tensor",), {"stage": 0, "update": "step", "exchange": "replicate"}, marks=pytest.mark.campaign
-        ),
-        ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "exchange": "owner", "tied": True}),
+        pytest.param((4,), ("tensor",), {"stage": 0, "update": "step"}, marks=pytest.mark.campaign),
+        ((2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "tied": True}),
         ((2, 2), ("shard", "tensor"), {"stage": 3, "update": "backward", "codegen": "inductor"}),
         pytest.param((2, 2), ("replicate", "tensor"), {"stage": 2, "codegen": "inductor"}, marks=pytest.mark.campaign),
         pytest.param(
             (2, 2, 2),
             ("replicate", "shard", "tensor"),
-            {"stage": 3, "update": "backward", "exchange": "owner"},
+            {"stage": 3, "update": "backward"},
             marks=pytest.mark.campaign,
         ),
         pytest.param(
             (2, 2, 2),
             ("replicate", "shard", "tensor"),
-            {"stage": 1, "shard_state_over": "all", "exchange": "replicate"},
+            {"stage": 1, "shard_state_over": "all"},
             marks=pytest.mark.campaign,
         ),
         pytest.param(
             (2, 2, 2),
             ("replicate", "shard", "tensor"),
-            {"stage": 3, "shard_state_over": "all", "exchange": "owner"},
+            {"stage": 3, "shard_state_over": "all"},
             marks=pytest.mark.campaign,
         ),
     ],
@@ -250,10 +248,10 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
         pytest.param(
             (2, 2),
             ("replicate", "expert"),
-            {"stage": 2, "update": "backward", "exchange": "owner"},
+            {"stage": 2, "update": "backward"},
             marks=pytest.mark.campaign,
         ),
-        ((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward", "exchange": "owner"}),
+        ((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward"}),
         pytest.param(
             (2, 2),
             ("shard", "expert"),
@@ -329,7 +327,7 @@ def train_both(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) 
             {"stage": 3, "update": "backward", "gradient_accumulation_steps": 2},
             marks=pytest.mark.campaign,
         ),
-        (("replicate", "expert", "tensor"), {"stage": 2, "update": "step", "exchange": "owner"}),
+        (("replicate", "expert", "tensor"), {"stage": 2, "update": "step"}),
         pytest.param(
             ("replicate", "expert", "tensor"),
             {"stage": 1, "shard_state_over": "all", "update": "backward"},

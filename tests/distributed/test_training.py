@@ -1,4 +1,4 @@
-"""Training equals training of the unsharded model: stages, updates, exchanges, worlds, and every odd shape."""
+"""Training equals training of the unsharded model: stages, updates, worlds, and every odd shape."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ STEPS = 5
 AXES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "update": ("backward", "step"),
-    "exchange": ("owner", "replicate"),
     "gradient_accumulation_steps": (1, 2),
 }
 #: Each pair of values of two axes is in one of these.
 PAIRWISE = (
-    (0, "backward", "owner", 1),
-    (0, "step", "replicate", 2),
-    (1, "backward", "replicate", 2),
-    (1, "step", "owner", 1),
-    (2, "backward", "owner", 2),
-    (2, "step", "replicate", 1),
-    (3, "backward", "replicate", 1),
-    (3, "step", "owner", 2),
+    (0, "backward", 1),
+    (0, "step", 2),
+    (1, "backward", 2),
+    (1, "step", 1),
+    (2, "backward", 2),
+    (2, "step", 1),
+    (3, "backward", 1),
+    (3, "step", 2),
 )
 
 
@@ -97,7 +96,7 @@ def cases(
     """Parametrize ``settings`` by combinations of the axes; those of ``campaign`` run in campaigns alone."""
     marked = [(values, ()) for values in combinations] + [(values, (pytest.mark.campaign,)) for values in campaign]
     listed = [
-        pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-{}-micro{}".format(*values), marks=marks)
+        pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-micro{}".format(*values), marks=marks)
         for values, marks in marked
     ]
     return pytest.mark.parametrize("settings", listed)
@@ -123,10 +122,10 @@ def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, setti
 
 @cases(
     (
-        (1, "step", "replicate", 2),
-        (3, "backward", "owner", 2),
+        (1, "step", 2),
+        (3, "backward", 2),
     ),
-    campaign=((0, "backward", "owner", 2), (2, "step", "owner", 1)),
+    campaign=((0, "backward", 2), (2, "step", 1)),
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(2), codegen="inductor", **settings)
@@ -134,7 +133,7 @@ def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, A
 
 @pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.campaign)])
 def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> None:
-    check(ranks(world), codegen="inductor", stage=3, update="backward", exchange="replicate")
+    check(ranks(world), codegen="inductor", stage=3, update="backward")
 
 
 @pytest.mark.parametrize(

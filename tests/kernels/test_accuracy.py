@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from compile_muon.kernels import COEFFICIENTS, reference
+from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.dispatch import admissible_method
 from compile_muon.kernels.iterations import gram, standard
-from compile_muon.kernels.plan import Plan
 from compile_muon.kernels.reference import orthogonalize
 
 ROWS, COLS, SEEDS = 64, 128, 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_muon.kernels import COEFFICIENTS, newton_schulz, resolve_coefficients
-from compile_muon.kernels.plan import Plan
+from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.reference import orthogonalize
 from compile_muon.kernels.stability import BFLOAT16, FLOAT16, FLOAT32, amplification, choose_restarts
 

@@ -207,7 +207,7 @@ def captured_uneven(rank: int, world: int, mesh: tuple[int, int] | None = None, 
         model = Uneven()
         if mesh is not None:
             settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-        settings = {"ns_dtype": "float32", "ns_method": "standard", "exchange": "owner", **settings}
+        settings = {"ns_dtype": "float32", "ns_method": "standard", **settings}
         MuonZero(model, **settings)
         return capture(model, TOKENS)
 

@@ -1,253 +1,227 @@
-"""The formulas: the numbers that docs/why/exchange.md prints, and the facts that choices rest on."""
+"""What a machine costs: products, kernels, collectives, and what the core decides by."""
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import sympy
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import compile_muon
+from compile_muon.config.machine import load_costs
+from compile_muon.kernels import resolve_coefficients
 from compile_muon.kernels.operations import gram_flops, standard_flops
-from compile_muon.machines import known_machines, load_machine
-from compile_muon.passes import costs
+from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, gather_start, owned_work, reduce_start
 from compile_muon.passes.layout import Axis, Layout
-from compile_muon.passes.machine import Link
+from compile_muon.passes.spec import MuonSpec
 
-sizes = st.integers(1, 4096)
-worlds = st.integers(2, 512)
-MACHINES = [load_machine(name) for name in known_machines()]
-H100 = load_machine("h100")
+#: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
+NODES = Costs(
+    memory_bandwidth=1e12,
+    kernel_seconds=1e-6,
+    rates={"bfloat16": ((64.0, 1e12), (1024.0, 16e12), (4096.0, 32e12)), "float32": ((64.0, 1e12),)},
+    links=(Link(8, 1e11, 1e-6), Link(None, 1e10, 1e-5)),
+    start_seconds=5e-6,
+    collectives={"all_reduce": (2.0, 1.0)},
+    product_starts={"float32": 2e-6},
+)
+#: two cores
+CPU = replace(NODES, links=(Link(None, 1e9, 1e-5),), cores=2, bandwidths=((1e6, 4e12),))
+LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
+TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
+WAYS = replace(NODES, protocols=(LL, TREE))
+H100 = load_costs("h100")
 
-
-@pytest.mark.parametrize("alpha", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("k", [1, 16, 768])
-def test_operations_in_units_of_k_cubed(alpha, k):
-    """docs/why/exchange.md: 20a + 10 and 8a + 28 operations, five steps, dense, one restart."""
-    assert costs.standard_operations(k, alpha * k, steps=5) == (20 * alpha + 10) * k**3
-    assert costs.gram_operations(k, alpha * k, steps=5) == (8 * alpha + 28) * k**3
-    assert costs.gram_operations(alpha * k, k, steps=5) == (8 * alpha + 28) * k**3
-
-
-def test_gram_wins_from_an_aspect_of_one_and_a_half():
-    def gain(alpha: float) -> float:
-        k = 64
-        l = int(alpha * k)  # noqa: E741
-        return costs.standard_operations(k, l, steps=5) - costs.gram_operations(k, l, steps=5)
-
-    assert gain(1.25) < 0
-    assert gain(1.5) == 0
-    assert gain(1.75) > 0
+sizes = st.integers(1, 8192)
 
 
-@given(sizes, sizes, st.integers(1, 20))
-def test_operations_are_those_the_kernels_count(rows, cols, steps):
-    k, l = sorted((rows, cols))  # noqa: E741
-    assert costs.standard_operations(rows, cols, steps=steps) == standard_flops(k, l, steps)
-    assert costs.owner_work(rows, cols, steps=steps) * 2 == standard_flops(k, l, steps)
-    assert costs.owner_work(rows, cols, steps=steps) == steps * k * k * (2 * l + k)
-    if steps > 1:
-        assert costs.gram_operations(rows, cols, steps=steps) == gram_flops(k, l, steps, 1)
+# ---------------------------------------------------------------------------------------------------------- products
 
 
-@given(sizes, sizes, worlds, st.sampled_from([2, 4]))
-def test_table_of_bytes(rows, cols, world, itemsize):
-    """docs/why/exchange.md: sent bytes per rank and matrix of S bytes."""
-    s = rows * cols * itemsize
-    sent = {name: costs.bytes_sent(name, rows, cols, world=world, itemsize=itemsize) for name in costs.BYTES_SENT}
-    assert sent["local"] == 0
-    assert sent["replicate"] == pytest.approx(s * (world - 1) / world)
-    assert sent["owner"] == pytest.approx(2 * s * (world - 1) / world**2)
-    assert sent["owner_whole"] == pytest.approx(s * (world - 1) / world)
-    assert sent["owner"] <= sent["replicate"] * (1 + 1e-12)  # equal at world 2, less from world 3
-    gathered = costs.weight_bytes("all_gather", rows, cols, world=world, itemsize=itemsize)
-    scattered = costs.weight_bytes("reduce_scatter", rows, cols, world=world, itemsize=itemsize)
-    reduced = costs.weight_bytes("all_reduce", rows, cols, world=world, itemsize=itemsize)
-    assert gathered == scattered == pytest.approx(s * (world - 1) / world)
-    assert reduced == pytest.approx(gathered + scattered)
+@given(sizes, sizes)
+def test_rates_rise_with_the_size_as_their_table_does(a: int, b: int) -> None:
+    low, high = sorted((a, b))
+    assert NODES.rate(low, "bfloat16") <= NODES.rate(high, "bfloat16") * (1 + 1e-12)
 
 
-@given(sizes, sizes, st.integers(2, 32), st.integers(2, 32))
-def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
-    """docs/how-to/meshes.md: state over all ranks sends no more bytes than state over shards."""
-    s, world = rows * cols * 2, shards * replicas
-    size = {"world": world, "replicas": replicas, "itemsize": 2}
-    sent = {name: costs.bytes_sent(name, rows, cols, **size) for name in costs.BYTES_SENT}
-    assert sent["local_over_all"] == 0 < sent["local"]
-    assert sent["owner_over_all"] == pytest.approx(2 * s * (world - 1) / world**2)
-    assert sent["replicate_over_all"] == pytest.approx(s * (world - 1) / world)
-    reduced, slices = (
-        costs.weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather")
-    )
-    assert reduced + slices == pytest.approx(costs.weight_bytes("reduce_scatter", rows, cols, **size))
-    over_all = {"world": world, "replicas": replicas, "state_over_all": True}
-    choice = costs.choose_exchange(rows, cols, **over_all, steps=5, dtype="bfloat16", machine=H100)
-    assert choice in ("owner", "replicate")
+def test_rates_are_those_of_the_table_and_lines_of_logarithms_between() -> None:
+    assert [NODES.rate(size, "bfloat16") for size in (1, 64, 1024, 4096, 10**6)] == [1e12, 1e12, 16e12, 32e12, 32e12]
+    assert NODES.rate(256, "bfloat16") == pytest.approx(4e12)
+    assert replace(NODES, rate_fractions=((1.0, 0.5),)).rate(256, "bfloat16") == pytest.approx(2e12)
 
 
-@pytest.mark.parametrize(("experts", "shards", "sent"), [(64, 8, 64), (8, 8, 8), (8, 64, 64), (3, 2, 4), (1, 512, 512)])
-def test_a_stack_over_more_ranks_than_it_has_experts_is_padded(experts, shards, sent):
-    assert costs.padded_rows(experts, shards=shards) == sent
-    assert costs.padded_rows(experts, shards=shards, replicas=4, state_over_all=True) >= 4 * shards
+def test_a_dtype_without_rates_takes_those_of_its_size() -> None:
+    assert NODES.rate(1024, "float16") == NODES.rate(1024, "bfloat16")
+    assert NODES.rate(1024, "float64") == NODES.rate(1024, "float32") / 2
+    assert NODES.rate(1024, "float8_e4m3fn") == NODES.rate(1024, "bfloat16")
 
 
-def test_padded_rows_are_those_of_the_layout():
-    for rows, shards, replicas in ((8, 3, 2), (5, 8, 2), (13, 2, 5), (1, 2, 2)):
-        axes = Axis("shard", shards, 0, "s"), Axis("replicate", replicas, 0, "r")
-        both = Axis("all", shards * replicas, 0, "a")
-        layout = Layout((rows, 1), 3, *axes, both, state_over_all=True)
-        assert costs.padded_rows(rows, shards=shards) == layout.chunk * shards
-        padded = costs.padded_rows(rows, shards=shards, replicas=replicas, state_over_all=True)
-        assert padded == layout.widest_piece * shards * replicas  # the first slice is the largest
+@given(sizes, sizes, sizes, st.integers(1, 8), st.integers(1, 4))
+def test_more_to_multiply_never_takes_less(m: int, n: int, k: int, batch: int, more: int) -> None:
+    seconds = NODES.product_seconds(m, n, k, batch=batch, dtype="bfloat16")
+    assert seconds >= NODES.kernel_seconds
+    larger = [(m * more, n, k, batch), (m, n, k * more, batch), (m, n, k, batch * more)]
+    for *shape, count in larger:
+        assert NODES.product_seconds(*shape, batch=count, dtype="bfloat16") >= seconds * (1 - 1e-12)
 
 
-def counted(model, optimizer, inputs):
-    """Bytes by axis of one compiled forward and backward."""
-    torch._dynamo.reset()
-    model = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
-    output = model(**inputs)
-    (output.loss if hasattr(output, "loss") else output.sum()).backward()
-    return dict(optimizer.traffic.by_axis)
+def test_products_are_bound_by_operations_or_by_memory() -> None:
+    square = NODES.product_seconds(4096, 4096, 4096, dtype="bfloat16")
+    assert square == pytest.approx(1e-6 + 2 * 4096**3 / 32e12)
+    thin = NODES.product_seconds(2**20, 2**10, 1, dtype="bfloat16")
+    assert thin == NODES.move_seconds(2 * (2**20 + 2**10 + 2**30))
+    assert NODES.product_seconds(64, 64, 64, batch=3, dtype="float32") == pytest.approx(2e-6 + 3 * 2 * 64**3 / 1e12)
 
 
-def test_dispatch_to_experts_is_counted_as_its_formula_says(world):
-    transformers = pytest.importorskip("transformers")
-    with world(3, 8):
-        config = transformers.MixtralConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
-        )  # fmt: skip
-        # capacity 1: each expert gets the mean, which is what the formula is for
-        settings = {"zero_optimization": {"stage": 3}, "expert_parallel": {"size": 4, "capacity_factor": 1.0}}
-        model, optimizer = compile_muon.initialize(transformers.MixtralForCausalLM(config), settings)
-        tokens = torch.arange(16).view(2, 8)
-        found = counted(model, optimizer, {"input_ids": tokens, "labels": tokens})
-    assert set(found) == {"shard", "expert", "shard_expert"}
-    assert found["expert"] == 2 * costs.activation_bytes("dispatch", tokens=16, slots=2, hidden=16, ranks=4, itemsize=4)
+def test_kernels_that_caches_serve_are_faster() -> None:
+    assert CPU.move_seconds(1e6) == pytest.approx(1e-6 + 1e6 / 4e12)
+    assert CPU.move_seconds(1e8) == pytest.approx(1e-6 + 1e8 / 1e12)
+    assert replace(CPU, memory_fraction=0.5).move_seconds(1e8) == pytest.approx(1e-6 + 1e8 / 5e11)
 
 
-def test_tensor_slices_are_counted_as_their_formula_says(world):
-    with world(3, 8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "tensor"))
-        model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in ((16, 16), (16, 32), (32, 16))))
-        parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
-        optimizer = compile_muon.MuonZero(model, mesh=mesh, stage=3, update="step")
-        found = counted(model, optimizer, {"input": torch.ones(6, 16)})
-    assert set(found) == {"shard", "tensor"}
-    assert found["tensor"] == costs.activation_bytes("tensor_pair", tokens=6, hidden=16, ranks=4, itemsize=4)
+def test_ranks_on_one_core_share_it_and_the_memory() -> None:
+    two, four = CPU.shared_by(2), CPU.shared_by(4)
+    for work in (
+        lambda machine: machine.product_seconds(512, 512, 512, dtype="bfloat16"),
+        lambda machine: machine.product_seconds(64, 64, 64, dtype="float32"),
+        lambda machine: machine.move_seconds(1e4),
+        lambda machine: machine.move_seconds(1e9),
+        lambda machine: machine.collective_seconds("all_reduce", 0, range(2)),
+    ):
+        assert work(CPU) == work(two)
+        assert work(four) == pytest.approx(2 * work(two))
+    sent = [machine.collective_seconds("all_to_all", 1e12, range(2)) for machine in (two, four)]
+    assert sent == pytest.approx([1e3, 1e3], rel=1e-4)
+    way = replace(CPU, protocols=(Protocol("tree", 1.0, (2.0,), tree=True),)).shared_by(4).protocols[0]
+    assert (way.start_seconds, way.latencies) == (2.0, (4.0,))
+    assert NODES.shared_by(64) is NODES
 
 
-def test_formulas_print_in_their_symbols():
-    names = {
-        str(symbol)
-        for table in costs.BYTES_SENT.values()
-        for formula in table.values()
-        for symbol in formula.free_symbols
-    }
-    assert names == {"rows", "cols", "shards", "replicas", "itemsize"}
-    assert {str(s) for s in costs.OWNER_WORK.free_symbols} == {"rows", "cols", "steps"}
-    owner, replicate = costs.BYTES_SENT["owner"]["shard"], costs.BYTES_SENT["replicate"]["shard"]
-    assert sympy.simplify(owner * costs.W / 2 - replicate) == 0
+# ------------------------------------------------------------------------------------------------------- collectives
 
 
-@pytest.mark.parametrize("machine", known_machines())
-def test_one_process_exchanges_nothing(machine):
-    choice = costs.choose_exchange(512, 512, world=1, steps=5, dtype="bfloat16", machine=load_machine(machine))
-    assert choice == "local"
+def test_one_rank_sends_nothing() -> None:
+    assert NODES.collective_seconds("all_gather", 0.0, [3]) == 0
 
 
-@given(sizes, sizes, worlds, st.integers(1, 10), st.sampled_from(MACHINES))
-def test_choice_is_one_of_two_and_ignores_orientation(rows, cols, world, steps, machine):
-    given = {"world": world, "steps": steps, "dtype": "bfloat16", "machine": machine}
-    choice = costs.choose_exchange(rows, cols, **given)
-    assert choice in ("replicate", "owner")
-    assert choice == costs.choose_exchange(cols, rows, **given)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_collectives_take_a_start_hops_and_bytes(kind: str) -> None:
+    hops = 2 if kind == "all_reduce" else 1
+    for ranks in (range(2), range(8), range(8, 16), [1, 3, 6]):
+        expected = 5e-6 + hops * (len(ranks) - 1) * 1e-6 + 1e8 / 1e11
+        assert NODES.collective_seconds(kind, 1e8, ranks) == pytest.approx(expected)
+    between = 5e-6 + hops * 3 * 1e-5 + 1e8 / 1e10
+    assert NODES.collective_seconds(kind, 1e8, [0, 8, 16, 24]) == pytest.approx(between)
 
 
-@given(sizes, sizes, worlds, st.integers(1, 10), st.integers(1, 4), st.sampled_from(MACHINES))
-def test_once_owner_pays_it_keeps_paying(rows, cols, world, steps, more, machine):
-    """Owner trades one more start for less work and no more bytes: more of either never turns it back.
-
-    On links that are the same between all ranks, that is: more of them may make a slower link part of it, or more hops.
-    """
-    alike = replace(machine, links=(Link(None, 1e11, 0.0),), protocols=(), cores=0)
-    given = {"dtype": "bfloat16", "machine": alike}
-    if costs.choose_exchange(rows, cols, world=world, steps=steps, **given) == "owner":
-        for larger in (
-            {"rows": rows * more, "cols": cols * more, "world": world, "steps": steps},
-            {"rows": rows, "cols": cols, "world": world * more, "steps": steps},
-            {"rows": rows, "cols": cols, "world": world, "steps": steps * more},
-        ):
-            assert costs.choose_exchange(**larger, **given) == "owner", larger
+def test_a_ring_leaves_a_node_once_through_all_its_links_and_an_all_to_all_through_each_rank_s_own() -> None:
+    hops = 5e-6 + 14 * 1e-6 + 1e-5
+    assert NODES.collective_seconds("all_gather", 1e9, range(16)) == pytest.approx(hops + 1e9 / (8 * 1e10))
+    assert NODES.collective_seconds("all_to_all", 1.5e9, range(16)) == pytest.approx(hops + 8e8 / 1e10)
+    slow_inside = replace(NODES, links=(Link(8, 1e9, 1e-6), NODES.links[1]))
+    assert slow_inside.collective_seconds("all_gather", 1e9, range(16)) == pytest.approx(hops + 1e9 / 1e9)
 
 
-@pytest.mark.parametrize("world", [2, 8, 64])
-@pytest.mark.parametrize("machine", known_machines())
-def test_ends_of_the_choice(world, machine):
-    given = {"world": world, "steps": 5, "dtype": "bfloat16", "machine": load_machine(machine)}
-    assert costs.choose_exchange(8, 8, **given) == "replicate"
-    assert costs.choose_exchange(2048, 8192, **given) == "owner"
+@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e12), st.floats(1, 4), st.integers(2, 64))
+def test_more_bytes_take_longer(kind: str, nbytes: float, more: float, ranks: int) -> None:
+    seconds = NODES.collective_seconds(kind, nbytes, range(ranks))
+    assert NODES.collective_seconds(kind, nbytes * more, range(ranks)) >= seconds
+    assert NODES.collective_seconds(kind, nbytes, range(ranks + 1)) > seconds - nbytes / 1e10
 
 
-def test_the_machine_decides():
-    """Slow links keep a matrix where it is multiplied by everybody, slow devices do not."""
-    slow_links = replace(H100, links=tuple(replace(link, latency=1e-3) for link in H100.links))
-    slow_device = replace(H100, rates={"bfloat16": ((1.0, 1e10),)})
-    given = {"world": 8, "steps": 5, "dtype": "bfloat16"}
-    assert costs.choose_exchange(1024, 1024, machine=slow_links, **given) == "replicate"
-    assert costs.choose_exchange(1024, 1024, machine=H100, **given) == "owner"
-    assert costs.choose_exchange(128, 128, machine=H100, **given) == "replicate"
-    assert costs.choose_exchange(128, 128, machine=slow_device, **given) == "owner"
+def test_bandwidths_of_a_link_may_depend_on_the_size() -> None:
+    link = Link(None, 1e9, 0.0, fraction=0.5, bandwidths=((1e4, 4e9), (1e6, 2e9)))
+    seconds = [link.transfer_seconds(nbytes) for nbytes in (1e3, 1e4, 1e6, 1e7)]
+    assert seconds == pytest.approx([1e3 / 2e9, 1e4 / 2e9, 1e6 / 1e9, 1e7 / 5e8])
+    assert replace(NODES, links=(link,), start_seconds=0).collective_seconds("all_gather", 1e7, range(4)) == seconds[-1]
 
 
-def test_newton_schulz_takes_what_its_products_take():
-    seconds = costs.newton_schulz_seconds(H100, 2048, 1024, steps=5, dtype="bfloat16")
-    products = [
-        H100.product_seconds(m, n, k, dtype="bfloat16")
-        for m, n, k in ((1024, 1024, 2048), (1024,) * 3, (1024, 2048, 1024))
-    ]
-    assert seconds == pytest.approx(5 * sum(products))
-    operations = costs.standard_operations(2048, 1024, steps=5)
-    assert seconds == pytest.approx(operations / H100.rate(1024, "bfloat16") + 15 * H100.kernel_seconds)
+def test_a_collective_goes_the_fastest_way_there_is() -> None:
+    """A start and hops of its own, and a part of the bandwidth: small ones start sooner, large ones are as before."""
+    ranks = range(64)  # 8 nodes
+    assert WAYS.collective_parts("all_gather", 8e3, ranks) == pytest.approx((1e-6 + 56e-7 + 7e-6, 1e3 / 1e10 / 0.1))
+    assert WAYS.collective_parts("all_gather", 8e9, ranks) == NODES.collective_parts("all_gather", 8e9, ranks)
+    # up and down: 7 hops inside of a node, and 3 between 8 of them
+    assert WAYS.collective_parts("all_reduce", 8e3, ranks) == pytest.approx((2e-6 + 14e-7 + 12e-6, 1e3 / 1e10 / 0.5))
+    of_each_node = WAYS.collective_parts("all_reduce", 1e3, range(0, 64, 8))
+    assert of_each_node == pytest.approx((2e-6 + 12e-6, 1e3 / 1e10 / 0.5))
+    inside = WAYS.collective_parts("all_reduce", 1e3, range(8))
+    assert inside == pytest.approx((1e-6 + 14e-7, 1e3 / 1e11 / 0.1))
+    for kind, nbytes in (("all_to_all", 1e3), ("all_to_all", 1e9), ("all_reduce", 1e12)):
+        assert WAYS.collective_seconds(kind, nbytes, ranks) == NODES.collective_seconds(kind, nbytes, ranks)
 
 
-def test_gram_form_takes_what_its_products_take():
-    seconds = costs.newton_schulz_seconds(H100, 1024, 4096, steps=5, dtype="bfloat16", restarts=1)
-    wide = sum(H100.product_seconds(*shape, dtype="bfloat16") for shape in ((1024, 1024, 4096), (1024, 4096, 1024)))
-    square = H100.product_seconds(1024, 1024, 1024, dtype="bfloat16")
-    assert seconds == pytest.approx(2 * wide + 14 * square)
-    operations = costs.gram_operations(4096, 1024, steps=5)
-    assert seconds == pytest.approx(operations / H100.rate(1024, "bfloat16") + 18 * H100.kernel_seconds)
+@given(st.sampled_from(COLLECTIVES), st.floats(0, 1e10), st.integers(2, 64))
+def test_another_way_never_makes_a_collective_slower(kind: str, nbytes: float, count: int) -> None:
+    assert WAYS.collective_seconds(kind, nbytes, range(count)) <= NODES.collective_seconds(kind, nbytes, range(count))
 
 
-def test_the_best_bucket_is_where_its_time_is_shortest():
-    assert sympy.solve(sympy.diff(costs.BUCKET_TIME, costs.SIZE), costs.SIZE) == [costs.BUCKET_BYTES]
-    assert sympy.simplify(sympy.diff(costs.BUCKET_TIME, costs.SIZE, 2)).is_positive
-    assert costs.bucket_bytes(100.0, 4.0) == 20
-    assert costs.bucket_bytes(1e12, 0) == 0
+def test_only_known_kinds() -> None:
+    with pytest.raises(ValueError, match="broadcast"):
+        NODES.collective_seconds("broadcast", 1.0, range(2))
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("kind", COLLECTIVES)
 @pytest.mark.parametrize("ranks", [range(2), range(8), range(64), range(0, 64, 8)])
-def test_starting_takes_as_long_as_sending_that_much(kind, ranks):
+def test_starting_takes_as_long_as_sending_that_much(kind: str, ranks: range) -> None:
     """The way that large ones go: there is a faster one for what is small."""
     start, transfer = H100.collective_parts(kind, 2**28, ranks)
-    assert costs.start_bytes(H100, kind, ranks) * transfer / 2**28 == pytest.approx(start, rel=1e-6)
-    assert costs.start_bytes(H100, kind, range(1)) == 0
+    assert H100.start_bytes(kind, ranks) * transfer / 2**28 == pytest.approx(start, rel=1e-6)
+    assert H100.start_bytes(kind, range(1)) == 0
 
 
-def test_starts_in_bytes_of_whole_weights():
-    """Over the axis where they are most."""
-    kinds = {"shard": "reduce_scatter", "replicate": "all_reduce"}
-    shard = costs.start_bytes(H100, "reduce_scatter", range(8)) * 8 / 7
-    replicate = costs.start_bytes(H100, "all_reduce", range(0, 32, 8)) * 8 * 4 / 6
-    found = costs.weight_start_bytes(H100, "reduce_scatter", kinds, shards=8, replicas=4)
-    assert found == pytest.approx(max(shard, replicate), rel=1e-6)
-    apart = costs.weight_start_bytes(H100, "all_gather", {"shard": "all_gather"}, shards=8, replicas=1, apart=4)
-    assert apart == pytest.approx(costs.start_bytes(H100, "all_gather", range(0, 32, 4)) * 8 / 7, rel=1e-6)
-    assert costs.weight_start_bytes(H100, "all_gather", kinds, shards=1, replicas=1) == 0
+# ------------------------------------------------------------------------------------------------ what the core asks
+
+
+def test_by_default_collectives_start_at_once_and_an_operation_takes_a_nanosecond() -> None:
+    layout = Layout((64, 32), 3, Axis("shard", 8, 0, "s"))
+    assert gather_start(layout, Costs()) == reduce_start(layout, Costs()) == 0
+    assert owned_work(matrix("standard", 4096), Costs()) == 3 * standard_flops(1024, 4096, 5)
+
+
+def matrix(method: str, rows: int) -> MuonSpec:
+    chosen = resolve_coefficients("polar_express", 5)
+    steps = tuple(value for triple in chosen.steps for value in triple)
+    return MuonSpec(3, rows, 1024, True, method, steps, 1.0, (2,), "bfloat16", 1e-7, "owner")
+
+
+@pytest.mark.parametrize("rows", [4096, 1024])
+@pytest.mark.parametrize(
+    ("method", "flops", "products"),
+    [("standard", standard_flops, 15), ("gram", lambda *size: gram_flops(*size, 1), 18)],
+)
+def test_an_owner_takes_what_the_products_of_its_matrices_take(
+    method: str, flops: Callable[[int, int, int], int], products: int, rows: int
+) -> None:
+    """At a rate and a start that are the same for all of them; also where all of them are square."""
+    flat = Costs(rates={"bfloat16": ((1.0, 1e12),)}, product_starts={"bfloat16": 1e-6})
+    seconds = flops(1024, rows, 5) / 1e12 + products * 1e-6
+    assert owned_work(matrix(method, rows), flat) == pytest.approx(3 * seconds * 1e9, rel=1e-6)
+
+
+def test_a_square_matrix_does_not_care_which_way_it_lies() -> None:
+    seconds = [
+        H100.newton_schulz_seconds(*shape, steps=5, dtype="bfloat16", restarts=1) for shape in ((8, 32), (32, 8))
+    ]
+    assert seconds[0] == seconds[1]
+
+
+def test_starts_in_bytes_of_whole_weights() -> None:
+    """Over the axis where they are most; ranks of an axis have those of the axes of model parallelism between them."""
+    axes = Axis("shard", 8, 0, "s"), Axis("replicate", 4, 0, "r"), Axis("all", 32, 0, "a")
+    shard = H100.start_bytes("reduce_scatter", range(8)) * 8 / 7
+    replicate = H100.start_bytes("all_reduce", range(0, 32, 8)) * 8 * 4 / 6
+    assert reduce_start(Layout((64, 32), 2, *axes), H100) == pytest.approx(max(shard, replicate), rel=1e-6)
+    apart = Layout((64, 32), 2, axes[0], tensor=Axis("tensor", 4, 0, "t"))
+    assert gather_start(apart, H100) == pytest.approx(H100.start_bytes("all_gather", range(0, 32, 4)) * 8 / 7, rel=1e-6)
+    assert gather_start(Layout((64, 32), 0, axes[0]), H100) == 0
+
+
+@pytest.mark.parametrize("costs", [NODES, CPU, WAYS, Costs()])
+def test_pickle_and_hash_keep_them(costs: Costs) -> None:
+    again = pickle.loads(pickle.dumps(costs))
+    assert again == costs
+    assert hash(again) == hash(costs)
+    assert replace(costs, kernel_seconds=1.0) != costs

@@ -17,8 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.model.mesh import DENSE, Mesh, Role
-from compile_muon.passes import Half, Purpose, costs, reduced_grads
+from compile_muon.passes import Half, Purpose, formulas, reduced_grads
 from compile_muon.passes.collectives import collectives, measure_traffic
+from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
@@ -29,12 +30,12 @@ JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for v
 NAMES = ("replicate", "shard")
 
 
-def matrix(layout: Layout, exchange: str = "owner") -> ParamSpec:
-    muon = MuonSpec(1, *layout.joined_shape, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, exchange)
+def matrix(layout: Layout) -> ParamSpec:
+    muon = MuonSpec(1, *layout.joined_shape, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "owner")
     return ParamSpec(layout, "float32", "float32", "float32", muon)
 
 
-def traced(specs, owners=None):
+def traced(specs, owners):
     """The directions of all of them, as one rank's graph."""
 
     def directions(*tensors):
@@ -54,12 +55,13 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
         with world(rank, 512):
             mesh = Mesh.of(init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES), state_over_all=over_all)
             specs = [matrix(mesh.layout((512, 256), 3))] * 512
-            assert sorted(assign_owners(specs)) == list(range(512))
-            gm, _ = traced(specs)
+            owners = assign_owners(specs, Costs())
+            assert sorted(owners) == list(range(512))
+            gm, _ = traced(specs, owners)
         traffic = measure_traffic(gm, specs[0].layout.axes)
         assert traffic.matrices == 1
         strategy = "owner_over_all" if over_all else "owner"
-        formula = costs.bytes_by_axis(strategy, 512, 256, shards=shards, replicas=replicas, itemsize=4)
+        formula = formulas.bytes_by_axis(strategy, 512, 256, shards=shards, replicas=replicas, itemsize=4)
         assert dict(traffic.by_axis) == {axis: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
 
 
@@ -75,23 +77,22 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("exchange", "count"), [("owner", 512), ("replicate", 2)])
-def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role, exchange, count, world):
+def test_matrices_of_parts_of_a_model_once_in_a_world_of_512(sizes, names, role, world):
     """Pieces meet over shard and tensor ranks, and directions go to whoever holds a copy; bytes as the formulas say."""
     with world(300, 512):
         mesh = Mesh.of(init_device_mesh("cpu", sizes, mesh_dim_names=names))
-        specs = [matrix(mesh.layout((512, 256), 3, role), exchange)] * count
-        owners = assign_owners(specs)
-        gm, _ = traced(specs)
+        specs = [matrix(mesh.layout((512, 256), 3, role))] * 512
+        owners = assign_owners(specs, Costs())
+        gm, _ = traced(specs, owners)
     layout = specs[0].layout
-    assert len(set(owners)) == count
-    assert layout.meeting.size * layout.copying.size == 512
+    assert len(set(owners)) == 512
+    assert layout.owner_group.size * layout.replica_group.size == 512
     traffic = measure_traffic(gm, layout.axes)
-    assert traffic.matrices == (1 if exchange == "owner" else count)
-    size = {"shards": layout.meeting.size, "replicas": layout.copying.size, "itemsize": 4}
-    formula = costs.bytes_by_axis(exchange, 512, 256, **size)
-    name_of = {"shard": layout.meeting.name, "replicate": layout.copying.name}
-    expected = {name_of[axis]: pytest.approx(count * sent, rel=1e-6) for axis, sent in formula.items()}
+    assert traffic.matrices == 1
+    size = {"shards": layout.owner_group.size, "replicas": layout.replica_group.size, "itemsize": 4}
+    formula = formulas.bytes_by_axis("owner", 512, 256, **size)
+    name_of = {"shard": layout.owner_group.name, "replicate": layout.replica_group.name}
+    expected = {name_of[axis]: pytest.approx(512 * sent, rel=1e-6) for axis, sent in formula.items()}
     assert dict(traffic.by_axis) == expected
 
 
@@ -112,7 +113,7 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
         experts = mesh.axis("shard").size if "shard" in names else 64  # at a place along expert
         layout = mesh.layout((experts * 8, 16, 24), 3, Role(expert=True))
         muon = MuonSpec(experts, 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
-        copies = layout.copying.size
+        copies = layout.replica_group.size
         stacks = copies if layout.sharded else 1  # as many matrices as ranks hold each
         gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks)
     assert layout.shape == (experts, 16, 24)
@@ -120,9 +121,9 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
     assert layout.divisor == 512 // mesh.axis("tensor").size
     traffic = measure_traffic(gm, layout.axes)
     assert traffic.matrices == 1
-    size = {"shards": layout.meeting.size, "replicas": copies, "itemsize": 4}
-    sent = costs.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
-    assert dict(traffic.by_axis) == ({layout.copying.name: stacks * experts * sent} if sent else {})
+    size = {"shards": layout.owner_group.size, "replicas": copies, "itemsize": 4}
+    sent = formulas.bytes_by_axis("local", 16, 24, **size).get("replicate", 0)
+    assert dict(traffic.by_axis) == ({layout.replica_group.name: stacks * experts * sent} if sent else {})
 
 
 @pytest.mark.parametrize("role", [DENSE, Role(expert=True)], ids=["one matrix", "one expert a rank"])
@@ -139,14 +140,14 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
             muon = MuonSpec(2 if role.expert else 1, 16, 8, True, "standard", JORDAN, 1.0, (), "float32", 1e-7,
                             "local" if role.expert else "owner")  # fmt: skip
             specs = [ParamSpec(layout, "float32", "float32", "float32", muon)]
-            gm, _ = traced(specs, owners=[layout.meeting.size])  # of the second replica
+            gm, _ = traced(specs, owners=[layout.owner_group.size])  # of the second replica
         traffic = measure_traffic(gm, layout.axes)
         sent.update(dict(traffic.by_axis))
         matrices.append(traffic.matrices)
     # In the second replica alone: each of its four ranks has an expert, or the first of them the matrix.
     assert matrices == [0] * 4 + ([1] * 4 if role.expert else [1, 0, 0, 0]) + [0] * 8
     strategy, rows, shards = ("local", 2 * 16, 2) if role.expert else ("owner", 16, 4)
-    formula = costs.bytes_by_axis(strategy, rows, 8, shards=shards, replicas=4, itemsize=4)
+    formula = formulas.bytes_by_axis(strategy, rows, 8, shards=shards, replicas=4, itemsize=4)
     assert sent["replicate"] == 16 * formula["replicate"]
 
 
@@ -181,9 +182,8 @@ def layouts_of(graphs):
 
 
 @pytest.mark.parametrize("over", ["shard", "all"])
-@pytest.mark.parametrize("exchange", ["owner", "replicate"])
-def test_directions_cost_what_the_formulas_say_by_axis(exchange, over, uneven):
-    settings = {"stage": 2, "exchange": exchange, "mesh": (2, 3), "shard_state_over": over}
+def test_directions_cost_what_the_formulas_say_by_axis(over, uneven):
+    settings = {"stage": 2, "mesh": (2, 3), "shard_state_over": over}
     graphs = [uneven(rank, 6, **settings) for rank in range(6)]
     specs = [grad.spec for grad in reduced_grads(graphs[0].backward) if grad.spec.muon]
     sent: list[Counter[str]] = []
@@ -194,11 +194,11 @@ def test_directions_cost_what_the_formulas_say_by_axis(exchange, over, uneven):
         reduced = measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes)
         sent.append(Counter(dict(made.by_axis)) - Counter(dict(reduced.by_axis)))
         matrices += made.matrices
-    strategy = exchange + (costs.OVER_ALL if over == "all" else "")
-    formulas = [costs.bytes_by_axis(strategy, *spec.layout.shape, shards=3, replicas=2, itemsize=4) for spec in specs]
-    assert matrices == len(specs) * (1 if exchange == "owner" else 6)
+    strategy = "owner" + (formulas.OVER_ALL if over == "all" else "")
+    sizes = [formulas.bytes_by_axis(strategy, *spec.layout.shape, shards=3, replicas=2, itemsize=4) for spec in specs]
+    assert matrices == len(specs)
     for axis in ("shard", "replicate", "all"):
-        formula = sum(found.get(axis, 0.0) for found in formulas)
+        formula = sum(found.get(axis, 0.0) for found in sizes)
         # few matrices of different sizes: rows are padded, shards uneven, and replicas own more or less of them
         assert formula / 2 <= mean(found[axis] for found in sent) <= 2 * formula
 
@@ -217,7 +217,7 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
     formula: Counter[str] = Counter()
     for shape in ((24, 36), (12, 24)):
         for collective in ("slice_gather", "all_gather") if stage < 3 else ("slice_gather",):
-            formula.update(costs.weight_bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
+            formula.update(formulas.weight_bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
     assert dict(sent.by_axis) == formula
     assert sent.bytes_sent == sum(formula.values())
 
@@ -257,7 +257,7 @@ def test_pieces_are_those_of_dtensor(sizes, names, over_all, stage, world):
                 part = numbers[layout.part]
                 assert torch.equal(local, part[layout.local_rows] if layout.sharded else part)
                 assert (tuple(local.shape), tuple(part.shape)) == (layout.local_shape, layout.shape)
-                assert tuple(local.shape) == layout.meeting_shape(layout.meeting.index)
+                assert tuple(local.shape) == layout.owner_group_shape(layout.owner_group.index)
                 found[shape].append((layout, local))
     for shape, ranks in found.items():
         whole = torch.arange(math.prod(shape)).view(shape)
@@ -269,11 +269,11 @@ def test_pieces_are_those_of_dtensor(sizes, names, over_all, stage, world):
         assert sum(local.numel() for _, local in ranks) == whole.numel() * layout.copies
         for number, (layout, _) in enumerate(ranks):
             # who meets: the ranks of the owners of this rank's company, at this rank's place along expert
-            width = layout.meeting.size
-            company = [layout.owner_ranks(layout.copying.index * width + place) for place in range(width)]
+            width = layout.owner_group.size
+            company = [layout.owner_ranks(layout.replica_group.index * width + place) for place in range(width)]
             place = number // layout.tensor.size % layout.expert.size
             pieces = [ranks[members[place]][1].flatten() for members in company]
-            assert company[layout.meeting.index][place] == number
+            assert company[layout.owner_group.index][place] == number
             matrices = layout.join(pieces)
             experts = whole.chunk(layout.expert.size)[place] if not layout.expert.alone else whole
             assert torch.equal(matrices, experts)
@@ -316,8 +316,8 @@ def test_owners_of_an_8b_model_on_64_ranks_are_balanced():
         both = None if replicas == 1 else Axis("all", 64, 0, "a")
         specs = [matrix(Layout(shape, 3, *axes, both)) for shape in block * 32]
         load = [0.0] * 64
-        for spec, owner in zip(specs, assign_owners(specs), strict=True):
-            load[owner] += costs.owner_work(*spec.layout.shape, steps=5)
+        for spec, owner in zip(specs, assign_owners(specs, Costs()), strict=True):
+            load[owner] += owned_work(spec.muon_settings, Costs())
         print(f"{replicas} x {shards}: owner balance {max(load) / mean(load):.3f}")
         assert max(load) / mean(load) <= 1.1
 
@@ -325,7 +325,7 @@ def test_owners_of_an_8b_model_on_64_ranks_are_balanced():
 def test_few_matrices_are_spread_over_the_replicas():
     axes = Axis("shard", 4, 0, "s"), Axis("replicate", 3, 0, "r")
     specs = [matrix(Layout((8, 8), 2, *axes, Axis("all", 12, 0, "a")))] * 6
-    assert Counter(owner // 4 for owner in assign_owners(specs)) == {0: 2, 1: 2, 2: 2}
+    assert Counter(owner // 4 for owner in assign_owners(specs, Costs())) == {0: 2, 1: 2, 2: 2}
 
 
 def test_one_axis_is_any_of_them():

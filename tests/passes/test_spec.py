@@ -28,7 +28,7 @@ muon_specs = st.builds(
     restarts=st.lists(st.integers(1, 9), max_size=3).map(tuple),
     dtype=st.sampled_from(DTYPES),
     eps=st.floats(1e-12, 1e-3),
-    exchange=st.sampled_from(["local", "replicate", "owner"]),
+    exchange=st.sampled_from(["local", "owner"]),
 )
 
 
@@ -49,8 +49,8 @@ def param_specs(draw):
             expert=draw(axes("expert")),
             tensor=draw(axes("tensor")),
             tensor_dim=draw(st.none() | st.integers(0, 3)),
-            meeting_over=draw(st.none() | axes("meeting")),
-            copying_over=draw(st.none() | axes("copying")),
+            owner_group_over=draw(st.none() | axes("meeting")),
+            replica_group_over=draw(st.none() | axes("copying")),
             averaged=draw(st.none() | st.integers(1, 9)),
         ),
         dtype=draw(st.sampled_from(DTYPES)),

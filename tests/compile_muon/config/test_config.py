@@ -277,7 +277,6 @@ BAD_FIELDS = [
     (ZeroConfig, "stage", True, "bool"),
     (ZeroConfig, "stage", "2", "str"),
     (ZeroConfig, "update", "bakward", "did you mean 'backward'"),
-    (ZeroConfig, "exchange", "aligned", "'owner'"),
     (ZeroConfig, "gradient_accumulation_steps", 0, "at least 1"),
     (ZeroConfig, "gradient_accumulation_steps", 1.5, "integer"),
     (ZeroConfig, "gradient_accumulation_steps", True, "bool"),
@@ -370,7 +369,6 @@ KWARGS = {
     "ns_memory_limit": (2**20, "muon.ns.memory_limit", 2**20),
     "stage": (3, "zero.stage", 3),
     "update": ("step", "zero.update", "step"),
-    "exchange": ("owner", "zero.exchange", "owner"),
     "gradient_accumulation_steps": (4, "zero.gradient_accumulation_steps", 4),
     "gradient_clipping": (0.5, "zero.gradient_clipping", 0.5),
     "nonfinite": ("skip", "zero.nonfinite", "skip"),
@@ -624,7 +622,7 @@ def test_contradictions(source, field, words):
         (params(bf16=1), "optimizer.params.bf16", ["did you mean bf16?"]),
         ({"optimizer": {"typ": "Muon"}}, "optimizer.typ", ["optimizer.type"]),
         ({"zero_optimization": {"stag": 1}}, "zero_optimization.stag", ["zero_optimization.stage"]),
-        ({"zero_optimization": {"exchange": "owner"}}, "zero_optimization.exchange", ["optimizer.params.exchange"]),
+        ({"zero_optimization": {"nonfinite": "skip"}}, "zero_optimization.nonfinite", ["optimizer.params.nonfinite"]),
         ({"bf16": {"enable": True}}, "bf16.enable", ["bf16.enabled"]),
         ({"compile": {"code_gen": "eager"}}, "compile.code_gen", ["compile.codegen"]),
         ({"compile": {"zzz": 1}}, "compile.zzz", ["known here"]),
@@ -818,7 +816,6 @@ def test_adamw_keeps_the_engine():
 
 MUON_KEYS = {key: value for key, (value, path, _) in KWARGS.items() if path.startswith("muon")} | {
     "muon_lr": 0.02,  # a default given explicitly is refused as well
-    "exchange": "auto",
     "ns_steps": 5,
 }
 
@@ -868,7 +865,6 @@ def test_adamw_does_not_update_in_backward():
         ({"muon": MuonConfig(lr=1.0)}, "Config.muon"),
         ({"muon": MuonConfig(ns=NSConfig(6))}, "Config.muon"),
         ({"muon_params": ["a.*"]}, "Config.muon_params"),
-        ({"zero": ZeroConfig(exchange="owner")}, "ZeroConfig.exchange"),
         ({"zero": ZeroConfig(update="backward")}, "ZeroConfig.update"),
     ],
 )

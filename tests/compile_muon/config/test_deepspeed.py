@@ -466,7 +466,6 @@ EVERYTHING = config_from_kwargs(
     ns_memory_limit=2**20,
     stage=1,
     update="step",
-    exchange="owner",
     gradient_accumulation_steps=None,
     gradient_clipping=0.5,
     nonfinite="skip",
@@ -739,6 +738,7 @@ def test_command_lists_a_key_that_is_given_twice(capsys, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------- docs
+
 
 def test_every_key_of_deepspeed_is_documented_as_what_it_is():
     table = SECTION[SECTION.index("| **no effect here**") :]

@@ -19,6 +19,7 @@ from PyQt6.QtWidgets import QApplication
 
 SHOWN = """JSON.stringify({
     drawings: [...document.querySelectorAll("svg")].map(e => [e.clientWidth, e.clientHeight]),
+    cut: [...document.querySelectorAll(".scroll")].map(e => e.scrollWidth - e.clientWidth),
     cells: [...document.querySelectorAll("td")].map(e => e.innerText),
 })"""
 
@@ -49,7 +50,7 @@ def main(page: Path, picture: Path) -> None:
     assert settings is not None
     # Else what a file asks of other hosts is refused before it is seen here.
     settings.setAttribute(QWebEngineSettings.WebAttribute.LocalContentCanAccessRemoteUrls, True)
-    view.resize(1200, 1600)
+    view.resize(1100, 1600)
 
     def report(text: str) -> None:
         # Painted some frames behind the layout that scripts see.

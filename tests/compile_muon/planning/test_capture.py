@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 from compile_muon import MuonZero
 from compile_muon.config import FrameOptions, config_from_kwargs
 from compile_muon.errors import MuonZeroError
-from compile_muon.machines import load_machine
 from compile_muon.passes import HALF_PASSES, Half
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.costs import Link
 from compile_muon.passes.half import buckets
 from compile_muon.passes.half.schedule import SCHEDULE
-from compile_muon.passes.machine import Link
-from compile_muon.passes.simulate import simulate, simulate_together
-from compile_muon.passes.simulate.cost import workspace_bytes
-from compile_muon.passes.simulate.engine import COMPUTE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
+from compile_muon.planning.machine import load_machine
+from compile_muon.planning.simulate import simulate, simulate_together
+from compile_muon.planning.simulate.cost import workspace_bytes
+from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.runtime import frame
 from compile_muon.runtime.survey import Survey
 
@@ -39,7 +39,7 @@ SLOW = replace(load_machine("cpu"), cores=0, host_seconds={}, links=(Link(None, 
 
 
 def step(stage: int, *, world: int = WORLD, rank: int = 0, options: FrameOptions | None = None, **settings) -> Captured:
-    settings = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard", **settings}
+    settings = {"gradient_accumulation_steps": 1, "ns_method": "standard", **settings}
     axes, backend = settings.pop("axes", None), settings.pop("backend", None)
     return capture_step(
         GPT,
@@ -85,7 +85,7 @@ def test_micro_batches_come_one_behind_the_other() -> None:
 def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
     found = captured(1, update="step")
     frames = [g.frame for g in found.graphs[2:]]
-    assert frames == ["survey", "step0", "commit", "refresh"]
+    assert frames == ["survey", "step0", "survey", "commit", "refresh"]
     assert found.simulated(SLOW).traffic.matrices == captured(1).simulated(SLOW).traffic.matrices
 
 
@@ -136,7 +136,7 @@ def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pyte
     torch.compiler.reset()
     with fake_group(0, WORLD):
         model = GPT()
-        settings = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard"}
+        settings = {"gradient_accumulation_steps": 1, "ns_method": "standard"}
         optimizer = MuonZero(model, stage=stage, **settings)
         compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
         before = optimizer.traffic

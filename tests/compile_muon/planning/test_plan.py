@@ -19,23 +19,23 @@ import pytest
 from compile_muon import __main__ as cli
 from compile_muon.config import config_from_kwargs
 from compile_muon.errors import ConfigError
-from compile_muon.machines import load_machine
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.simulate import Event, Held, Timeline
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import candidates, planned_for, with_adamw
 from compile_muon.planning.charts import check_charts
+from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
 from compile_muon.planning.report_html import page
 from compile_muon.planning.report_table import rows
+from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, trace_step
 
 
 def question(world: int = 16, memory: int | None = None, **settings: Any) -> Question:
     machine = load_machine("h100")
     machine = machine if memory is None else replace(machine, memory_bytes=memory)
-    config = planned_for(config_from_kwargs(**{"stage": 1, "exchange": "owner", **settings}), machine, "h100")
+    config = planned_for(config_from_kwargs(**{"stage": 1, **settings}), machine, "h100")
     batch = Batch(16, 8)
     return Question(load_subject("tiny_gpt:GPT", batch), batch, config, plans.FrameOptions(), machine, [world])
 
@@ -135,7 +135,8 @@ def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
 def figures(stage: int, milliseconds: float, peak: int, limit: int = 100) -> Figures:
     return Figures(
         stage=stage, mesh={"shard": 8}, asked=False, rank=0, fits=peak <= limit, peak_bytes=peak * 2**30,
-        limit_bytes=limit * 2**30, memory={}, sent={}, step_seconds=milliseconds / 1e3, exposed_seconds=0.0031,
+        limit_bytes=limit * 2**30, memory={}, largest="", sent={}, step_seconds=milliseconds / 1e3,
+        exposed_seconds=0.0031,
         exposed={"exchange": 0.0031}, tokens_per_second=1.0, newton_schulz_seconds=0.0, newton_schulz_share=0.0,
         owners_idle=17, owners_uneven=1.0, adamw_seconds=1.0, adamw_exposed_seconds=0.0, price_seconds=0.0,
         price_exposed_seconds=0.0, price_share=0.0,
@@ -256,6 +257,7 @@ def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
     assert shown["requests"] == [written["html"].as_uri()]
     assert len(shown["drawings"]) == 3
     assert all(width > 600 and height > 100 for width, height in shown["drawings"])
+    assert shown["cut"] == [0], "the table is wider than the page"
     assert shown["cells"] == Page(written["html"].read_text()).cells
     from matplotlib import image
 
@@ -334,8 +336,8 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
         subject = load_subject(str(name), Batch(16, 8))
         assert set(subject.batch) == {"input_ids", "labels", "use_cache"}
         assert sum(param.numel() for param in subject.build().parameters()) == 3632
-    trace = trace_step(subject.build, subject.batch, config_from_kwargs(exchange="owner"))
-    step = trace.captured(Target(4, config_from_kwargs(exchange="owner", stage=3), {"shard": 4}, "nccl"))
+    trace = trace_step(subject.build, subject.batch, config_from_kwargs())
+    step = trace.captured(Target(4, config_from_kwargs(stage=3), {"shard": 4}, "nccl"))
     assert step.simulated(load_machine("h100")).traffic.bytes_sent > 0
     with pytest.raises(ConfigError, match="longer than the 8 positions"):
         load_subject(str(tmp_path), Batch(16, 16))

@@ -12,13 +12,13 @@ from tiny_gpt import GPT
 from torch._subclasses import FakeTensor
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
-from compile_muon.machines import load_machine
+from compile_muon.passes.costs import Link
 from compile_muon.passes.half import buckets
-from compile_muon.passes.machine import Link
-from compile_muon.passes.simulate import Timeline
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import with_adamw
+from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
@@ -34,7 +34,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(stage: int, **settings: Any) -> Config:
-    given = {"gradient_accumulation_steps": 1, "exchange": "owner", "ns_method": "standard", **settings}
+    given = {"gradient_accumulation_steps": 1, "ns_method": "standard", **settings}
     return config_from_kwargs(stage=stage, **given)
 
 
@@ -102,12 +102,6 @@ def test_owners_by_formula_are_those_of_the_graphs() -> None:
     assert [bool(done) for done in work] == [bool(count) for count in graphs]
     idle = [not done for done in traced().owner_work(Target(11, configured(1), {"shard": 11}, "nccl"))]
     assert sum(idle) == 11 - 8
-
-
-def test_replicated_work_is_everyones() -> None:
-    replicated = traced().owner_work(Target(4, configured(1, exchange="replicate"), AXES[0], "nccl"))
-    assert len(set(replicated)) == 1
-    assert replicated[0] == pytest.approx(sum(traced().owner_work(Target(4, configured(1), AXES[0], "nccl"))))
 
 
 @pytest.mark.parametrize("name", ["GPT", "on_meta"])

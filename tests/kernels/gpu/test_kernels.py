@@ -15,8 +15,8 @@ from combinations import halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from compile_muon.kernels import COEFFICIENTS, muon_apply, muon_momentum, newton_schulz_list, reference  # noqa: E402
-from compile_muon.kernels.gpu import apply, momentum, normalize, product, symmetric  # noqa: E402
+from compile_muon.kernels import COEFFICIENTS, muon_apply, newton_schulz_list, reference  # noqa: E402
+from compile_muon.kernels.gpu import apply, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
@@ -295,36 +295,6 @@ def test_opcheck(device):
 # --- elementwise -----------------------------------------------------------------------------------------------------
 
 
-def lerp(start, end, weight):
-    return start + weight * (end - start)
-
-
-@halved(
-    {
-        "weights_on": ["host", "device"],
-        "dtypes": [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2],
-        "beta": [0.0, 0.3, 0.95, 1.0],
-        "nesterov": [True, False],
-    }
-)
-def test_momentum(weights_on, dtypes, beta, nesterov, device):
-    grad_dtype, kept = dtypes
-    grad = matrix(70, 33, device=device).to(grad_dtype)
-    m = matrix(70, 33, device=device, seed=1).to(kept)
-    before = grad.clone(), m.clone()
-    weights = (1 - beta, beta)
-    if weights_on == "device":
-        weights = tuple(torch.tensor([w], device=device) for w in weights)
-    update, new = momentum.momentum_update(grad, m, weights=weights, nesterov=nesterov, out_dtype=torch.bfloat16)
-    assert torch.equal(grad, before[0]) and torch.equal(m, before[1])
-    assert new.dtype == kept and update.dtype == torch.bfloat16
-    g = grad.to(kept).double()
-    # float32 arithmetic, then one rounding to the dtype that is kept.
-    torch.testing.assert_close(new.double(), lerp(m.double(), g, 1 - beta), **_within(kept))
-    ahead = lerp(g, new.double(), beta) if nesterov else new.double()
-    torch.testing.assert_close(update.double(), ahead, **_within(kept, torch.bfloat16))
-
-
 def _within(*dtypes):
     """One rounding to each dtype, after a few float32 operations on numbers up to 8."""
     bound = sum(ROUNDING[dtype] for dtype in (*dtypes, torch.float32)) * 1.01
@@ -355,13 +325,8 @@ def test_apply(rate_on, dtypes, count, device):
     assert all(p._version > before for p, before in zip(params, versions, strict=True))
 
 
-def test_the_public_functions_take_the_kernels(device):
-    """`muon_momentum` and `muon_apply` outside of graphs, also where a layout sends some tensors to aten."""
-    grad, m = matrix(12, 20, device=device), matrix(12, 20, device=device, seed=1)
-    settings = {"nesterov": True, "out_dtype": torch.float32}
-    kernel = momentum.momentum_update(grad, m, weights=(1 - 0.9, 0.9), **settings)
-    for ours, theirs in zip(muon_momentum(grad, m, beta=0.9, **settings), kernel, strict=True):
-        assert torch.equal(ours, theirs)
+def test_the_public_function_takes_the_kernel(device):
+    """`muon_apply` outside of graphs, also where a layout sends some tensors to aten."""
     params = [matrix(12, 20, device=device, seed=i) for i in range(3)]
     params[1] = matrix(12, 40, device=device, seed=1)[:, ::2]
     updates = [matrix(12, 20, device=device, seed=10 + i) for i in range(3)]

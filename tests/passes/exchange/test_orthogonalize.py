@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.kernels import newton_schulz
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.exchange.orthogonalize import STRATEGIES, orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
@@ -65,14 +65,14 @@ def best_makespan(loads, world):
 def test_owners_are_balanced(found, world):
     """Longest processing time first is within 4/3 - 1/(3 W) of the best (Graham 1969)."""
     specs = [spec(s, world) for s in found]
-    owners = assign_owners(specs)
+    owners = assign_owners(specs, Costs())
     totals = [sum(work(s) for s, owner in zip(specs, owners, strict=True) if owner == r) for r in range(world)]
     assert max(totals) <= (4 / 3 - 1 / (3 * world)) * best_makespan([work(s) for s in specs], world) * (1 + 1e-9)
 
 
 @given(st.lists(shapes, max_size=40), st.integers(2, 9))
 def test_every_rank_computes_the_same_owners(found, world):
-    tables = {assign_owners([spec(s, world, rank) for s in found]) for rank in range(world)}
+    tables = {assign_owners([spec(s, world, rank) for s in found], Costs()) for rank in range(world)}
     (owners,) = tables
     assert len(owners) == len(found)
     assert all(0 <= owner < world for owner in owners)
@@ -81,28 +81,25 @@ def test_every_rank_computes_the_same_owners(found, world):
 @given(st.lists(shapes, min_size=1, max_size=20, unique_by=lambda s: tuple(sorted(s))), st.integers(2, 5), st.randoms())
 def test_order_of_parameters_changes_no_load(found, world, random):
     def loads(order):
-        owners = assign_owners([spec(s, world) for s in order])
+        owners = assign_owners([spec(s, world) for s in order], Costs())
         return sorted(sum(work(spec(s)) for s, o in zip(order, owners, strict=True) if o == r) for r in range(world))
 
     assert loads(found) == loads(random.sample(found, len(found)))
 
 
 def test_equal_matrices_spread_evenly():
-    owners = assign_owners([spec((8, 8), 4)] * 12)
+    owners = assign_owners([spec((8, 8), 4)] * 12, Costs())
     assert sorted(owners) == sorted([0, 1, 2, 3] * 3)
     assert owners[:4] == (0, 1, 2, 3)
-    assert assign_owners([]) == ()
+    assert assign_owners([], Costs()) == ()
 
 
 def test_owners_are_balanced_by_the_cost_models_time():
     """A matrix may take longer than another with more operations."""
-    slow, quick = spec((8, 8), 2), spec((8, 16), 2)
-    by_time = [
-        replace(each, muon=replace(each.muon_settings, nanoseconds=nanoseconds))
-        for each, nanoseconds in ((slow, 300), (quick, 100), (quick, 100), (quick, 100))
-    ]
-    assert assign_owners(by_time) == (0, 1, 1, 1)
-    assert assign_owners([slow, quick, quick, quick]) != (0, 1, 1, 1)
+    found = [spec((8, 8), 2), *[spec((16, 16), 2)] * 3]
+    small_are_slow = Costs(rates={"float32": ((8.0, 1e9), (16.0, 24e9))})  # 8³ take three times as long as 16³
+    assert assign_owners(found, small_are_slow) == (0, 1, 1, 1)
+    assert assign_owners(found, Costs()) != (0, 1, 1, 1)
 
 
 def had(specs, owners, world, chosen):
@@ -116,8 +113,8 @@ def test_a_rank_has_no_more_to_do_for_the_sake_of_buckets(found, world, data):
     ends = sorted(data.draw(st.lists(st.integers(0, len(found)), max_size=4)))
     buckets = [list(range(*pair)) for pair in itertools.pairwise([0, *ends, len(found)])]
     everything = range(len(found))
-    loads = had(specs, assign_owners(specs, buckets), world, everything)
-    assert sorted(loads) == sorted(had(specs, assign_owners(specs), world, everything))
+    loads = had(specs, assign_owners(specs, Costs(), buckets), world, everything)
+    assert sorted(loads) == sorted(had(specs, assign_owners(specs, Costs()), world, everything))
 
 
 @pytest.mark.parametrize(("world", "together"), [(2, 7), (4, 19), (8, 13), (16, 6), (32, 32), (64, 75)])
@@ -128,7 +125,7 @@ def test_every_bucket_has_about_as_much_for_each_rank(world, together):
     specs = [spec(s, world) for s in layer * 32]
     ends = [0, *range(together, len(specs), together), len(specs)]
     buckets = [list(range(*pair)) for pair in itertools.pairwise(ends)]
-    owners = assign_owners(specs, buckets)
+    owners = assign_owners(specs, Costs(), buckets)
     found = sum(max(had(specs, owners, world, bucket)) for bucket in buckets)
     work_of = [[work(specs[i]) for i in bucket] for bucket in buckets]
     assert found <= 1.13 * sum(max(sum(each) / world, max(each)) for each in work_of)
@@ -137,7 +134,7 @@ def test_every_bucket_has_about_as_much_for_each_rank(world, together):
 def test_a_parameter_without_muon_has_no_owner():
     plain = ParamSpec(Layout((4, 4), 2, Axis("shard", 2)), "float32", "float32", "float32", None)
     with pytest.raises(ValueError, match="not a Muon matrix"):
-        assign_owners([plain])
+        assign_owners([plain], Costs())
 
 
 # --- directions -------------------------------------------------------------------------------------------------------
@@ -157,6 +154,10 @@ def unsharded():
     new = [m.lerp(g, 0.05) for m, g in zip(momenta(), gradients(), strict=True)]
     updates = [g.lerp(m, 0.95) for m, g in zip(new, gradients(), strict=True)]
     return [newton_schulz(u, dtype="float32", method="standard") for u in updates]
+
+
+def made(grads, momenta, specs):
+    return orthogonalize_group(grads, momenta, [HYPER] * len(specs), specs, assign_owners(specs, Costs()))
 
 
 class Matrices(TorchDispatchMode):
@@ -179,16 +180,15 @@ def shards(tensors, specs):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("exchange", ["owner", "replicate"])
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("pairwise", [False, True])
-def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, pairwise, threads):
+def test_directions_are_those_of_the_whole_matrices(size, stage, pairwise, threads):
     def body(rank, group):
-        specs = [spec(s, size, rank, group, exchange, stage, pairwise=pairwise) for s in SHAPES]
+        specs = [spec(s, size, rank, group, stage=stage, pairwise=pairwise) for s in SHAPES]
         grads, old = shards(gradients(), specs), shards(momenta(), specs)
         kept = [t.clone() for t in (*grads, *old)]
         with Matrices() as counted:
-            directions = orthogonalize_group(grads, old, [HYPER] * len(specs), specs)
+            directions = made(grads, old, specs)
         assert all(torch.equal(a, b) for a, b in zip(kept, (*grads, *old), strict=True)), "inputs were modified"
         return directions, counted.count, specs
 
@@ -200,21 +200,19 @@ def test_directions_are_those_of_the_whole_matrices(size, exchange, stage, pairw
         for got, want, s in zip(directions, wanted, specs, strict=True):
             assert got.shape == s.layout.local_shape
             torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-    assert matrices == len(SHAPES) * (1 if exchange == "owner" else size)
+    assert matrices == len(SHAPES)
 
 
 def test_matrices_of_several_settings_share_a_call(threads):
     """Each route goes its own way; results come back in the order of the parameters."""
-    kinds = [("owner", JORDAN), ("replicate", JORDAN), ("owner", JORDAN[:9]), ("local", JORDAN), ("owner", JORDAN)]
+    kinds = [("owner", JORDAN), ("owner", JORDAN), ("owner", JORDAN[:9]), ("local", JORDAN), ("owner", JORDAN)]
 
     def body(rank, group):
         specs = []
         for shape, (exchange, coefficients) in zip(SHAPES, kinds, strict=True):
             world = 1 if exchange == "local" else 2
             specs.append(spec(shape, world, rank % world, group, exchange, coefficients=coefficients))
-        return orthogonalize_group(
-            shards(gradients(), specs), shards(momenta(), specs), [HYPER] * len(specs), specs
-        ), specs
+        return made(shards(gradients(), specs), shards(momenta(), specs), specs), specs
 
     expected = unsharded()
     third = gradients()[2].lerp(momenta()[2].lerp(gradients()[2], 0.05), 0.95)
@@ -231,9 +229,7 @@ def test_directions_stay_in_the_dtype_of_newton_schulz(dtype, exchange, stage, t
     def body(rank, group):
         world, rank = (1, 0) if exchange == "local" else (3, rank)
         specs = [spec(s, world, rank, group, exchange, stage, dtype=dtype) for s in SHAPES]
-        return orthogonalize_group(
-            shards(gradients(), specs), shards(momenta(), specs), [HYPER] * len(specs), specs
-        ), specs
+        return made(shards(gradients(), specs), shards(momenta(), specs), specs), specs
 
     expected = unsharded()
     for directions, specs in threads(3, body):
@@ -254,7 +250,7 @@ def test_expert_stacks_are_orthogonalized_where_they_lie(experts, threads):
     def body(rank, group):
         s = spec((experts, 4, 6), 3, rank, group, "local", batch=experts)
         grads = shards([whole], [s])
-        (direction,) = orthogonalize_group(grads, [torch.zeros_like(grads[0])], [HYPER], [s])
+        (direction,) = made(grads, [torch.zeros_like(grads[0])], [s])
         assert direction.shape == grads[0].shape
         return direction
 
@@ -267,12 +263,11 @@ def test_padding_never_leaks_between_parameters(threads):
     """Each slot of the wire has its own padding: NaN in one parameter stays there."""
 
     def body(rank, group):
-        kinds = ["owner", "replicate", "owner", "replicate", "owner"]
-        specs = [spec(s, 3, rank, group, exchange) for s, exchange in zip(SHAPES, kinds, strict=True)]
+        specs = [spec(s, 3, rank, group) for s in SHAPES]
         grads = shards(gradients(), specs)
         grads[0].fill_(float("nan"))
         grads[1].fill_(float("nan"))
-        return orthogonalize_group(grads, shards(momenta(), specs), [HYPER] * len(specs), specs)
+        return made(grads, shards(momenta(), specs), specs)
 
     for directions in threads(3, body):
         assert all(bool(torch.isnan(d).all()) for d in directions[:2])

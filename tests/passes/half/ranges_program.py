@@ -48,7 +48,7 @@ def train(codegen: str, stage: int, update: str, nvtx: bool, case: str) -> dict[
     torch.manual_seed(0)
     layers = [nn.Linear(16, 24, bias=False), nn.Tanh(), nn.Linear(24, 16, bias=False), nn.Tanh(), nn.Linear(16, 8)]
     model = nn.Sequential(*layers)
-    optimizer = MuonZero(model, stage=stage, update=update, exchange="owner", ns_dtype="float32")
+    optimizer = MuonZero(model, stage=stage, update=update, ns_dtype="float32")
     # Buckets of a kilobyte: each matrix has its own.
     options = {"codegen": codegen, "nvtx": nvtx, "bucket_mb": 2**-10}
     compiled = torch.compile(model, backend="muon_zero", options=options)

@@ -99,7 +99,7 @@ def test_off_adds_no_node(uneven, node_targets):
 def annotated(trace, note=lambda gm: None):
     """The backward of two linear layers at stage 3, with ranges; to be called inside of a world."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
-    MuonZero(model, stage=3, exchange="owner", ns_dtype="float32")
+    MuonZero(model, stage=3, ns_dtype="float32")
     captured = trace(model, torch.ones(3, 8))
     gm, ctx = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, tuple(p for p in HALF_PASSES if p is not ANNOTATE))
     note(gm)

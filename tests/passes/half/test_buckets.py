@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,33 +14,39 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
-from compile_muon.machines import load_machine
-from compile_muon.passes.costs import bucket_bytes
+from compile_muon.passes.costs import Costs, Link, exchange_start, gather_start, reduce_start
+from compile_muon.passes.formulas import bucket_bytes
 from compile_muon.passes.half.buckets import bucket_matrices, group_neighbours, largest_bucket
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
+from compile_muon.planning.machine import load_machine
 
 MIB = 2**20
 JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
 H100 = load_machine("h100")
 
 
-def spec(mib: float, *, dtype: str = "float32", ranks: int = 4, **starts: int) -> ParamSpec:
+def spec(mib: float, *, dtype: str = "float32", ranks: int = 4) -> ParamSpec:
     layout = Layout((int(mib * MIB / 4),), 3, Axis("shard", ranks, 0, "s"))
-    return ParamSpec(layout, dtype, dtype, dtype, **starts)
+    return ParamSpec(layout, dtype, dtype, dtype)
+
+
+def starting(nbytes: float, **collectives: Any) -> Costs:
+    """Of links on which four ranks could gather so many bytes of weights in the time that a gather takes to start."""
+    return Costs(start_seconds=nbytes * 3 / 4, links=(Link(None, 1.0, 0.0),), collectives=collectives)
 
 
 def sizes(specs, groups):
     return [sum(specs[i].layout.numel * 4 for i in group) / MIB for group in groups]
 
 
-def grouped(specs, cap_mib=512, **kind):
-    return group_neighbours(specs, lambda each: each.compute_dtype, int(cap_mib * MIB), **kind)
+def grouped(specs, costs, cap_mib=512, **kind):
+    return group_neighbours(specs, lambda each: each.compute_dtype, costs, int(cap_mib * MIB), **kind)
 
 
 def test_gathers_begin_with_a_small_bucket_and_reductions_end_with_one():
-    specs = [spec(1, gather_start=MIB, reduce_start=4 * MIB) for _ in range(256)]
-    gathers, reductions = sizes(specs, grouped(specs)), sizes(specs, grouped(specs, reduces=True))
+    specs, costs = [spec(1)] * 256, starting(MIB, reduce_scatter=(1.0, 0.25))
+    gathers, reductions = sizes(specs, grouped(specs, costs)), sizes(specs, grouped(specs, costs, reduces=True))
     assert gathers[:5] == [1, 1, 2, 4, 8]
     assert set(gathers[5:-1]) == {16}  # the root of 256 · 1
     assert reductions[-4:] == [16, 8, 4, 4]
@@ -49,17 +56,17 @@ def test_gathers_begin_with_a_small_bucket_and_reductions_end_with_one():
 @pytest.mark.parametrize(("start", "best"), [(0, 1), (MIB // 4, 8), (MIB, 16), (64 * MIB, 32)])
 def test_links_that_start_slowly_get_larger_buckets(start, best):
     """Up to an eighth of all."""
-    specs = [spec(1, gather_start=start) for _ in range(256)]
-    assert max(sizes(specs, grouped(specs))) == best
-    assert max(sizes(specs, grouped(specs, cap_mib=6))) == min(best, 6)
+    specs, costs = [spec(1)] * 256, starting(start)
+    assert max(sizes(specs, grouped(specs, costs))) == best
+    assert max(sizes(specs, grouped(specs, costs, cap_mib=6))) == min(best, 6)
 
 
 def test_tensors_of_another_dtype_or_company_do_not_count_for_a_bucket():
-    one = [spec(1, gather_start=MIB) for _ in range(64)]
-    mixed = [kind for each in one for kind in (each, spec(1, ranks=8, gather_start=16 * MIB))]
-    groups = grouped(mixed)
+    one, costs = [spec(1)] * 64, starting(MIB)
+    mixed = [kind for each in one for kind in (each, spec(1, ranks=8))]
+    groups = grouped(mixed, costs)
     first = [[i // 2 for i in group] for group in groups if mixed[group[0]].layout.shard.size == 4]
-    assert first == grouped(one)
+    assert first == grouped(one, costs)
     assert len(groups) > 2 * len(first) - 8
     assert all(len({mixed[i].layout.shard.size for i in group}) == 1 for group in groups)
 
@@ -71,8 +78,8 @@ def test_tensors_of_another_dtype_or_company_do_not_count_for_a_bucket():
     st.booleans(),
 )
 def test_every_tensor_is_in_one_bucket_that_keeps_to_its_size(kib, start, cap_mib, reduces):
-    specs = [spec(each / 1024, gather_start=start, reduce_start=start) for each in kib]
-    groups = grouped(specs, cap_mib, reduces=reduces)
+    specs = [spec(each / 1024) for each in kib]
+    groups = grouped(specs, starting(start), cap_mib, reduces=reduces)
     assert sorted(i for group in groups for i in group) == list(range(len(specs)))
     assert groups == sorted(groups)
     total = sum(each.layout.numel * 4 for each in specs)
@@ -87,15 +94,11 @@ def test_every_tensor_is_in_one_bucket_that_keeps_to_its_size(kib, start, cap_mi
         assert sum(ordered[place : place + 2]) > min(largest, best, max(sum(ordered[:place]), start / MIB, 1)) - 1e-9
 
 
-def muon(rows: int, ranks: int, start: int) -> ParamSpec:
-    how = MuonSpec(1, rows, rows, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "owner", start_bytes=start)
-    return ParamSpec(Layout((rows, rows), 3, Axis("shard", ranks, 0, "s")), "float32", "float32", "float32", how)
-
-
 def test_exchanges_of_links_that_start_slowly_are_fewer():
     def count(start, cap_mib=512):
-        specs = [muon(512, 4, start) for _ in range(128)]  # a mebibyte each: 32 for each rank
-        return len(bucket_matrices(specs, cap_mib * MIB))
+        specs = [matrix(512, 512, 3, 4)] * 128  # a mebibyte each: 32 for each rank
+        costs = Costs(start_seconds=start, links=(Link(None, 1.0, 0.0),))
+        return len(bucket_matrices(specs, costs, cap_mib * MIB))
 
     assert [count(start) for start in (0, MIB // 8, MIB // 2, 64 * MIB)] == [32, 16, 8, 4]
     assert count(64 * MIB, cap_mib=2) == 16
@@ -111,7 +114,7 @@ def test_an_exchange_has_a_matrix_for_each_rank(stage):
     """Cut by bytes alone, every other exchange here would be one matrix, which nobody but its owner has work from."""
     layer = [(512, 2048), (2048, 512), (512, 512), (1536, 512)]
     specs = [matrix(*shape, stage, 2) for shape in layer * 6]
-    assert bucket_matrices(specs, 512 * MIB) == [[i, i + 1] for i in range(0, 24, 2)]
+    assert bucket_matrices(specs, Costs(), 512 * MIB) == [[i, i + 1] for i in range(0, 24, 2)]
 
 
 @given(
@@ -122,7 +125,7 @@ def test_an_exchange_has_a_matrix_for_each_rank(stage):
 )
 def test_every_matrix_is_in_one_exchange_that_has_one_for_each_rank(shapes, ranks, stage, cap_mib):
     specs = [matrix(*shape, stage, ranks) for shape in shapes]
-    buckets = bucket_matrices(specs, int(cap_mib * MIB))
+    buckets = bucket_matrices(specs, Costs(), int(cap_mib * MIB))
     assert [i for bucket in buckets for i in bucket] == list(range(len(specs)))
     assert len(buckets) == 1 or min(map(len, buckets)) >= ranks
 
@@ -139,16 +142,17 @@ def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_pat
             model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 4))
             if mesh:
                 mesh = {"mesh": init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))}
-            found = MuonZero(model, stage=stage, machine=machine, **mesh)
-            return found._ledger.accounts[0].spec
+            ledger = MuonZero(model, stage=stage, machine=machine, **mesh)._ledger
+            layout, costs = ledger.accounts[0].spec.layout, ledger.costs
+            return {start: start(layout, costs) for start in (gather_start, reduce_start, exchange_start)}
 
     near, far, further = (described(*given) for given in (("h100", 8), ("h100", 64), (slow, 64)))
-    assert 0 < near.reduce_start < far.reduce_start < further.reduce_start
-    assert far.muon_settings.start_bytes < further.muon_settings.start_bytes
+    assert 0 < near[reduce_start] < far[reduce_start] < further[reduce_start]
+    assert far[exchange_start] < further[exchange_start]
     if stage:
-        assert 0 < near.gather_start < far.gather_start < further.gather_start
+        assert 0 < near[gather_start] < far[gather_start] < further[gather_start]
         inside = described("h100", 64, replicate=8, shard=8)
-        assert inside.gather_start == near.gather_start
-        assert near.reduce_start < inside.reduce_start < far.reduce_start
+        assert inside[gather_start] == near[gather_start]
+        assert near[reduce_start] < inside[reduce_start] < far[reduce_start]
     else:
-        assert near.gather_start == 0
+        assert near[gather_start] == 0

@@ -35,8 +35,7 @@ def graphs():
     """`graphs(rank, world, trace, in_world, **settings)`, traced once per setting."""
     known = {}
 
-    def made(rank, size, trace, world, exchange="owner", **settings):
-        settings["exchange"] = exchange
+    def made(rank, size, trace, world, **settings):
         key = (rank, size, *sorted(settings.items()))
         if key not in known:
             torch.manual_seed(0)
@@ -143,20 +142,14 @@ def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "stage", "exchange"),
-    [
-        (4, 2**30, 3, "owner"),
-        (4, 2**30, 3, "replicate"),
-        (4, 2**30, 0, "owner"),
-        (64, 1, 3, "owner"),
-        *(pytest.param(64, 1, *given, marks=pytest.mark.campaign) for given in ((3, "replicate"), (0, "owner"))),
-    ],
+    ("size", "limit", "stage"),
+    [(4, 2**30, 3), (4, 2**30, 0), (64, 1, 3), pytest.param(64, 1, 0, marks=pytest.mark.campaign)],
 )
-def test_ranks_meet_in_the_same_order(stage, exchange, limit, size, graphs, trace, world):
+def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
     """Also those that own nothing: of 12 matrices, most of 64 ranks."""
     orders = []
     for rank in (0, 1, size - 1):
-        captured = graphs(rank, size, trace, world, stage=stage, exchange=exchange)
+        captured = graphs(rank, size, trace, world, stage=stage)
         gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
         orders.append(meetings(gm))
     assert orders[0] == orders[1] == orders[2]

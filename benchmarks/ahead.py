@@ -1,0 +1,243 @@
+"""Every launch of every tile table, compiled ahead of time: registers, spills, shared memory. Needs no GPU.
+
+    python benchmarks/ahead.py [sm_80 sm_90 sm_100] [--dtypes bfloat16 float16] [--json FILE]
+
+Ends with status 1 if a kernel spills registers or asks for more shared memory than a block has.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table as Picture
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+from compile_muon.kernels.gpu import apply, normalize
+from compile_muon.kernels.gpu.arena import Layout
+from compile_muon.kernels.gpu.grouped_product import grouped_product
+from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
+from compile_muon.kernels.gpu.launch import Launch
+from compile_muon.kernels.gpu.model import Tile
+from compile_muon.kernels.gpu.operands import empty_matrices
+from compile_muon.kernels.gpu.product import product
+from compile_muon.kernels.gpu.symmetric import symmetric_product
+from compile_muon.kernels.gpu.tiles import Table, load_tables
+
+__all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
+
+# Bytes a block may ask for: CUDA C++ Programming Guide, table of compute capabilities.
+SHARED_PER_BLOCK = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+#: dtypes of products
+HALVES = ("bfloat16", "float16")
+
+# Looked for in the PTX: matrix instructions by generation, how tiles come from memory, and results stored one by one.
+_INSTRUCTIONS = {
+    "mma": r"\bmma\.sync",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "TMA": r"\bcp\.async\.bulk\.tensor",
+    "cp.async": r"\bcp\.async\.cg",
+    "2-byte stores": r"\bst\.global\.b16",
+}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one compiled kernel.
+
+    Attributes:
+        registers, stack, local: a thread, the latter two in bytes.
+        shared: bytes a block.
+        barriers, size: BAR instructions, and all instructions, of the machine code.
+        instructions: kinds that were looked for in the PTX and found.
+    """
+
+    architecture: str
+    launch: str
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    barriers: int
+    size: int
+    instructions: tuple[str, ...]
+
+    def resident(self, warps: int) -> int:
+        """How many such blocks of ``warps`` warps a multiprocessor holds, at least 1.
+
+        It has 65536 registers, given out in units of 8 a thread, and a KiB of shared memory is lost to each block.
+        """
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * 32 * warps)
+        by_memory = (SHARED_PER_BLOCK[self.architecture] + 1024) // (self.shared + 1024)
+        return max(1, min(by_registers, by_memory))
+
+    @property
+    def problem(self) -> str | None:
+        if self.stack or self.local:
+            return f"spills: {self.stack} bytes of stack, {self.local} of local memory"
+        if self.shared > SHARED_PER_BLOCK[self.architecture]:
+            return f"{self.shared} bytes of shared memory, the architecture has {SHARED_PER_BLOCK[self.architecture]}"
+        return None
+
+
+def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tuple[str, Launch]]:
+    """Named launches: each tile of the table with and without a summand, and the elementwise kernels.
+
+    Sizes are multiples of 16, which Triton compiles for separately, and odd ones.
+    """
+    table = load_tables()[architecture]
+    for dtype in (getattr(torch, name) for name in dtypes):
+        for k, l in ((256, 512), (77, 91)):  # noqa: E741
+            x, y = _matrices(k, l, dtype), _matrices(k, l, dtype)
+            A, B = _matrices(k, k, dtype), _matrices(k, k, dtype)
+            about = f"{_name(dtype)} [2, {k}, {l}]"
+            for tile in table.symmetric:
+                place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
+                yield f"XXᵀ {place}", symmetric_product(x, None, B, tile)
+                yield f"bA + cA² {place}", symmetric_product(A, A, B, tile, plus=A, alpha=2.0, beta=-4.0)
+            for tile in table.product:
+                place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
+                yield f"QX {place}", product(A, x, y, tile)
+                yield f"aX + BX {place}", product(A, x, y, tile, plus=x, beta=3.0)
+            tall = torch.empty(2, l, k, dtype=dtype).mT
+            yield f"aX + BX transposed {place}", product(A, x, tall, table.product[0], plus=x, beta=3.0)
+        yield from _grouped(table, dtype)
+    yield from _elementwise()
+
+
+def _grouped(table: Table, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """One variant serves all sizes: they are read from a table."""
+    layout = Layout(((2, 256, 512), (2, 77, 91)))
+    x, A = (layout.new(dtype, torch.device("cpu"), square=square) for square in (False, True))
+
+    def named(product: str, tile: Tile) -> str:
+        return f"{product} grouped {_name(dtype)} {tile.rows}×{tile.cols}×{tile.depth}"
+
+    for tile in table.symmetric:
+        yield named("XXᵀ", tile), grouped_symmetric(x, x, A, tile, 1)
+        launch = grouped_symmetric(A, A, A, tile, 1, plus=A, alpha=2.0, beta=-4.0)
+        yield named("bA + cA²", tile), launch
+    for tile in table.product:
+        yield named("QX", tile), grouped_product(A, x, x, tile, 1)
+        yield named("aX + BX", tile), grouped_product(A, x, x, tile, 1, plus=x, beta=3.0)
+        yield named("aQ + ZQ", tile), grouped_product(A, A, A, tile, 1, plus=A, beta=3.0)
+
+
+def _elementwise() -> Iterator[tuple[str, Launch]]:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.empty(2, 256, 512, dtype=dtype)
+        for wide in (x, torch.empty(2, 512, 256, dtype=dtype).mT):
+            turned = "" if wide is x else " transposed"
+            partials = torch.empty(2, 2, normalize.MOST_PARTIALS)
+            out = _matrices(256, 512, torch.bfloat16)
+            yield f"norms {_name(dtype)}{turned}", normalize.partial_norms(wide, partials)
+            yield f"divide {_name(dtype)}{turned}", normalize.divide(wide, partials, out, eps=1e-7, safety=1.0)
+        flat = torch.empty(4096, dtype=dtype)
+        half = torch.empty(4096, dtype=torch.bfloat16)
+        for count in (1, 2, 4, apply.MOST):
+            params, updates, scales = [flat] * count, [half] * count, [1.0] * count
+            launch = apply.launch(params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales)
+            yield f"apply {_name(dtype)} {count} tensors", launch
+
+
+def _matrices(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    return empty_matrices(2, rows, cols, like=torch.empty(0), dtype=dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def measure(architecture: str, name: str, launch: Launch) -> Resources:
+    """Compile for ``architecture``, with Triton's active driver replaced; so in a process that launches nothing."""
+    triton.runtime.driver.set_active(_NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
+    compiled = launch.compile()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [triton.knobs.nvidia.nvdisasm.path, cubin.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    found = tuple(kind for kind, pattern in _INSTRUCTIONS.items() if re.search(pattern, compiled.asm["ptx"]))
+    return Resources(
+        architecture,
+        name,
+        registers=used["REG"],
+        stack=used["STACK"],
+        local=used["LOCAL"],
+        shared=int(compiled.metadata.shared),
+        barriers=len(re.findall(r"\bBAR\b", code)),
+        size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s", code)),
+        instructions=found,
+    )
+
+
+class _NoDevice(DriverBase):
+    """Tells Triton what to compile for, and can launch nothing."""
+
+    def __init__(self, target: GPUTarget):
+        super().__init__()
+        self.target = target
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return int(self.target.arch)  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("nothing is launched")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("nothing is launched")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", default=list(SHARED_PER_BLOCK), metavar="sm_80 sm_90 sm_100")
+    parser.add_argument("--dtypes", nargs="+", choices=HALVES, default=HALVES, help="of the products")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
+    options = parser.parse_args(argv)
+    unknown = set(options.architectures) - set(SHARED_PER_BLOCK)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(SHARED_PER_BLOCK)}")
+    report = [measure(name, *named) for name in options.architectures for named in launches(name, options.dtypes)]
+    picture = Picture(title=f"Triton {triton.__version__}")
+    for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
+        picture.add_column(heading)
+    for r in report:
+        numbers = (str(n) for n in (r.registers, r.stack, r.local, r.shared, r.barriers, r.size))
+        picture.add_row(r.architecture, r.launch, *numbers, " ".join(r.instructions), r.problem or "")
+    Console(width=None if sys.stdout.isatty() else 160).print(picture)
+    if options.json:
+        contents = {"triton": triton.__version__, "kernels": [asdict(r) for r in report]}
+        options.json.write_text(json.dumps(contents, indent=1) + "\n")
+    return 1 if any(r.problem for r in report) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

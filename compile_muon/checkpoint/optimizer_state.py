@@ -1,0 +1,142 @@
+"""Whole optimizer state on rank 0, from and into shards, for checkpoints of other people's that are one file.
+
+A :class:`compile_muon.Checkpointer` writes each rank's rows from that rank, and keeps more; use it where the file may
+be a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from compile_muon.errors import CheckpointError, listed
+from compile_muon.optimizer import MuonZero
+from compile_muon.runtime.shards import local_tensor
+from compile_muon.storage.ranks import Ranks
+from compile_muon.weights.named_tensors import Entry
+from compile_muon.weights.wire import Wire
+
+__all__ = ["full_optimizer_state", "load_full_optimizer_state"]
+
+_NOT_SETTINGS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class _Slot(Entry):
+    """One tensor of the state of a parameter, cut as the parameter is where it is a DTensor too."""
+
+    @property
+    def local(self) -> Tensor:
+        return local_tensor(self.tensor).detach()
+
+
+def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, _Slot]]:
+    """Parameter, slot, tensor; the same on every rank."""
+    accounts = {id(account.param): account for account in optimizer._ledger.accounts}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            account = accounts[id(param)]
+            for slot, value in optimizer.state[param].items():
+                cut = account if isinstance(value, DTensor) else None  # a step count is not
+                yield account.name, slot, _Slot(f"{account.name}/{slot}", value, cut)
+
+
+def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
+    group, device = optimizer._group, optimizer._hyper.device
+    return Ranks(group, device, optimizer._ledger.status, apart=False), Wire(group, device)
+
+
+def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
+    """Momenta, moments and hyperparameters as if nothing had been sharded; collective over the optimizer's ranks.
+
+    Returns:
+        On rank 0 ``{"state": {parameter: {slot: tensor}}, "param_groups": [{"params": names, "algorithm": ..., "name":
+        ..., "lr": ..., ...}]}``, whole tensors on the CPU in memory of their own. Elsewhere an empty dictionary.
+    Raises:
+        CheckpointError: rank 0 has no room; on every rank.
+        PeerError: a rank does not come; it takes the time-out of the process group.
+    """
+    with optimizer._ledger.status.at("full_optimizer_state"):
+        ranks, wire = _ranks(optimizer)
+        optimizer._own_momenta()
+        found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
+        ranks.agree("full_optimizer_state", error)
+    if wire.rank != 0:
+        return {}
+    groups = [{"params": list(names), **_settings(group)} for names, group in _named(optimizer)]
+    state: dict[str, dict[str, Tensor]] = {}
+    for (name, slot), value in found.items():
+        state.setdefault(name, {})[slot] = value
+    return {"state": state, "param_groups": groups}
+
+
+def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | None) -> None:
+    """Load what :func:`full_optimizer_state` gave, at any world and stage; collective over the optimizer's ranks.
+
+    Args:
+        saved: of rank 0; ignored elsewhere.
+    Raises:
+        CheckpointError: on every rank: it does not fit, all that is wrong listed, and nothing was changed.
+        PeerError: a rank does not come.
+    """
+    with optimizer._ledger.status.at("load_full_optimizer_state"):
+        ranks, wire = _ranks(optimizer)
+        optimizer._own_momenta()
+        slots = list(_slots(optimizer))
+        groups: list[dict[str, Any]] = []
+        with ranks.together("optimizer state was not loaded"):
+            if wire.rank == 0:
+                groups = _checked(optimizer, slots, saved)
+        plan = [groups]
+        if optimizer._group is not None:
+            dist.broadcast_object_list(plan, group=optimizer._group, group_src=0)
+        for name, slot, entry in slots:
+            wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
+        for (_, group), settings in zip(_named(optimizer), plan[0], strict=True):
+            group.update(settings)
+        optimizer.loaded()
+
+
+def _named(optimizer: MuonZero) -> list[tuple[list[str], dict[str, Any]]]:
+    """The parameters' names beside each group."""
+    names = {id(account.param): account.name for account in optimizer._ledger.accounts}
+    return [([names[id(param)] for param in group["params"]], group) for group in optimizer.param_groups]
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def _checked(optimizer: MuonZero, slots: list[tuple[str, str, _Slot]], saved: Any) -> list[dict[str, Any]]:
+    """The hyperparameters of each group of ``optimizer``, if ``saved`` fits it.
+
+    Raises:
+        CheckpointError: listing all that does not.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not groups or not all(isinstance(group, Mapping) and "name" in group for group in groups):
+        raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
+    trained = {name: group["algorithm"] for group in groups for name in group["params"]}
+    problems = []
+    for names, group in _named(optimizer):
+        for name in names:
+            if trained.get(name) != group["algorithm"]:
+                before = f"was {trained[name]} in it" if name in trained else "is not in it"
+                problems.append(f"{name}: {before}, is {group['algorithm']} now")
+    wrong = {problem.split(":")[0] for problem in problems}
+    ours = {name for names, _ in _named(optimizer) for name in names}
+    problems += [f"{name}: is in it, and not trained here" for name in trained if name not in ours]
+    for name, slot, entry in slots:
+        value = saved["state"].get(name, {}).get(slot)
+        if name not in wrong and (not isinstance(value, Tensor) or tuple(value.shape) != entry.shape):
+            shape = list(value.shape) if isinstance(value, Tensor) else None
+            problems.append(f"{name}: its {slot} has shape {shape} in it, {list(entry.shape)} here")
+    if problems:
+        raise CheckpointError(listed(problems))
+    by_name = {group["name"]: _settings(group) for group in groups}
+    return [by_name.get(group["name"], {}) for group in optimizer.param_groups]

@@ -1,0 +1,94 @@
+"""The static facts of a parameter that its markers carry: its layout over the mesh, dtypes, method."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from compile_muon.config import Config
+from compile_muon.errors import ConfigError, UnsupportedModelError
+from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dtype, resolve_method
+from compile_muon.model.assignment import Assignment
+from compile_muon.model.mesh import DENSE, Mesh, Role
+from compile_muon.passes.layout import Layout
+from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
+
+__all__ = ["describe"]
+
+
+def _muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
+    if assignment.algorithm != "muon" or assignment.matrix is None:
+        return None
+    batch, rows, cols = assignment.matrix
+    if not layout.expert.alone:
+        if len(layout.whole) < 3:
+            raise UnsupportedModelError(
+                f"{assignment.name}: is cut over the axis expert, and shape {list(layout.whole)} is one matrix, not a "
+                "stack of them; set param.use_muon = False, or cut it over the axis tensor"
+            )
+        batch = layout.shape[0]
+    ns = config.muon.ns
+    try:
+        chosen = resolve_coefficients(ns.coefficients, ns.steps)
+        dtype = resolve_dtype(ns.dtype, device, chosen, ns.method)
+        method = resolve_method(ns.method, rows, cols, dtype, chosen)
+        check_backend(ns.backend, dtype, device)
+    except ValueError as error:
+        # The kernels name their arguments as we do, less the prefix.
+        raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
+    world = layout.owner_group.size * layout.replica_group.size
+    apart = layout.sharded or not layout.expert.alone
+    # Whole matrices already: one process, or experts where they live.
+    local = world == 1 or (batch > 1 and apart and not layout.joined)
+    return MuonSpec(
+        batch=batch,
+        rows=rows,
+        cols=cols,
+        nesterov=config.muon.nesterov,
+        method=method,
+        coefficients=tuple(value for triple in chosen.steps for value in triple),
+        safety=chosen.safety,
+        restarts=chosen.gram_restarts(dtype),
+        dtype=encode_dtype(dtype),
+        eps=ns.eps,
+        exchange="local" if local else "owner",
+        backend=ns.backend,
+        memory_limit=ns.memory_limit,
+    )
+
+
+def _master_dtype(param: Tensor, config: Config) -> torch.dtype:
+    """Of what is trained float32 at least, unless another one is asked for; what is frozen stays as it is."""
+    if not param.requires_grad:
+        return param.dtype
+    return config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
+
+
+def describe(
+    param: Tensor,
+    assignment: Assignment,
+    config: Config,
+    mesh: Mesh | None,
+    device: torch.device,
+    role: Role = DENSE,
+) -> ParamSpec:
+    """Static facts of one parameter, which is or will be on ``device``, under this configuration.
+
+    Raises:
+        ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
+    """
+    shape, stage = tuple(param.shape), config.zero.stage
+    if role.expert and role.placed is None:  # marked: what a rank has is all it is
+        assert mesh is not None
+        shape = (shape[0] * mesh.axis("expert").size, *shape[1:])
+    layout = Layout(shape, stage) if mesh is None else mesh.layout(shape, stage, role)
+    compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
+    return ParamSpec(
+        layout,
+        dtype=encode_dtype(_master_dtype(param, config)),
+        compute_dtype=encode_dtype(compute),
+        reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
+        muon=_muon_spec(assignment, config, device, layout),
+    )

@@ -1,0 +1,121 @@
+"""Graphs of what runs outside of compiled code: every operation, as PyTorch dispatches it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from compile_muon.passes.work import Work, note_work
+
+__all__ = ["EagerGraph"]
+
+_c10d = torch.ops.c10d
+_functional = torch.ops._c10d_functional
+
+
+class EagerGraph(TorchDispatchMode):
+    """Inside of it every operation runs, and becomes a node of a graph; what was there before becomes an input.
+
+    Collectives of :mod:`torch.distributed` become the functional ones that passes and simulator know. One that is
+    awaited at once is followed by its wait; of the others :meth:`wait` says where that is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._graph = Graph()
+        self._nodes: dict[int, Node] = {}
+        self._kept: list[Tensor] = []  # so that no other tensor gets the same id
+        self._inputs: Node | None = None
+        self._work: Work | None = None
+
+    def done(self) -> GraphModule:
+        """The graph."""
+        self._graph.output(())
+        return GraphModule(nn.Module(), self._graph)
+
+    @contextmanager
+    def noting(self, work: Work) -> Iterator[None]:
+        """Nodes that are made inside of it belong to ``work``."""
+        before, self._work = self._work, work
+        try:
+            yield
+        finally:
+            self._work = before
+
+    def wait(self, tensor: Tensor) -> None:
+        """Whatever is under way into ``tensor`` is awaited here."""
+        self._add(_functional.wait_tensor.default, (self._node(tensor),), {}, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to its shard comes here again
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._collective(func, args)
+        elif func.namespace != "profiler":
+            given = tree_map(self._argument, (args, kwargs or {}))
+            self._add(func, given[0], given[1], results)
+        return results
+
+    def _collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        given: tuple[Any, ...]
+        kwargs: dict[str, Node] = {}
+        if func is _c10d.allreduce_.default:
+            (tensor,), group, *_, awaited_later, _ = args
+            target, given = _functional.all_reduce_.default, (self._node(tensor), "sum")
+        else:
+            tensor, sent, group = args[:3]
+            awaited_later = args[-2]
+            size = dist.ProcessGroup.unbox(group).size()
+            if func is _c10d._allgather_base_.default:
+                target, given = _functional.all_gather_into_tensor_out.default, (self._node(sent), size)
+                kwargs = {"out": self._node(tensor)}
+            elif func is _c10d.alltoall_base_.default:
+                splits = [sent.numel() // size] * size
+                target, given = _functional.all_to_all_single.default, (self._node(sent), splits, splits)
+            else:
+                raise NotImplementedError(f"{func}: no functional collective is known for it")
+        self._add(target, (*given, dist.ProcessGroup.unbox(group).group_name), kwargs, tensor)
+        if not awaited_later:
+            self.wait(tensor)
+
+    def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
+        node = self._graph.call_function(target, args, dict(kwargs))
+        node.meta["val"] = results
+        if self._work is not None:
+            note_work(node, self._work)
+        if isinstance(results, Tensor):
+            self._know(results, node)
+        elif isinstance(results, (list, tuple)):
+            for number, one in enumerate(results):
+                if isinstance(one, Tensor):
+                    item = self._graph.call_function(operator.getitem, (node, number))
+                    item.meta["val"] = one
+                    self._know(one, item)
+
+    def _argument(self, value: Any) -> Any:
+        return self._node(value) if isinstance(value, Tensor) else value
+
+    def _node(self, tensor: Tensor) -> Node:
+        if id(tensor) not in self._nodes:
+            with self._graph.inserting_after():  # the beginning
+                node = self._graph.placeholder(f"input_{len(self._kept)}")
+            node.meta["val"] = tensor
+            self._know(tensor, node)
+        return self._nodes[id(tensor)]
+
+    def _know(self, tensor: Tensor, node: Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)

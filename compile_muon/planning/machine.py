@@ -1,0 +1,145 @@
+"""A machine as the planner sees it: what the core knows of its costs, and how fast it computes and what it holds.
+
+``compile_muon.config`` has files of several machines; ``.machines`` measures others. docs/reference/machines.md is the same
+for users.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compile_muon.config import machine as reading
+from compile_muon.errors import config_error
+from compile_muon.passes.costs import Costs, Table, divided, interpolated
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Machine", "load_machine"]
+
+_DEVICES = ("cuda", "cpu")
+
+#: what the host does of a step, as :attr:`Machine.host_seconds` has it
+_HOST = ("graph", "parameter", "collective", "byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Costs):
+    """The devices of a job and what joins them; every rank has the same.
+
+    Args:
+        name: as users call it.
+        device: "cuda" or "cpu".
+        memory_bytes: of one rank's device.
+        attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for
+            what products of its smallest dimension reach.
+        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused attention, interpolated; of
+            a dtype that is there, in place of ``attention_fraction``.
+        function_seconds: what an exponential, error function or the like takes of an entry, beside its bytes.
+        host_seconds: what the thread that launches kernels does itself, where kernels wait for it, as they do on CPUs:
+            to enter a ``"graph"``, for each ``"parameter"`` of it, for each ``"collective"``, and for each ``"byte"``
+            that a rank sends, which cores copy. 0 where it is not there.
+        late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
+            cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
+        sources: field -> where its numbers come from.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    attention_fraction: float | None = None
+    attention_rates: Mapping[str, Table] = field(default_factory=dict)
+    function_seconds: float = 0.0
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
+    late_seconds: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    __hash__ = Costs.__hash__
+
+    @property
+    def node(self) -> int | None:
+        """Consecutive ranks that the innermost link joins; None where one link joins all."""
+        return self.links[0].within
+
+    def shared_by(self, ranks: int) -> Self:
+        """As :meth:`Costs.shared_by`; each rank has its part of the memory."""
+        if not self.cores:
+            return self
+        load = self.load(ranks)
+        return replace(
+            super().shared_by(ranks),
+            memory_bytes=self.memory_bytes // ranks,
+            attention_rates={dtype: divided(table, load) for dtype, table in self.attention_rates.items()},
+            function_seconds=self.function_seconds * load,
+            # What copies bytes is no thread of ours: a core that nobody computes on has it for nothing.
+            host_seconds={
+                kind: seconds * load
+                for kind, seconds in self.host_seconds.items()
+                if kind != "byte" or ranks >= self.cores
+            },
+            late_seconds=self.late_seconds * load,
+        )
+
+    def attention_rate(self, size: float, sequence: float, dtype: str) -> float:
+        """Operations/s of attention over ``sequence`` entries; ``size`` is the smallest dimension of its products."""
+        if dtype in self.attention_rates:
+            return interpolated(self.attention_rates[dtype], sequence)
+        if self.attention_fraction is None or getattr(torch, dtype).itemsize != 2:
+            return self.rate(size, dtype)
+        return self.listed_rate(math.inf, dtype) * self.attention_fraction
+
+    def to_json(self) -> dict[str, Any]:
+        """What :meth:`from_json` takes, once JSON has made lists of its tuples."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: object, where: str = "machine") -> Machine:
+        """The machine of what a JSON file holds; see :func:`compile_muon.config.machine.read_machine`.
+
+        Raises:
+            ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
+        """
+        required = ("name", "device", "memory_bytes")
+        return reading.read_machine(cls, _READERS | reading.READERS, record, where, required=required)
+
+
+def load_machine(name_or_path: str | os.PathLike, field: str = "machine") -> Machine:
+    """A machine by its name, or from a JSON file; see :func:`compile_muon.config.machine.read_record`."""
+    return Machine.from_json(reading.read_record(name_or_path, field), f"{field} {os.fspath(name_or_path)}")
+
+
+def _device(path: str, value: object) -> str:
+    if value not in _DEVICES:
+        raise config_error(path, value, "is not a device", f"use one of {', '.join(map(repr, _DEVICES))}")
+    return str(value)
+
+
+def _host(path: str, value: object) -> dict[str, float]:
+    given = reading.mapping(path, value)
+    for kind, seconds in given.items():
+        if kind not in _HOST:
+            raise config_error(f"{path}.{kind}", seconds, "is nothing that is known", f"use some of {', '.join(_HOST)}")
+    return {kind: reading.number(f"{path}.{kind}", seconds) for kind, seconds in given.items()}
+
+
+def _sources(path: str, value: object) -> dict[str, str]:
+    return {name: reading.text(f"{path}.{name}", said) for name, said in reading.mapping(path, value).items()}
+
+
+_READERS: dict[str, reading.Reader] = {
+    "name": reading.text,
+    "device": _device,
+    "memory_bytes": reading.count,
+    "attention_fraction": lambda path, value: None if value is None else reading.fraction(path, value),
+    "attention_rates": reading.tables,
+    "function_seconds": reading.number,
+    "host_seconds": _host,
+    "late_seconds": reading.number,
+    "sources": _sources,
+}

@@ -1,0 +1,5 @@
+"""The measurement of machines for the cost model.
+
+``measure`` times products, kernels and collectives, ``fit`` makes a description of that, and ``calibrate`` is the
+command. docs/reference/machines.md is the same for users.
+"""

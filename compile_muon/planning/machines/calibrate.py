@@ -1,0 +1,133 @@
+"""`python -m compile_muon calibrate --out FILE`: measures the machine it runs on, and writes its description."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Column, Table
+
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.machines.fit import fit
+from compile_muon.planning.machines.measure import Measured, cores, measure, plan_for
+
+__all__ = ["run", "write_machine"]
+
+_TIMEOUT = timedelta(minutes=5)
+
+
+def run(out: Path, ranks: int | None = None, quick: bool = False, console: Console | None = None) -> int:
+    """Measure, print what was measured beside what the description says, write it; 0.
+
+    Under torchrun the ranks are those that it started, and the first one prints and writes. Else they are started here.
+
+    Args:
+        out: file to write; its name without the suffix is the machine's.
+        ranks: None for as many as there are GPUs, or twice as many as cores and no more than 4.
+    """
+    console = console or Console()
+    started = time.perf_counter()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        measured = _as_rank(quick, console)
+    else:
+        measured = _with_ranks(ranks or _usual_ranks(), quick, console)
+    if measured is None:
+        return 0
+    machine = fit(measured, out.stem)
+    console.print(report(measured, machine), width=max(120, console.width), crop=False)
+    write_machine(machine, out)
+    console.print(f"{out} in {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+def _usual_ranks() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else min(4, 2 * cores())
+
+
+def _as_rank(quick: bool, console: Console) -> Measured | None:
+    """What rank 0 measured, on rank 0."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mine = not dist.is_initialized()
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if mine:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+    try:
+        first = dist.get_rank() == 0
+        measured = measure(plan_for(device, quick), console.print if first else lambda text: None)
+        return measured if first else None
+    finally:
+        if mine:
+            dist.destroy_process_group()
+
+
+def _with_ranks(ranks: int, quick: bool, console: Console) -> Measured:
+    queue = mp.get_context("spawn").SimpleQueue()
+    measured = None
+    with tempfile.TemporaryDirectory() as folder, console.status("starting ranks") as status:
+        context = mp.spawn(_rank, (ranks, str(Path(folder, "store")), quick, queue), nprocs=ranks, join=False)
+        finished = False
+        while not finished or not queue.empty():
+            finished = finished or context.join(timeout=0.1)
+            while not queue.empty():
+                item = queue.get()
+                if isinstance(item, str):
+                    status.update(item)
+                else:
+                    measured = item
+    assert measured is not None
+    return measured
+
+
+def _rank(rank: int, world: int, store: str, quick: bool, queue: SimpleQueue[Any]) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=_TIMEOUT,
+    )
+    note: Callable[[str], None] = queue.put if rank == 0 else lambda text: None
+    measured = measure(plan_for(device, quick), note)
+    if rank == 0:
+        queue.put(measured)
+    dist.destroy_process_group()
+
+
+def report(measured: Measured, machine: Machine) -> Table:
+    """Each sample with what the description says of it, and how far off that is, by group, held-out samples apart."""
+    table = Table(Column("", no_wrap=True), "measured", "predicted", "error", "", title=f"machine {machine.name}")
+    for group in dict.fromkeys(sample.group for sample in measured.samples):
+        for held_out in (False, True):
+            samples = [s for s in measured.samples if s.group == group and s.held_out == held_out]
+            errors = [abs(sample.error(machine)) for sample in samples]
+            for sample, error in zip(samples, errors, strict=True):
+                seconds = [f"{value * 1e6:,.1f} µs" for value in (sample.seconds, sample.predicted(machine))]
+                table.add_row(str(sample), *seconds, f"{error:.0%}", "held out" if held_out else "")
+            if errors:
+                title = f"{group}, {'held out' if held_out else 'fitted'}: {len(errors)}"
+                table.add_row(title, "", "", f"median {statistics.median(errors):.0%}", f"worst {max(errors):.0%}")
+        table.add_section()
+    return table
+
+
+def write_machine(machine: Machine, out: Path) -> None:
+    """As JSON, a field on a line."""
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in machine.to_json().items()]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("{\n" + ",\n".join(lines) + "\n}\n")

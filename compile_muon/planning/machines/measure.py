@@ -1,0 +1,423 @@
+"""Times products, kernels and collectives on the ranks of a process group, as training runs them.
+
+Every core is busy while products and kernels are timed: a rank alone on a machine is faster than one among others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compile_muon.planning.machines.samples import (
+    AttentionSample,
+    CollectiveSample,
+    FunctionSample,
+    LateSample,
+    MoveSample,
+    ProductSample,
+    Sample,
+    StepSample,
+)
+from compile_muon.planning.machines.steps import training
+
+__all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
+
+_c10d = torch.ops._c10d_functional
+_DTYPES = ("float32", "bfloat16")
+#: as many operands take turns as need so many bytes: those of a training step are in no core's cache
+_COLD = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Args:
+        sizes: smallest dimensions of the products that the fit sees.
+        between: of those that it does not.
+        sequences: lengths that attention is over, every other one held out.
+        layers: of the models whose steps show what the host does.
+        moved: bytes of the kernels, every other one held out.
+        sent: bytes that a rank sends in a collective, every other one held out.
+        stretch_seconds: of work ahead of the collective that shows how late ranks come; 0 where they share no cores.
+        rounds: of which the median is taken.
+        passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
+        round_seconds: a round repeats until it has taken so long.
+    """
+
+    sizes: tuple[int, ...]
+    between: tuple[int, ...]
+    sequences: tuple[int, ...]
+    layers: tuple[int, ...]
+    moved: tuple[int, ...]
+    sent: tuple[int, ...]
+    stretch_seconds: float
+    rounds: int
+    passes: int
+    round_seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What :func:`measure` found.
+
+    Args:
+        device: "cuda" or "cpu".
+        kernel_seconds: of the least kernel.
+        cores: that ranks share; 0 on GPUs.
+        node: ranks that share a machine.
+        memory_bytes: of a device, or of all ranks of a CPU.
+    """
+
+    device: str
+    kernel_seconds: float
+    cores: int
+    node: int
+    memory_bytes: int
+    samples: tuple[Sample, ...]
+
+
+def _powers(low: int, high: int, step: int = 1) -> tuple[int, ...]:
+    return tuple(2**power for power in range(low, high + 1, step))
+
+
+def _halves(low: int, high: int) -> tuple[int, ...]:
+    """Powers of two, and between each two of them what is half as much again."""
+    return tuple(size for power in range(low, high) for size in (2**power, 3 * 2 ** (power - 1))) + (2**high,)
+
+
+def plan_for(device: str, quick: bool) -> Plan:
+    """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
+    if quick:
+        few = _powers(12, 18, 2)
+        return Plan((32, 64), (48,), (32, 64), (1,), few, few, 1e-3, rounds=3, passes=1, round_seconds=1e-3)
+    if device == "cuda":
+        sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
+        sequences = _halves(9, 13)
+        # Kernels do not wait for the host.
+        return Plan(sizes, (96, 384, 1536, 6144), sequences, (), moved, sent, 0, rounds=7, passes=3, round_seconds=3e-3)
+    between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
+    moved, sent = _halves(12, 26), _powers(10, 24)
+    # Behind a quarter of it ranks come less late, behind twice as much no later.
+    stretch = 8e-3
+    return Plan(_powers(4, 9), between, sequences, (2, 8), moved, sent, stretch, rounds=7, passes=3, round_seconds=3e-3)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Clock:
+    """Times functions on this rank, at the same time as on the others of ``group``.
+
+    Args:
+        timer: of seconds; ``time.process_time`` for those that cores are at work for this rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: str,
+        group: dist.ProcessGroup | None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.plan, self.device, self.group, self.timer = plan, device, group, timer
+        #: that every function has run on this rank, together
+        self.runs = 0
+
+    def _once(self, run: Callable[[], object], times: int) -> float:
+        self._finish()
+        start = self.timer()
+        for _ in range(times):
+            run()
+        self._finish()
+        self.runs += times
+        return (self.timer() - start) / times
+
+    def _finish(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def rounds(self, run: Callable[[], object]) -> list[float]:
+        """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others."""
+        run()
+        longest = torch.tensor([self._once(run, 3)], device=self.device)
+        if self.group is not None:
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        times = max(1, min(1000, round(self.plan.round_seconds / longest.item())))
+        return [self._once(run, times) for _ in range(self.plan.rounds)]
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median of :meth:`rounds`."""
+        return statistics.median(self.rounds(run))
+
+
+def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
+    """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
+
+    Args:
+        note: is told what comes next.
+    """
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.set_num_threads(1)
+    busy = world if device == "cuda" else min(world, cores())
+    together = dist.new_group(list(range(busy)))
+    alone = [dist.new_group([number]) for number in range(world)][rank] if plan.layers else together
+    samples: list[Sample] = []
+    kernel_seconds = math.nan
+    if rank < busy:
+        clock = _Clock(plan, device, together)
+        note("the least kernel")
+        kernel_seconds = _least_kernel(clock)
+        note("products")
+        samples += _products(clock)
+        note("kernels that move bytes")
+        samples += [*_moves(clock, kernel_seconds), *_functions(clock, kernel_seconds)]
+        note("attention")
+        samples += _attention(clock)
+        if plan.layers:
+            note("training steps")
+            samples += _steps(_Clock(plan, device, together, timer=time.process_time), alone)
+    dist.barrier()
+    for count in sorted({min(2, world), world} - {1}):
+        group = dist.new_group(list(range(count)))
+        note(f"collectives of {count} ranks")
+        if rank < count:
+            clock = _Clock(plan, device, group)
+            samples += [*_collectives(clock, count), *_late(clock, count)]
+        dist.barrier()
+    if device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return Measured(device, kernel_seconds, 0, torch.cuda.device_count(), memory, tuple(samples))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Measured(device, kernel_seconds, cores(), world, memory, tuple(samples))
+
+
+def _least_kernel(clock: _Clock) -> float:
+    """A product of nothing much: what Inductor's code calls where it generates no loop itself."""
+    a = torch.ones(4, 4, device=clock.device)
+    out = torch.empty_like(a)
+    return clock.seconds(lambda: torch.mm(a, a, out=out))
+
+
+def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Operands without end: on CPUs of as many sets as no cache of a core holds."""
+    first = made()
+    held = sum(x.nbytes for x in first)
+    count = min(64, max(1, _COLD // max(1, held))) if clock.device == "cpu" else 1
+    return itertools.cycle([first, *(made() for _ in range(count - 1))])
+
+
+def _shapes(size: int) -> Iterator[tuple[int, int, int, int]]:
+    """``(m, n, k, batch)`` with ``size`` as the smallest dimension."""
+    yield size, size, size, 1
+    yield 4 * size, size, size, 1
+    yield size, size, 4 * size, 1
+    yield size, 4 * size, 2 * size, 1
+    yield size, size, size, 4
+
+
+def _products(clock: _Clock) -> Iterator[Sample]:
+    plan = clock.plan
+    for dtype, (held_out, size) in itertools.product(
+        _DTYPES, [(False, size) for size in plan.sizes] + [(True, size) for size in plan.between]
+    ):
+        for m, n, k, batch in _shapes(size):
+            kind = getattr(torch, dtype)
+            lead = (batch,) if batch > 1 else ()
+            shapes = ((*lead, m, k), (*lead, k, n), (*lead, m, n))
+            sets = _turns(
+                clock,
+                lambda shapes=shapes, kind=kind: [  # type: ignore[misc]
+                    torch.randn(shape, device=clock.device).to(kind) for shape in shapes
+                ],
+            )
+            multiply = torch.bmm if batch > 1 else torch.mm
+
+            def run(f=multiply, sets=sets):  # type: ignore[no-untyped-def]
+                a, b, out = next(sets)
+                f(a, b, out=out)
+
+            seconds = clock.seconds(run)
+            yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
+
+
+def _moves(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """A kernel that Inductor generates, its result allocated as in a graph."""
+    kernel = torch.compile(lambda x, y: x * 0.5 + y, dynamic=True)
+
+    def of(size: int) -> Callable[[], object]:
+        sets = _turns(clock, lambda: list(torch.ones(2, size, device=clock.device)))
+        return lambda: kernel(*next(sets))
+
+    sizes = [nbytes // 12 for nbytes in (96, *clock.plan.moved)]
+    for size, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, sizes):
+        yield MoveSample(nbytes=12 * size, seconds=seconds, held_out=held_out)
+
+
+def _functions(clock: _Clock, kernel_seconds: float) -> Iterator[Sample]:
+    """As :func:`_moves`, of as many functions as one kernel of a model may have."""
+    functions = torch.compile(lambda x: torch.erf(x) * torch.exp(x) + torch.tanh(x), dynamic=True)
+
+    def of(entries: int) -> Callable[[], object]:
+        x = torch.randn(entries, device=clock.device)
+        return lambda: functions(x)
+
+    for entries, seconds, held_out in _inside_a_graph(clock, kernel_seconds, of, (8, 2**12, 2**14, 2**16, 2**18)):
+        yield FunctionSample(entries=entries, functions=3, seconds=seconds, held_out=held_out)
+
+
+def _inside_a_graph(
+    clock: _Clock, kernel_seconds: float, of: Callable[[int], Callable[[], object]], sizes: Sequence[int]
+) -> Iterator[tuple[int, float, bool]]:
+    """Each size but the first, its seconds, and whether it is held out, as every other one is.
+
+    Seconds are without what entering a compiled graph takes: the first size computes next to nothing.
+    """
+    entering = clock.seconds(of(sizes[0])) - kernel_seconds
+    for place, size in enumerate(sizes[1:], start=1):
+        yield size, max(clock.seconds(of(size)) - entering, kernel_seconds), place % 2 == 0
+
+
+def _attention(clock: _Clock) -> Iterator[Sample]:
+    """As models call it, queries, keys and values out of one product."""
+    for dtype, (place, sequence) in itertools.product(_DTYPES, enumerate(clock.plan.sequences)):
+        for width in (32, 64, 128):
+            heads = max(1, 2**14 // sequence)
+            x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
+            q, k, v = x.requires_grad_().permute(2, 0, 3, 1, 4).unbind(0)
+            gradient = torch.randn_like(q)
+
+            def run(q=q, k=k, v=v, x=x, gradient=gradient):  # type: ignore[no-untyped-def]
+                found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                torch.autograd.grad(found, (q, k, v), gradient)
+
+            yield AttentionSample(
+                heads=heads,
+                sequence=sequence,
+                width=width,
+                dtype=dtype,
+                seconds=clock.seconds(run),
+                held_out=place % 2 == 1 or width == 128,
+            )
+
+
+def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
+    """Of each rank by itself, and of all that are at work together; in seconds of ``clock.timer``."""
+    assert clock.group is not None
+    for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
+        if group is alone or group.size() > 1:
+            step, parameters, collectives = training(layers, group)
+            yield StepSample(
+                ranks=group.size(),
+                parameters=parameters,
+                collectives=collectives,
+                seconds=clock.seconds(step),
+                held_out=False,
+            )
+
+
+def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
+    assert clock.group is not None
+    kinds = _kinds(clock.device, count, clock.group.group_name)
+    sizes = list(enumerate(clock.plan.sent))
+    rounds: dict[tuple[str, int], list[float]] = {}
+    at_work: dict[tuple[str, int], float] = {}
+    for _ in range(clock.plan.passes):
+        for (kind, start), (place, sent) in itertools.product(kinds.items(), sizes):
+            part = _part(kind, sent, count)
+            x = torch.ones(part if kind == "all_gather" else part * count, device=clock.device)
+            runs, began = clock.runs, time.process_time()
+            found = clock.rounds(lambda start=start, x=x: start(x))  # type: ignore[misc]
+            at_work[kind, place] = (time.process_time() - began) / (clock.runs - runs)
+            rounds.setdefault((kind, place), []).extend(found)
+    for (kind, place), found in rounds.items():
+        nbytes = _part(kind, clock.plan.sent[place], count) * 4 * (count - 1) * (2 if kind == "all_reduce" else 1)
+        seconds = statistics.median(found)
+        yield CollectiveSample(
+            kind=kind,
+            nbytes=nbytes,
+            ranks=count,
+            seconds=seconds,
+            core_seconds=at_work[kind, place] if clock.device == "cpu" else 0.0,
+            held_out=place % 2 == 1,
+        )
+
+
+def _late(clock: _Clock, count: int) -> Iterator[Sample]:
+    """Work in stretches, with a collective behind each, and behind the last alone."""
+    assert clock.group is not None
+    plan = clock.plan
+    if not plan.stretch_seconds:
+        return
+    exchange = _kinds(clock.device, count, clock.group.group_name)["all_to_all"]
+    x = torch.ones(count)
+    sets = _turns(clock, lambda: [torch.randn(256, 256) for _ in range(3)])
+
+    def multiply() -> None:
+        a, b, out = next(sets)
+        torch.mm(a, b, out=out)
+
+    each = torch.tensor([clock.seconds(multiply) * min(1.0, cores() / count)])
+    dist.all_reduce(each, dist.ReduceOp.MAX, group=clock.group)
+    products = max(1, round(plan.stretch_seconds / each.item()))
+
+    def seconds(stretches: int, products: int) -> float:
+        exchange(x)
+        start = time.perf_counter()
+        for _ in range(stretches):
+            for _ in range(products):
+                multiply()
+            exchange(x)
+        return time.perf_counter() - start
+
+    waits = 10
+    found = [
+        (seconds(1 + waits, products) - seconds(1, (1 + waits) * products)) / waits
+        for _ in range(plan.passes * plan.rounds)
+    ]
+    # Where it is lost in what else goes on, it is as good as nothing.
+    yield LateSample(ranks=count, seconds=max(1e-6, statistics.median(found)), held_out=False)
+
+
+def _part(kind: str, sent: int, count: int) -> int:
+    """Elements that a rank has for each other one where it sends ``sent`` bytes; an all-reduce sends all twice."""
+    return max(1, sent // (4 * (count - 1) * (2 if kind == "all_reduce" else 1)))
+
+
+def _kinds(device: str, count: int, group: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """What is measured of each kind, the one that :mod:`.fit` starts from first.
+
+    Over Gloo a gather is an all-to-all of copies (docs/why/decisions.md), and so is not measured apart, and a
+    reduce-scatter is one with a sum behind it.
+    """
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        splits: Sequence[int] = [x.numel() // count] * count
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x, splits, splits, group))
+
+    def reduce(x: torch.Tensor) -> torch.Tensor:
+        return _c10d.wait_tensor(_c10d.all_reduce(x, "sum", group))
+
+    if device == "cpu":
+        return {
+            "all_to_all": exchange,
+            "reduce_scatter": lambda x: exchange(x).view(count, -1).sum(0),
+            "all_reduce": reduce,
+        }
+    return {
+        "all_gather": lambda x: _c10d.wait_tensor(_c10d.all_gather_into_tensor(x, count, group)),
+        "reduce_scatter": lambda x: _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x, "sum", count, group)),
+        "all_reduce": reduce,
+        "all_to_all": exchange,
+    }

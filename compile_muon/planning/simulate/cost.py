@@ -1,0 +1,189 @@
+"""How long the kernels of a graph take on a machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from compile_muon.kernels.dispatch import cheaper_method
+from compile_muon.kernels.iterations import gram, standard
+from compile_muon.passes.pipeline import tensor_value
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
+from compile_muon.planning.simulate.operations import operations
+
+__all__ = ["kernel_kind", "kernel_seconds", "workspace_bytes"]
+
+_aten = torch.ops.aten
+_NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
+_COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)
+
+#: passes over a matrix, in matrices read and written by each: its largest entry, the division by it, norm, division;
+#: PyTorch's own operations find the least entry by another
+_NORMALIZE = (1, 2, 1, 2)
+_HALF = ("float16", "bfloat16")
+
+
+def kernel_kind(root: Node) -> str:
+    """What a kernel does that ends in ``root``: "product", "newton_schulz", "copy" (pack or unpack) or "kernel"."""
+    if root.target is _NEWTON_SCHULZ:
+        return "newton_schulz"
+    if root.target in _COPIES:
+        return "copy"
+    return "product" if operations(root) else "kernel"
+
+
+def kernel_seconds(members: list[Node], machine: Machine) -> float:
+    """Of one kernel of :func:`~.fusion.kernels`.
+
+    Products by :meth:`Machine.product_seconds`, attention by its operations at :meth:`Machine.attention_rate`,
+    convolutions at the rate of their smallest dimension, Newton-Schulz by its products; everything else by the bytes it
+    reads and writes.
+    """
+    root = members[-1]
+    if root.target is _NEWTON_SCHULZ:
+        return newton_schulz_seconds(root, machine)
+    shape = _product(root)
+    moved = machine.move_seconds(moved_bytes(members)) + machine.function_seconds * function_entries(members)
+    if shape is not None:
+        batch, m, n, k, dtype = shape
+        return machine.product_seconds(m, n, k, batch=batch, dtype=dtype) if batch * m * n * k else moved
+    work = operations(root)
+    if not work:
+        return moved
+    value = tensor_value(root.args[0])
+    dtype = _name(value.dtype)
+    if "attention" in str(root.target):
+        rate = machine.attention_rate(_smallest(root), _sequence(root), dtype)
+    else:
+        rate = machine.rate(_smallest(root), dtype)
+    return max(machine.product_start(dtype) + work / rate, moved)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _product(node: Node) -> tuple[int, int, int, int, str] | None:
+    """``(batch, m, n, k, dtype)`` of a matrix product; None for any other node."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (_aten.mm, _aten.bmm):
+        left, right = node.args[:2]
+    elif packet in (_aten.addmm, _aten.baddbmm):
+        left, right = node.args[1:3]
+    else:
+        return None
+    a, b = tensor_value(left), tensor_value(right)
+    *batch, m, k = (int(size) for size in a.shape)
+    return math.prod(batch), m, int(b.shape[-1]), k, _name(a.dtype)
+
+
+def _smallest(node: Node) -> int:
+    """Smallest dimension of the products that attention or a convolution consists of."""
+    sizes: list[int] = []
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.ndim >= 3:
+            if "attention" in str(node.target):
+                # The backward also takes the logarithms of its sums, [batch, heads, sequence].
+                sizes += value.shape[-2:] if value.ndim >= 4 else ()
+            elif "convolution" in str(node.target):
+                sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
+    return max(1, min((int(size) for size in sizes), default=1))
+
+
+def _sequence(node: Node) -> int:
+    """Longest sequence that attention is over, [batch, heads, sequence, width]."""
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    return max(int(v.shape[-2]) for v in values if isinstance(v, torch.Tensor) and v.ndim >= 4)
+
+
+# ------------------------------------------------------------------------------------------------------ Newton-Schulz
+
+
+@dataclass
+class _Counted:
+    """``iterations.Products`` of shapes alone: notes (m, n, k, whether one triangle would do) of each."""
+
+    found: list[tuple[int, int, int, bool]] = field(default_factory=list)
+
+    def outer(self, x: tuple[int, int]) -> tuple[int, int]:
+        self.found.append((x[0], x[0], x[1], True))
+        return x[0], x[0]
+
+    def symmetric(
+        self, left: tuple[int, int], right: tuple[int, int], *, plus: object, beta: float, alpha: float = 1.0
+    ) -> tuple[int, int]:
+        self.found.append((left[0], right[1], left[1], True))
+        return left[0], right[1]
+
+    def general(
+        self,
+        left: tuple[int, int],
+        right: tuple[int, int],
+        *,
+        plus: object = None,
+        beta: float = 0.0,
+        out: object = None,
+    ) -> tuple[int, int]:
+        self.found.append((left[0], right[1], left[1], False))
+        return left[0], right[1]
+
+    def add_to_diagonal(self, x: tuple[int, int], a: float) -> None:
+        """No product."""
+
+
+def newton_schulz_seconds(node: Node, machine: Machine) -> float:
+    """Of a ``muon_zero::newton_schulz`` call: products, normalization, and turning tall matrices back.
+
+    On CPUs each matrix by itself, and products whole. On GPUs all of a shape at once; of symmetric products in half
+    precision one triangle, unless the call asks for aten.
+    """
+    return sum(_matrices_seconds(node, machine, *group) for group in _stacks(node, machine))
+
+
+def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]:
+    """``(how many, together, rows, cols)`` of the matrices of a call."""
+    counts: dict[tuple[int, int], int] = {}
+    for x in node.args[0]:
+        value = tensor_value(x)
+        rows, cols = (int(size) for size in value.shape[-2:])
+        counts[rows, cols] = counts.get((rows, cols), 0) + value.shape[:-2].numel()
+    for (rows, cols), count in counts.items():
+        if count and rows and cols:
+            yield (count, 1, rows, cols) if machine.device == "cpu" else (1, count, rows, cols)
+
+
+def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows: int, cols: int) -> float:
+    _, coefficients, method, dtype, _, _, restarts, backend, *_ = node.args
+    k, l = sorted((rows, cols))  # noqa: E741
+    triples = list(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+    triangles = machine.device == "cuda" and dtype in _HALF and backend != "aten"
+    if method == "auto":
+        method = cheaper_method(rows, cols, len(triples), len(restarts), symmetric=triangles)
+    products = _Counted()
+    if method == "gram":
+        gram((k, l), triples, restarts, products)
+    else:
+        standard((k, l), triples, products)
+    seconds = 0.0
+    for m, n, inner, symmetric in products.found:
+        n = -(-n // 2) if symmetric and triangles else n
+        seconds += machine.product_seconds(m, n, inner, batch=batch, dtype=dtype)
+    size = batch * k * l * getattr(torch, dtype).itemsize
+    moves = [*_NORMALIZE, *([] if triangles else [1]), *([2] if rows > cols else [])]
+    return times * (seconds + sum(machine.move_seconds(count * size) for count in moves))
+
+
+def workspace_bytes(node: Node, machine: Machine) -> int:
+    """What a ``muon_zero::newton_schulz`` call holds beside inputs and results: X once more, and two of k × k."""
+    _, _, _, dtype, _, _, _, _, *limit = node.args
+    itemsize = getattr(torch, dtype).itemsize
+    held = [
+        batch * (rows * cols + 2 * min(rows, cols) ** 2) * itemsize for _, batch, rows, cols in _stacks(node, machine)
+    ]
+    return min(max(held, default=0), *limit) if machine.device != "cpu" else max(held, default=0)

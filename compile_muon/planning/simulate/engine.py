@@ -1,0 +1,389 @@
+"""Graphs of one rank on one compute stream and several communication streams.
+
+Nodes are issued in graph order. A kernel starts when the one before it is done; a collective when it is issued and its
+stream is free, and nothing is computed between a wait and the end of what it waits for. Each process group has a
+stream, as NCCL and Gloo serve them, or all have one.
+
+Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
+same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
+for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
+from compile_muon.passes.layout import Axis
+from compile_muon.passes.pipeline import Half, PassContext
+from compile_muon.passes.work import Work, work_of
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.planning.simulate.fusion import kernels
+from compile_muon.planning.simulate.memory import Held, Memory
+
+__all__ = ["COMPUTE", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+
+#: name of the compute stream; the others have those of their groups
+COMPUTE = "compute"
+#: why a rank waits for collectives that no pass inserted
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A lowered graph and its part in the step.
+
+    Args:
+        half: its role.
+        frame: name that forward and backward of a frame share.
+        user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
+        drops: categories of memory that are let go ahead of it.
+        eager: nothing compiles it: every node is a kernel of its own.
+        counted: its bytes are traffic, as an optimizer counts its own.
+        finished_by_forward: its gathers are waited for by forward graphs of the step behind it.
+        awaits: of a forward graph: its nodes that wait for such a gather, and the number of each.
+        parameters: that its caller looks after; None where it is a part of another's call.
+    """
+
+    gm: GraphModule
+    half: Half
+    frame: str = "frame"
+    user_outputs: int = 0
+    drops: tuple[str, ...] = ()
+    eager: bool = False
+    counted: bool = True
+    finished_by_forward: bool = False
+    awaits: Mapping[Node, int] = field(default_factory=dict)
+    parameters: int | None = None
+
+    @classmethod
+    def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
+        """A graph that the half passes have run over."""
+        return cls(gm, ctx.half, ctx.frame, ctx.user_outputs)
+
+    @property
+    def title(self) -> str:
+        return f"{self.frame}.{self.half.value}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """``name`` ran on ``stream`` from ``start`` to ``end``, in seconds from the beginning of the step.
+
+    Args:
+        category: "product", "newton_schulz", "copy", "kernel" or "host"; of a collective, what it is for.
+    """
+
+    name: str
+    category: str
+    stream: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    Args:
+        seconds: all of it.
+        busy: of them, with the compute stream at work.
+        exposed: of them, with the compute stream waiting, by what the wait is for; with ``busy`` they are all.
+        graphs: seconds of each graph by its title.
+        events: in order of their ends.
+        traffic: as :func:`~..collectives.measure_traffic` counts.
+        peak: the most that is live at a time.
+        issued: by a group's ranks, its collectives in order: what all of these call each, and when it was issued.
+    """
+
+    seconds: float
+    busy: float
+    exposed: Mapping[str, float]
+    graphs: Mapping[str, float]
+    events: tuple[Event, ...]
+    traffic: Traffic
+    peak: Held
+    issued: Mapping[tuple[int, ...], tuple[tuple[str, float], ...]]
+
+
+def simulate(
+    graphs: Sequence[Played],
+    machine: Machine,
+    *,
+    groups: Mapping[Axis, Sequence[int]],
+    ranks: int,
+    resident: Mapping[str, int] | None = None,
+    codegen: str = "inductor",
+    one_stream: bool = False,
+    others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
+) -> Timeline:
+    """Play ``graphs`` one behind the other, as a step among others like it.
+
+    What is finished by forward comes first: the step before has started it.
+
+    Args:
+        machine: that every rank of the job runs on.
+        groups: every process group that a collective names, and the ranks of the job in it.
+        ranks: of the job; on machines whose ranks share cores all are at work.
+        resident: bytes by category that are live all the time: weights, optimizer state.
+        codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
+        one_stream: all collectives one behind the other, whatever their groups.
+        others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
+            before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
+    """
+    machine = machine.shared_by(ranks)
+    player = _Player(machine, groups, one_stream, others or {})
+    memory = Memory(resident or {}, machine)
+    traffic = Traffic()
+    took: dict[str, float] = defaultdict(float)
+    for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
+        found = kernels(played.gm, "eager" if played.eager else codegen)
+        began = player.now
+        player.run(played, found)
+        took[played.title] += player.now - began
+        for category in played.drops:
+            memory.drop(category)
+        roots = {node: root for root, members in found.items() for node in members}
+        memory.run(played.gm, played.half, played.frame, played.user_outputs, roots)
+        if played.counted:
+            traffic = traffic + measure_traffic(played.gm, groups)
+    player.finish_refreshes()
+    events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
+    issued = {group: tuple(times) for group, times in player.issued.items()}
+    return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak, issued)
+
+
+@dataclass(eq=False)
+class _Sent:
+    """A collective from its issue on; ``hops`` and ``transfer`` are the seconds that are left of each.
+
+    It does not begin before ``others``, when the last of the other ranks issues it as they were played, and no wait for
+    it ends before ``everyone``: how much later than that a rank may come that computes the same.
+    """
+
+    node: Node
+    name: str
+    stream: str
+    link: int
+    hops: float
+    transfer: float
+    issued: float
+    others: float
+    start: float = math.nan
+    end: float = math.nan
+    everyone: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        return not math.isnan(self.end)
+
+
+@dataclass
+class _Wires:
+    """Collectives under way: streams are served in order, and what sends over one link at a time shares it."""
+
+    now: float = 0.0
+    queues: dict[str, deque[_Sent]] = field(default_factory=dict)
+
+    def issue(self, sent: _Sent) -> None:
+        queue = self.queues.setdefault(sent.stream, deque())
+        queue.append(sent)
+        if len(queue) == 1:
+            self._begin(sent, sent.issued)
+
+    def advance(self, until: float, awaited: _Sent | None = None) -> None:
+        """Let time pass to ``until``, or to the end of ``awaited`` if that comes before."""
+        while self.now < until and not (awaited is not None and awaited.done):
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            sharing = Counter(head.link for head in heads if not head.hops)
+            left = {head: head.hops or head.transfer * sharing[head.link] for head in heads}
+            step = min(left.values(), default=math.inf)
+            if step > until - self.now:
+                passed, ended = until - self.now, until
+            else:
+                passed, ended = step, self.now + step
+            if math.isinf(passed):
+                return
+            for head in heads:
+                over = left[head] == step == passed
+                if head.hops:
+                    head.hops = 0.0 if over else head.hops - passed
+                else:
+                    head.transfer = 0.0 if over else max(0.0, head.transfer - passed / sharing[head.link])
+            self.now = ended
+            for head in heads:
+                if not head.hops and not head.transfer:
+                    self._end(head)
+
+    def _end(self, sent: _Sent) -> None:
+        sent.end = self.now
+        queue = self.queues[sent.stream]
+        queue.popleft()
+        if queue:
+            self._begin(queue[0], self.now)
+
+    def _begin(self, sent: _Sent, now: float) -> None:
+        """Its stream is free; where others have not come yet it sends nothing until they have."""
+        sent.start = now
+        sent.hops += max(0.0, sent.others - now)
+
+
+class _Player:
+    def __init__(
+        self,
+        machine: Machine,
+        groups: Mapping[Axis, Sequence[int]],
+        one_stream: bool,
+        others: Mapping[tuple[int, ...], Sequence[float]],
+    ) -> None:
+        self.machine = machine
+        self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
+        self.one_stream = one_stream
+        self.others = others
+        self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
+        self._graphs = 0
+        self.now = 0.0
+        self.busy = 0.0
+        self.exposed: dict[str, float] = defaultdict(float)
+        self._wires = _Wires()
+        self._events: list[Event] = []
+        self._sent: list[_Sent] = []
+        self._refreshes: dict[int, list[Callable[[], None]]] = {}
+
+    def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
+        self._graphs += 1
+        if played.parameters is not None:
+            self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters)
+        sending = dict(collectives(played.gm))
+        sent: dict[Node, _Sent] = {}
+        late = _finishing(played) if played.finished_by_forward else {}
+        for node in played.gm.graph.nodes:
+            if node in played.awaits:
+                self._finish_refresh(played.awaits[node])
+                continue
+            if node in found:
+                act = partial(self._compute, node.name, kernel_kind(node), kernel_seconds(found[node], self.machine))
+            elif is_wait(node) and node.args[0] in sent:
+                act = partial(self._wait, node, sent[node.args[0]])
+            else:
+                if node in sending:
+                    sent[node] = self._issue(node, sending[node], played.title)
+                continue
+            if node in late:
+                self._refreshes.setdefault(late[node], []).append(act)
+            else:
+                act()
+
+    def _finish_refresh(self, number: int) -> None:
+        for act in self._refreshes.pop(number, ()):
+            act()
+
+    def finish_refreshes(self) -> None:
+        """Those that no forward has waited for."""
+        for number in list(self._refreshes):
+            self._finish_refresh(number)
+
+    def _on_host(self, name: str, **counts: float) -> None:
+        """As many of each kind of :attr:`Machine.host_seconds`; nothing on machines without them."""
+        seconds = sum(count * self.machine.host_seconds.get(kind, 0.0) for kind, count in counts.items())
+        if seconds:
+            self._compute(name, "host", seconds)
+
+    def _compute(self, name: str, category: str, seconds: float) -> None:
+        start, self.now = self.now, self.now + seconds
+        self.busy += seconds
+        self._events.append(Event(name, category, COMPUTE, start, self.now))
+
+    def _issue(self, node: Node, kind: str, title: str) -> _Sent:
+        axis, ranks = self.groups[node.args[-1]]
+        nbytes = bytes_sent(node, kind, axis)
+        if _is_all_to_all(node):
+            # A reduction that is made of one has its sum in the graph. Who owns nothing still waits for what it takes.
+            received = bytes_received(node, axis)
+            # Ranks of one machine send over the same loopback, where what one takes more another takes less.
+            shared = self.machine.device == "cpu"
+            kind, nbytes = "all_to_all", (nbytes + received) // 2 if shared else max(nbytes, received)
+        hops, transfer = self.machine.collective_parts(kind, nbytes, ranks)
+        work = work_of(node)
+        name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
+        stream = "collectives" if self.one_stream else axis.group
+        issued = self.issued[ranks]
+        others = self.others[ranks][len(issued)] if ranks in self.others else self.now
+        # Frames are counted by process, and nodes of the model may have other names on other ranks.
+        issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
+        sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
+        self._wires.advance(self.now)
+        self._wires.issue(sent)
+        self._sent.append(sent)
+        self._on_host(name, collective=1, byte=nbytes)
+        sent.everyone = self.now + self.machine.late_seconds
+        return sent
+
+    def _wait(self, node: Node, sent: _Sent) -> None:
+        self._wires.advance(self.now)
+        self._wires.advance(math.inf, sent)
+        end = max(sent.end, sent.everyone)
+        if end > self.now:
+            self.exposed[_cause(work_of(node))] += end - self.now
+            self.now = end
+
+    def _link(self, ranks: Sequence[int]) -> int:
+        for number, link in enumerate(self.machine.links):
+            if link.within is None or len({rank // link.within for rank in ranks}) == 1:
+                return number
+        raise AssertionError("the last link of a machine joins all ranks")
+
+    def finish(self) -> list[Event]:
+        self._wires.advance(math.inf)
+        for sent in self._sent:
+            self._events.append(Event(sent.name, _cause(work_of(sent.node)), sent.stream, sent.start, sent.end))
+        return self._events
+
+
+def _finishing(played: Played) -> dict[Node, int]:
+    """The nodes of each refresh from its last wait on, with its number."""
+    found: dict[int, list[Node]] = {}
+    for node in played.gm.graph.nodes:
+        work = work_of(node)
+        if work is not None and (is_wait(node) or work.bucket in found):
+            # A gather over a second axis starts behind the wait for the first.
+            found[work.bucket] = [node] if is_wait(node) else [*found[work.bucket], node]
+    return {node: number for number, nodes in found.items() for node in nodes}
+
+
+def _is_all_to_all(node: Node) -> bool:
+    return "all_to_all" in str(node.target)
+
+
+def _cause(work: Work | None) -> str:
+    return _MODEL if work is None else work.category.value
+
+
+def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """What chrome://tracing and Perfetto read, as JSON: a row for each stream, times in microseconds."""
+    streams = [COMPUTE, *sorted({event.stream for event in timeline.events} - {COMPUTE})]
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": stream}}
+        for row, stream in enumerate(streams)
+    ]
+    for event in timeline.events:
+        rows.append(
+            {
+                "ph": "X",
+                "name": event.name,
+                "cat": event.category,
+                "pid": 0,
+                "tid": streams.index(event.stream),
+                "ts": event.start * 1e6,
+                "dur": (event.end - event.start) * 1e6,
+            }
+        )
+    return {"traceEvents": rows}

@@ -1,0 +1,205 @@
+"""What is live while graphs run, by category, from the order of their nodes alone.
+
+Memory lives from the node that makes it to its last reader, views included, and behind the graph if it is an output;
+what a collective sends, until it is waited for. What forward saves for backward is let go at its last reader there.
+Results inside a fused kernel are never in memory. Buffers that are reused in place by code generation count twice, for
+a moment; what allocators round up and keep does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compile_muon.passes.collectives import is_collective, is_wait
+from compile_muon.passes.pipeline import Half
+from compile_muon.passes.work import Category, work_of
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.aliases import base, nbytes
+from compile_muon.planning.simulate.cost import workspace_bytes
+
+__all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "INTERMEDIATES", "STEP", "Held", "Memory"]
+
+GATHERED, ACTIVATIONS, INTERMEDIATES = "gathered", "activations", "intermediates"
+GRADIENTS, EXCHANGE, STEP = "gradients", "exchange", "step"
+
+_OF_WORK = {
+    Category.GATHER: GATHERED,
+    Category.REFRESH: GATHERED,
+    Category.REDUCE: GRADIENTS,
+    Category.EXCHANGE: EXCHANGE,
+    Category.SURVEY: STEP,
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes live at a time.
+
+    Args:
+        by_category: what the caller gave as resident, and "gathered" (weights), "activations" (saved for backward),
+            "intermediates" (what forward or backward makes and needs no more soon, of a language model mostly its
+            logits), "gradients", "exchange" (matrices, directions and their buffers) and "step" (of AdamW and norms).
+        largest: which of the intermediates is largest: operation, shape, dtype and bytes; empty where there is none.
+    """
+
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    largest: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_category.values())
+
+
+@dataclass(eq=False)
+class _Storage:
+    """``readers``: values of a later graph that show it."""
+
+    category: str
+    nbytes: int
+    maker: Node
+    readers: int = 0
+
+    def __str__(self) -> str:
+        value = self.maker.meta["val"]
+        name = getattr(getattr(self.maker.target, "overloadpacket", None), "__name__", self.maker.name)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{name.strip('_')} {list(map(int, value.shape))} {dtype}, {self.nbytes / 2**30:.2f} GiB"
+
+
+class Memory:
+    """What is live while one graph runs behind the other.
+
+    Args:
+        resident: bytes by category that are there all the time.
+        machine: what runs Newton-Schulz.
+    Attributes:
+        peak: the most so far.
+    """
+
+    def __init__(self, resident: Mapping[str, int], machine: Machine) -> None:
+        self._live: Counter[str] = Counter(resident)
+        self._machine = machine
+        self._saved: dict[str, list[_Storage | None]] = {}
+        self._returned: dict[tuple[str, Half], list[_Storage]] = {}
+        self._intermediates: dict[_Storage, None] = {}
+        self.peak = Held(dict(self._live))
+
+    def drop(self, category: str) -> None:
+        """Nothing of this category is needed any more."""
+        self._live[category] = 0
+
+    def run(self, gm: GraphModule, half: Half, frame: str, user_outputs: int, roots: Mapping[Node, Node]) -> None:
+        """One graph.
+
+        Args:
+            frame: name that forward and backward share.
+            user_outputs: of a forward graph: the outputs behind these are saved for backward.
+            roots: node -> the last one of its kernel.
+        """
+        place = {node: i for i, node in enumerate(gm.graph.nodes)}
+        outputs = _outputs(gm)
+        saved = outputs[user_outputs:] if half is Half.FORWARD else []
+        kept, passed_on = {base(node) for node in outputs}, {base(node) for node in saved}
+        found: dict[Node, _Storage] = {}
+        made: dict[int, list[_Storage]] = {}
+        last: dict[Node, int] = {}
+        for node in gm.graph.nodes:
+            if node.op != "call_function" or roots.get(node, node) is not node:
+                continue
+            memory = base(node)
+            if memory.op == "call_function" and memory not in found and _owns(memory):
+                found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory), memory)
+                made.setdefault(place[_maker(memory)], []).append(found[memory])
+        found |= self._taken(gm, half, frame)
+        for node in gm.graph.nodes:
+            for shown in node.all_input_nodes:
+                last[base(shown)] = max(last.get(base(shown), -1), _until(node, roots, place))
+        freed: dict[int, list[_Storage]] = {}
+        for memory, storage in found.items():
+            if memory not in kept or memory.op == "placeholder":
+                freed.setdefault(last.get(memory, place[memory]), []).append(storage)
+        for node, i in place.items():
+            self._step(node, made.get(i, ()), freed.get(i, ()))
+        if saved:
+            values = [found.get(base(node)) for node in saved if _is_tensor(node)]
+            for value in values:
+                if value is not None:
+                    value.readers += 1
+            self._saved[frame] = values
+        # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
+        for storage in self._returned.get((frame, half), ()):
+            self._live[storage.category] -= storage.nbytes
+        left = kept - passed_on
+        self._returned[frame, half] = [
+            found[memory] for memory in left if memory.op == "call_function" and memory in found
+        ]
+
+    def _taken(self, gm: GraphModule, half: Half, frame: str) -> dict[Node, _Storage]:
+        """What the inputs of a backward graph show of what its forward saved: the same values in the same order."""
+        if half is not Half.BACKWARD:
+            return {}
+        inputs = [node for node in gm.graph.find_nodes(op="placeholder") if _is_tensor(node)]
+        pairs = zip(self._saved.pop(frame, ()), inputs, strict=False)
+        return {node: storage for storage, node in pairs if storage is not None}
+
+    def _step(self, node: Node, made: Sequence[_Storage], freed: Sequence[_Storage]) -> None:
+        for storage in made:
+            self._live[storage.category] += storage.nbytes
+            if storage.category == INTERMEDIATES:
+                self._intermediates[storage] = None
+        works = node.target is torch.ops.muon_zero.newton_schulz.default
+        extra = workspace_bytes(node, self._machine) if works else 0
+        if self._live.total() + extra > self.peak.total:
+            found = {**self._live, EXCHANGE: self._live[EXCHANGE] + extra} if extra else dict(self._live)
+            largest = max(self._intermediates, key=lambda storage: storage.nbytes, default="")
+            self.peak = Held(found, str(largest))
+        for storage in freed:
+            storage.readers -= 1
+            if storage.readers <= 0:
+                self._live[storage.category] -= storage.nbytes
+                self._intermediates.pop(storage, None)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _outputs(gm: GraphModule) -> list[Node]:
+    (results,) = gm.graph.output_node().args
+    return [node for node in (results if isinstance(results, list | tuple) else [results]) if isinstance(node, Node)]
+
+
+def _owns(memory: Node) -> bool:
+    return isinstance(memory.meta.get("val"), torch.Tensor)
+
+
+def _maker(memory: Node) -> Node:
+    """Of an item of a list: what makes the list."""
+    source = memory.args[0] if not isinstance(memory.target, torch._ops.OpOverload) and memory.args else None
+    return source if isinstance(source, Node) else memory
+
+
+def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) -> int:
+    """When ``reader`` has read its inputs."""
+    if is_collective(reader):
+        return max((place[user] for user in reader.users if is_wait(user)), default=place[reader])
+    return place[roots.get(reader, reader)]
+
+
+def _category(memory: Node, half: Half, saved: Collection[Node], returned: Collection[Node]) -> str:
+    work = work_of(memory)
+    if work is not None:
+        return _OF_WORK[work.category]
+    if memory in saved:
+        return ACTIVATIONS
+    if half is Half.STEP:
+        return STEP
+    if half is not Half.BACKWARD:
+        return INTERMEDIATES
+    reduced = any((of := work_of(user)) is not None and of.category is Category.REDUCE for user in memory.users)
+    return GRADIENTS if reduced or memory in returned else INTERMEDIATES

@@ -1,0 +1,110 @@
+"""The graphs of ``optimizer.step()``: made of the functions that it calls, but for those that ask other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compile_muon.config import FrameOptions
+from compile_muon.optimizer import MuonZero
+from compile_muon.passes import Half
+from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.spec import decode_dtype
+from compile_muon.passes.torch_private import fake_mode_of
+from compile_muon.passes.work import Category, Work
+from compile_muon.planning.eager_graph import EagerGraph
+from compile_muon.planning.recorder import Recorder
+from compile_muon.planning.simulate import Played
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import Refresh, gathers
+from compile_muon.runtime.shards import edits_of
+from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.step_graph import StepGraphs
+from compile_muon.runtime.survey import Survey, not_finite
+
+__all__ = ["step_graphs"]
+
+
+@torch.no_grad()
+def step_graphs(
+    optimizer: MuonZero, trained: Sequence[Account], ready: Collection[str], options: FrameOptions
+) -> list[Played]:
+    """The survey, directions that backward has not made, the writes, and the refresh.
+
+    Args:
+        trained: the parameters that have a gradient.
+        ready: names of those whose directions backward has made.
+        options: of torch.compile.
+    """
+    with fake_mode_of([account.local for account in trained]):
+        for account in trained:
+            if account.param.grad is None:
+                account.add_gradient(torch.zeros_like(account.local))
+        muon = [account for account in trained if account.spec.muon is not None]
+        directions = {account.name: _direction(account) for account in muon}
+        survey, surveyed = _survey(optimizer, {name: directions[name] for name in ready})
+        found = [surveyed]
+        late = [account for account in muon if account.name not in ready]
+        if late:
+            step = Recorder(tensors=fake_mode_of([account.local for account in late]))
+            StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], options)
+            found += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
+            found.append(_check(survey, {account.name: directions[account.name] for account in late}))
+        for account in trained:
+            if (
+                "step" in optimizer.state[account.param]
+            ):  # of AdamW, which reads it: fake tensors know what they are made of
+                optimizer.state[account.param]["step"] = torch.tensor(0.0)
+        with EagerGraph() as graph:
+            optimizer._commit({account.name: directions[account.name] for account in muon})
+        found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))
+        return [*found, _refresh(trained)]
+
+
+def _played(gm: GraphModule, name: str, *, counted: bool = True) -> Played:
+    return Played(gm, Half.STEP, name, eager=True, counted=counted)
+
+
+def _direction(account: Account) -> Tensor:
+    return torch.zeros_like(account.local, dtype=decode_dtype(account.spec.muon_settings.dtype))
+
+
+def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:
+    accounts = [account for account in optimizer._ledger.accounts if account.spec.muon is not None]
+    rows = fingerprint([account.local_grad for account in accounts if account.name in ready]) if ready else ()
+    made = {
+        account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), 0.0)
+        for account, row in zip((a for a in accounts if a.name in ready), rows, strict=True)
+    }
+    with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
+        survey = optimizer._survey(None, optimizer._agreement() if optimizer._compares else None)
+        survey.add_speculations(accounts, made)
+        survey.reduce()
+    return survey, _played(graph.done(), "survey", counted=False)
+
+
+def _check(survey: Survey, late: dict[str, Tensor]) -> Played:
+    """What a step asks of the directions that it has made itself."""
+    with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 1)):
+        survey.add("direction", list(late), not_finite(list(late.values())))
+        survey.reduce()
+    return _played(graph.done(), "survey", counted=False)
+
+
+def _refresh(accounts: Sequence[Account]) -> Played:
+    """What a step gathers, and behind all that, how each gather is finished by whoever reads a weight."""
+    works = [Work(Category.REFRESH, number) for number, _ in enumerate(gathers(accounts))]
+    with EagerGraph() as graph:
+        under_way = []
+        for work, bucket in zip(works, gathers(accounts), strict=True):
+            with graph.noting(work):
+                under_way.append(Refresh.start(bucket, "refresh", 0))
+        for work, refresh in zip(works, under_way, strict=True):
+            with graph.noting(work):
+                graph.wait(refresh.received)
+                refresh.finish()
+    return replace(_played(graph.done(), "refresh"), drops=("exchange",), finished_by_forward=True)

@@ -1,0 +1,292 @@
+"""The heartbeat: every rank's status, in the store of the process group.
+
+A thread of each rank publishes its status, ten times a second in a small world, through a connection of its own.
+Whoever is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
+
+Under Gloo a collective that fails raises, and what the others' statuses say is part of the error. NCCL ends the process
+instead: there the thread logs it, shortly before the group's time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from compile_muon.errors import PeerError, by_rank, ranks_named
+from compile_muon.passes.torch_private import timeout_of
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.rank_status import RankStatus
+
+__all__ = ["Heartbeat", "Entry", "backend_of", "gather_objects", "keep_up", "report"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("compile_muon")
+
+#: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
+_BEATS = 500.0
+_SHORTEST_INTERVAL = 0.1
+#: in worlds up to this size every rank remembers the others' statuses, should the store go with its host
+_SMALL_WORLD = 64
+_REMEMBER_EVERY = 1.0
+#: a store that answers no sooner is gone
+_STORE_SECONDS = 1.5
+#: how long ranks wait for each other where the group has no time-out of its own
+_LONGEST = 1800.0
+#: part of the group's time-out after which a rank says what it waits for, if its backend will not
+_PATIENCE = 0.9
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
+    """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return backends.get(torch.device(device).type, "")
+
+
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
+    """``value`` of every rank, on every rank; small things between our own processes."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+class Entry(NamedTuple):
+    """One rank's status.
+
+    Args:
+        step: the step under way, from 1.
+        where: half, frame and module, as in "backward of frame 2 (blocks.4)"; empty before the first.
+        inside: whether the rank is there, or has gone on to code that is not ours.
+        collectives: how many were started before.
+        raised: the error it left with; "PeerError" if it has waited in vain.
+        ended: whether its optimizer or process has come to its end.
+        beat: grows as long as the rank lives.
+        changes: how often it has changed over between training, evaluation and reading, see :meth:`RankStatus.change`.
+    """
+
+    step: int
+    where: str
+    inside: bool
+    collectives: int
+    raised: str = ""
+    ended: bool = False
+    beat: int = 0
+    changes: int = 0
+
+
+class Heartbeat:
+    """This rank's access to everyone's statuses.
+
+    Args:
+        store: of the process group; a connection of its own, so that whoever waits in the other stops nobody.
+        group: whose ranks these are.
+        device: that the group works on.
+    Attributes:
+        number: which of the group's optimizers this is, going by this rank; see :meth:`meet`.
+        interval: seconds between beats.
+    """
+
+    def __init__(self, store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank, self._world = group.rank(), group.size()
+        self._store = store
+        self._lock = threading.Lock()
+        self._beat = 0
+        self._last = Entry(1, "", False, 0)
+        self._seen: dict[int, Entry] = {}
+        self._remembered = 0.0
+        self.stopped = threading.Event()
+        self.interval = max(_SHORTEST_INTERVAL, self._world / _BEATS)
+        # Counted in the store and not in the process, which may have optimizers on other groups.
+        self.number = self._store.add(f"muon_zero/{self._rank}/optimizers", 1)
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self.meet([self.number] * self._world)
+        timeout = timeout_of(group, device)
+        speaks = backend_of(group, device) == "gloo" or timeout is None
+        self.patience = float("inf") if speaks or timeout is None else _PATIENCE * timeout.total_seconds()
+        self._timeout = _LONGEST if timeout is None else timeout.total_seconds()
+        self._meetings: dist.Store | None = None
+
+    def meet(self, numbers: Collection[int]) -> None:
+        """Every rank's ``number``: one that once failed to make an optimizer counts otherwise than the others."""
+        self._keys = [f"muon_zero/{rank}/status/{number}" for rank, number in enumerate(numbers)]
+
+    def publish(self, entry: Entry) -> bool:
+        """Write this rank's status; False if the store, or the process group, is gone."""
+        # Another thread that holds the lock may wait for a store that never answers.
+        if self.stopped.is_set() or not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
+            return False
+        try:
+            self._beat += 1
+            self._last = entry._replace(beat=self._beat)
+            self._store.set(self._keys[self._rank], json.dumps(self._last))
+        except (RuntimeError, ValueError):
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def end(self, beats: threading.Thread) -> None:
+        """The optimizer, or the process, is at its end.
+
+        Args:
+            beats: runs :func:`keep_up`. Coming back from the store while the interpreter is being taken down, it would
+                end the process by std::terminate: exit code -6, of a training that went well.
+        """
+        self.publish(self._last._replace(inside=False, ended=True))
+        self.stopped.set()
+        if beats is not threading.current_thread():
+            beats.join(2 * _STORE_SECONDS)
+
+    def read(self) -> dict[int, Entry] | None:
+        """The statuses of those ranks that have one; None if the store is gone. A cut connection may never return."""
+        if not dist.is_initialized() or not self._lock.acquire(timeout=_STORE_SECONDS):
+            return None
+        try:
+            there = dict(enumerate(self._keys))
+            if not self._store.check(self._keys):
+                there = {rank: key for rank, key in there.items() if self._store.check([key])}
+            texts = self._store.multi_get(list(there.values()))
+        except (RuntimeError, ValueError):
+            return None
+        finally:
+            self._lock.release()
+        return {rank: Entry(*json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+
+    def meet_at(self, entry: Entry) -> None:
+        """Wait, by the store and not by a collective, until every rank has changed over as often as this one.
+
+        Raises:
+            PeerError: another rank is in a collective instead, or nobody comes within the group's time-out.
+        """
+        if self._meetings is None:
+            store: Any = self._store
+            self._meetings = cast("dist.Store", store.clone())  # the other connection must not wait
+        self.publish(entry)
+        key = f"{self._keys[0]}/change"
+        deadline = time.monotonic() + self._timeout
+        try:
+            if self._meetings.add(f"{key}/{entry.changes}", 1) == self._world:
+                self._meetings.set(f"{key}/{entry.changes}/all", "")
+                for old in (f"{key}/{entry.changes - 1}", f"{key}/{entry.changes - 1}/all"):
+                    self._meetings.delete_key(old)  # everyone has been there
+                return
+        except RuntimeError:  # the store is gone: collectives will say so
+            return
+        while True:
+            try:
+                self._meetings.wait([f"{key}/{entry.changes}/all"], timedelta(seconds=_STORE_SECONDS))
+                return
+            except RuntimeError:
+                statuses = self.read()
+            if statuses is None:
+                return
+            late = time.monotonic() > deadline
+            if late or any(_elsewhere(other, entry) for other in statuses.values()):
+                raise PeerError(report(self._world, {**statuses, self._rank: entry}, list(statuses)))
+
+    def remember(self) -> None:
+        """Read everyone's statuses now and then, should the store go with its host."""
+        now = time.monotonic()
+        if self._world <= _SMALL_WORLD and now - self._remembered >= _REMEMBER_EVERY:
+            self._remembered = now
+            self._seen = self.read() or self._seen
+
+    def ask(self, entry: Entry) -> str:
+        """Publish the status of one whose rank waits in vain, and say where everyone is; takes a few beats."""
+        answers: list[str] = []
+        thread = threading.Thread(target=lambda: answers.extend(self._ask(entry)), daemon=True)
+        thread.start()
+        thread.join(4 * self.interval + 2 * _STORE_SECONDS)
+        if answers:
+            return answers[0]
+        known = report(self._world, {**self._seen, self._rank: entry}, [self._rank])
+        return (
+            "the store of the process group is gone with the process that hosts it (rank 0, or torchrun's agent) or "
+            f"with the connection to it. Going by what is remembered, {known}"
+        )
+
+    def _ask(self, entry: Entry) -> Iterator[str]:
+        self.publish(entry)
+        first = self.read()
+        time.sleep(3 * self.interval + 0.2)
+        self.publish(entry)
+        second = self.read()
+        if first is not None and second is not None:
+            alive = [rank for rank, at in second.items() if rank not in first or at.beat != first[rank].beat]
+            yield report(self._world, second, alive)
+
+
+def _elsewhere(other: Entry, entry: Entry) -> bool:
+    """Whether a rank will not change over as this one has: it is in a collective behind, or at its end."""
+    gone_on = (other.step, other.collectives) >= (entry.step, entry.collectives)
+    return other.changes < entry.changes and (other.ended or (other.inside and gone_on))
+
+
+def keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
+    """Thread: publish the status as long as it lives, and speak up where the backend would end the process."""
+    spoken = False
+    while not heartbeat.stopped.wait(heartbeat.interval):
+        status = reference()
+        if status is None or not heartbeat.publish(status.told()):
+            return
+        heartbeat.remember()
+        late = status.waited() > heartbeat.patience
+        if late and not spoken:
+            _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
+        spoken = late
+        del status
+
+
+def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) -> str:
+    """Who is where, those first for whom the others wait.
+
+    Args:
+        world: how many ranks there are.
+        statuses: by rank; none for those who have published none.
+        alive: ranks that have published something just now.
+
+    >>> lost, waiting = Entry(3, "backward of frame 2 (blocks.4)", True, 7), Entry(3, "forward of frame 5", True, 9)
+    >>> print(report(3, {0: waiting, 1: lost, 2: waiting}, [0, 2]))
+    rank 1 was last seen in step 3, backward of frame 2 (blocks.4); ranks 0, 2 wait in step 3, forward of frame 5
+    (collectives before: 7 on rank 1, 9 on ranks 0, 2)
+    """
+    said: dict[tuple[int, str], list[int]] = {}
+    for rank in range(world):
+        said.setdefault(_sentence(statuses.get(rank), rank in alive), []).append(rank)
+    sentences = []
+    for (_, text), ranks in sorted(said.items()):
+        verb, _, rest = text.partition(" ")
+        singular, _, plural = verb.partition("/")
+        sentences.append(f"{ranks_named(ranks)} {singular if len(ranks) == 1 else plural} {rest}")
+    before = [statuses[rank].collectives if rank in statuses else 0 for rank in range(world)]
+    counted = f"\n(collectives before: {by_rank(before)})" if len(set(before)) > 1 else ""
+    return "; ".join(sentences) + counted
+
+
+def _sentence(entry: Entry | None, alive: bool) -> tuple[int, str]:
+    """How urgent it is, and a predicate, its verb as ``singular/plural``."""
+    if entry is None:
+        return 0, "has/have not come so far"
+    place = f"step {entry.step}, {entry.where}" if entry.where else f"step {entry.step}"
+    at = f"in {place}" if entry.inside or not entry.where else f"after {place}"
+    if entry.raised == PeerError.__name__:
+        return 3, f"waits/wait {'in' if entry.inside else 'no more, after'} {place}"
+    if entry.raised:
+        return 1, f"raised/raised {entry.raised} in {place}"
+    if entry.ended:
+        return 1, f"ended/ended {at}"
+    if not alive:
+        return 1, f"was/were last seen {at}"
+    if not entry.inside:
+        return 2, f"runs/run the loop's own code {at}"
+    return 3, f"waits/wait {at}"

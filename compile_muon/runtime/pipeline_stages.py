@@ -1,0 +1,251 @@
+"""Pipeline stages decide as one: the gradient norm is over all of them, and what one refuses or leaves out, all do.
+
+Each stage has an optimizer of its own, whose ranks have agreed before (:mod:`compile_muon.runtime.survey`). Then one
+rank of each stage gathers a few numbers from one of each other.
+
+How many gathers a step has must not hang on what one stage has: its matrices may all have a direction from backward
+while another's make theirs in the step, and are checked after. So each stage says in the first what follows for it if
+the norm is over the limit of ``gradient_clipping``, and what if it is not: which of the two is known only then. There
+is a second exactly if some stage goes on to make directions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_muon.config import ZeroConfig
+from compile_muon.errors import LedgerError, by_rank, config_error, join_errors
+from compile_muon.passes.torch_private import collective_failed
+from compile_muon.runtime.heartbeat import backend_of, gather_objects
+from compile_muon.runtime.rank_status import RankStatus
+
+__all__ = ["Outlook", "PipelineStages"]
+
+#: what decides over a step, so that stages which differ in it would part
+_SHARED = ("gradient_clipping", "nonfinite", "max_skipped_steps")
+_REMEDY = (
+    "pass the group of one rank of each stage, such as mesh['pipeline'], and as mesh= the data-parallel ranks of this "
+    "stage, such as mesh['shard']"
+)
+
+
+class Outlook(IntEnum):
+    """What follows for a stage after the first gather."""
+
+    READY = 0
+    """It has all directions."""
+    LATER = 1
+    """It makes some, which may turn out not to be finite."""
+    WRONG = 2
+    """It has something that is not finite."""
+
+
+class _Told(NamedTuple):
+    """What a stage says of itself.
+
+    Args:
+        step: which one, from 1.
+        refused: 1 if it raises.
+        norm: of its gradients.
+        under, over: :class:`Outlook` if the norm of all stages is under the limit, and if it is over it.
+    """
+
+    step: float
+    refused: float = 0.0
+    norm: float = 0.0
+    under: float = Outlook.READY
+    over: float = Outlook.READY
+
+
+class PipelineStages:
+    """This rank's access to the other stages. A stage's number is its place in ``norm_group``.
+
+    Args:
+        group: one rank of each stage.
+        device: that ``group`` works on.
+    Attributes:
+        wrong: stages with something that is not finite, by the latest gather.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._status = RankStatus(group, device)
+        self._owes = False
+        self.wrong: list[int] = []
+
+    @classmethod
+    def of(
+        cls,
+        norm_group: dist.ProcessGroup | DeviceMesh,
+        own: dist.ProcessGroup | None,
+        device: torch.device,
+        settings: ZeroConfig,
+        *,
+        muon: bool,
+    ) -> PipelineStages | None:
+        """Meet the other stages; None where there are none. Collective over ``norm_group``.
+
+        Args:
+            norm_group: one rank of each stage, this rank included.
+            own: the ranks of this stage, None for this rank alone.
+            device: of the model.
+            settings: must be the same on every stage in what decides over a step.
+            muon: whether this stage has what Muon is to train; at least one must.
+        Raises:
+            ConfigError: ``norm_group`` is no such group, settings differ, or no stage has a matrix for Muon; on every
+                member, and nothing is changed.
+        """
+        group = _resolved(norm_group)
+        # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
+        if group.size() == 1 or backend_of(group, device) == "fake":
+            return None
+        self = cls(group, device)
+        with self._status.at("the meeting of the pipeline stages"):
+            self._meet(own, settings, muon=muon)
+        return self
+
+    def _meet(self, own: dist.ProcessGroup | None, settings: ZeroConfig, *, muon: bool) -> None:
+        heartbeat = self._status.heartbeat
+        mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
+        shared = {name: getattr(settings, name) for name in _SHARED}
+        found = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
+        stages, everyone, numbers, matrices = zip(*found, strict=True)
+        if len(set().union(*stages)) < sum(map(len, stages)):
+            shown = dist.get_process_group_ranks(self._group)
+            raise config_error("norm_group", shown, "has several ranks of one stage's own group", _REMEDY)
+        values = {name: [facts[name] for facts in everyone] for name in _SHARED}
+        # As text: None equals itself, and settings of several types meet here.
+        differing = [name for name, column in values.items() if len(set(map(repr, column))) > 1]
+        if differing:
+            said = "differs between pipeline stages (their places in norm_group are called ranks here)"
+            raise join_errors(
+                [config_error(n, by_rank(values[n]), said, "give every stage the same") for n in differing]
+            )
+        if not any(matrices):
+            remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
+            raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)
+        if heartbeat is not None:
+            heartbeat.meet(numbers)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step: if this stage raises, the others learn of it where they wait for this one.
+
+        Args:
+            number: of the step, from 1.
+        """
+        self._status.step, self._owes, self.wrong = number, True, []
+        try:
+            yield
+        except Exception as error:
+            # A stage that has waited in vain for its own ranks does not wait for others before it says so.
+            if self._owes and not collective_failed(error):
+                with contextlib.suppress(Exception):
+                    self._gather(_Told(number, refused=1.0))
+            raise
+
+    def decide(self, norm: float, under: Outlook, over: Outlook, over_limit: Callable[[float], bool]) -> float:
+        """The step's first gather.
+
+        Args:
+            norm: of this stage's gradients.
+            under, over: what follows for this stage if the norm of all is under the limit, and if it is over it.
+            over_limit: which of the two it is.
+        Returns:
+            The norm of all gradients, bit for bit the same on every rank of every stage.
+        Raises:
+            LedgerError: another stage refuses the step, or is in another one.
+            PeerError: another stage does not come.
+        """
+        rows = self._checked(_Told(self._status.step, 0.0, norm, under, over))
+        # In any order of the stages the same number.
+        total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))
+        follows = [row.over if over_limit(total) else row.under for row in rows]
+        self.wrong = [stage for stage, what in enumerate(follows) if what == Outlook.WRONG]
+        self._owes = not self.wrong and Outlook.LATER in follows
+        return total
+
+    def confirm(self, *, wrong: bool) -> None:
+        """The step's second gather, where there is one.
+
+        Args:
+            wrong: whether this stage has made a direction that is not finite.
+        Raises:
+            LedgerError, PeerError: as :meth:`decide`.
+        """
+        if self._owes:
+            what = Outlook.WRONG if wrong else Outlook.READY
+            rows = self._checked(_Told(self._status.step, 0.0, 0.0, what, what))
+            self.wrong = [stage for stage, row in enumerate(rows) if row.under == Outlook.WRONG]
+
+    def here(self) -> str:
+        """This stage, for an error."""
+        return f" of pipeline stage {self._group.rank()}"
+
+    def elsewhere(self) -> str:
+        """Other stages with something that is not finite; empty if there are none."""
+        return self._named([stage for stage in self.wrong if stage != self._group.rank()])
+
+    def _named(self, stages: Sequence[int]) -> str:
+        ranks = [f"{stage} (rank {dist.get_global_rank(self._group, stage)})" for stage in stages]
+        return f"pipeline stage{'s' * (len(stages) > 1)} {', '.join(ranks)}" if stages else ""
+
+    def _checked(self, told: _Told) -> list[_Told]:
+        rows = self._gather(told)
+        step = self._status.step
+        refused = [stage for stage, row in enumerate(rows) if row.refused]
+        if refused:
+            raise LedgerError(
+                f"step() was refused by {self._named(refused)}, whose own error says why: nothing was updated in step "
+                f"{step}, on no stage"
+            )
+        steps = [int(row.step) for row in rows]
+        if len(set(steps)) > 1:
+            said = ", ".join(f"{number} on stage {stage}" for stage, number in enumerate(steps))
+            raise LedgerError(
+                f"pipeline stages are in different steps ({said}): nothing was updated; call optimizer.step() as often "
+                "on every stage, and load the same checkpoint on all"
+            )
+        return rows
+
+    def _gather(self, told: _Told) -> list[_Told]:
+        """What every stage says of itself."""
+        self._owes = False
+        with self._status.at("the decision of the pipeline stages (a rank is a place in norm_group)"):
+            mine = torch.tensor(told, dtype=torch.float32, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in range(self._group.size())]
+            dist.all_gather(everyone, mine, group=self._group)
+            return [_Told(*row) for row in torch.stack(everyone).tolist()]
+
+
+def _resolved(norm_group: Any) -> dist.ProcessGroup:
+    """The process group behind what the user gave.
+
+    Raises:
+        ConfigError: there is none, or this rank is no member of it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise config_error(
+            "norm_group", norm_group, "is given, and there is no process group",
+            "call torch.distributed.init_process_group() first, or leave it out in a single process",
+        )  # fmt: skip
+    outside = "this rank is no member of it"
+    if isinstance(norm_group, DeviceMesh):
+        if norm_group.ndim != 1:
+            raise config_error("norm_group", norm_group, f"has {norm_group.ndim} dimensions", _REMEDY)
+        if norm_group.get_coordinate() is None:
+            raise config_error("norm_group", norm_group, outside, _REMEDY)
+        return norm_group.get_group()
+    if norm_group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns there
+        raise config_error("norm_group", norm_group, outside, _REMEDY)
+    if not isinstance(norm_group, dist.ProcessGroup):
+        raise config_error("norm_group", norm_group, "is no process group", _REMEDY)
+    return norm_group

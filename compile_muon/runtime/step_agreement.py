@@ -1,0 +1,192 @@
+"""What every rank must bring to a step alike: its hyperparameters, its visits, and what it holds a copy of.
+
+A digest of the first two, and one of the copies every ``check_replicas`` steps, ride on the step's all-reduce in a
+place of each rank's own, so that every rank reads every rank's. Only where they differ do the ranks exchange what is
+behind them, to say what differs and where; nothing has been written then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compile_muon.errors import LedgerError, by_rank, listed, ranks_named
+from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.runtime.shards import edits_of, local_tensor
+from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.trail import Trail, Visit, frame_label
+
+__all__ = ["Agreement", "Copies"]
+
+_WORD = 24  # bits that fp32 holds exactly, signs aside
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What all ranks hold alike, by fingerprint: not experts and tensor slices, of which they have different ones.
+
+    Args:
+        names: of the tensors.
+        fingerprints: ``[len(names), FINGERPRINT_WORDS]`` int64, on the device.
+    """
+
+    names: tuple[str, ...]
+    fingerprints: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, accounts: Sequence[Account], state: Mapping[Any, Mapping[str, Any]]) -> Copies | None:
+        """Weights at stages 0 to 2, and of what is not sharded gradients and state too; None if there is nothing.
+
+        Args:
+            accounts: of all parameters.
+            state: of the optimizer.
+        """
+        held: dict[str, Tensor] = {}
+        stale = []
+        for account in accounts:
+            if account.spec.layout.parted:
+                continue  # ranks have different parts
+            if account.replica is not None:
+                account.await_refresh()
+                # Resident weights follow their shards when they are read next; who edited none must not wait for that.
+                stale += [len(held)] if edits_of(account.param) != account.refreshed_at else []
+                held[account.name] = account.replica
+            elif not account.spec.layout.sharded:
+                held[account.name] = account.local
+                if account.param.grad is not None:
+                    held[f"gradient of {account.name}"] = account.local_grad
+                slots = state.get(account.param, {})
+                held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot != "step"}
+        if not held:
+            return None
+        found = fingerprint([tensor.detach() for tensor in held.values()])
+        if stale:
+            found[stale] = 0
+        return cls(tuple(held), found)
+
+    def numbers(self) -> Tensor:
+        """A digest of all of them as fp32 integers, on the device."""
+        words = fingerprint([self.fingerprints])[0]
+        mask = 2**_WORD - 1
+        return torch.cat([words & mask, (words >> _WORD) & mask]).float()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """This rank's half of a step's agreement.
+
+    Args:
+        step: which one, from 1.
+        settings: hyperparameters that the host knows, by name.
+        scalars: those that are tensors.
+        trail: visits since the last step.
+        copies: what to compare in this step beside.
+    """
+
+    step: int
+    settings: Mapping[str, str]
+    scalars: Mapping[str, Tensor]
+    trail: Trail
+    copies: Copies | None
+
+    def put(self, survey: Survey) -> None:
+        """Add what is to be compared to the step's numbers."""
+        text = repr((self.step, sorted(self.settings.items()))).encode()
+        digest = hashlib.blake2b(text + self.trail.digest(), digest_size=6).digest()
+        survey.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
+        for name, scalar in self.scalars.items():
+            survey.add_each(name, scalar.detach().float().reshape(1))
+        if self.copies is not None:
+            survey.add_each("copies", self.copies.numbers())
+
+    def check(self, survey: Survey, group: dist.ProcessGroup) -> None:
+        """Raise on every rank if the ranks differ.
+
+        Raises:
+            LedgerError: naming what differs and on which ranks.
+        """
+        differing = [name for name in self.scalars if len(set(survey.each(name))) > 1]
+        if differing:
+            said = [f"{name} = {by_rank([row[0] for row in survey.each(name)])}" for name in differing]
+            raise self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
+        if len(set(survey.each("agreement"))) > 1:
+            raise self._explain(group)
+        if self.copies is not None and len(set(survey.each("copies"))) > 1:
+            raise self._name_copies(group, self.copies)
+
+    def _error(self, what: str, remedy: str) -> LedgerError:
+        return LedgerError(f"ranks disagree in step {self.step} {what}: nothing was updated; {remedy}")
+
+    def _explain(self, group: dist.ProcessGroup) -> LedgerError:
+        everyone = gather_objects({"steps": str(self.step), **self.settings}, group)
+        differing = [key for key in everyone[0] if len({facts.get(key) for facts in everyone}) > 1]
+        if differing:
+            said = [f"{key} = {by_rank([facts.get(key) for facts in everyone])}" for key in differing]
+            return self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
+        return self._error(_first_difference(gather_objects(self.trail.visits(), group)), _VISITS)
+
+    def _name_copies(self, group: dist.ProcessGroup, copies: Copies) -> LedgerError:
+        rows = gather_objects([tuple(row) for row in copies.fingerprints.tolist()], group)
+        said = []
+        for i, name in enumerate(copies.names):
+            column = [row[i] for row in rows]
+            if len(set(column)) > 1:
+                usual = max(column, key=column.count)
+                odd = [rank for rank, value in enumerate(column) if value != usual]
+                said.append(f"{name} on {ranks_named(odd)}")
+        return self._error(f"on what all hold a copy of: {listed(said)} is not what the other ranks have", _COPIES)
+
+
+_SETTINGS = "give every rank the same hyperparameters and let each call its scheduler as often"
+_VISITS = (
+    "what was exchanged since the last step belongs to other parameters than it was taken for; run the same modules in "
+    "the same order on every rank"
+)
+_COPIES = "go back to the last checkpoint, and do on every rank what is done to weights on one"
+
+
+def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
+    """Where the ranks' trails part."""
+    start = max(min(trail, default=0) for trail in everyone)
+    end = max(max(trail, default=-1) for trail in everyone)
+    for number in range(start, end + 1):
+        visits = [trail.get(number) for trail in everyone]
+        if len({visit and visit.compared for visit in visits}) > 1:
+            return f"on visit {number + 1} of a frame: {by_rank(_described(visits))}"
+    return f"on a visit more than {end + 1 - start} visits ago"
+
+
+def _described(visits: Sequence[Visit | None]) -> list[str]:
+    """What each rank did, with the first parameter in which they differ."""
+    found = [visit for visit in visits if visit is not None]
+    place = _parting([visit.names for visit in found])
+    detail = _parting([visit.details for visit in found])
+    texts = []
+    for visit in visits:
+        if visit is None:
+            texts.append("none any more")
+            continue
+        frame = frame_label(visit.frame) or "eager code"
+        if place is not None:
+            what = f" at {visit.names[place]}" if place < len(visit.names) else f", without a parameter {place + 1}"
+        elif detail is not None:
+            what = f" at {visit.names[min(detail, len(visit.names) - 1)]} ({' '.join(visit.details[detail:][:1])})"
+        else:
+            what = f" of {visit.names[0]}"
+        texts.append(f"{visit.half} of {frame}{what}")
+    return texts
+
+
+def _parting(rows: Sequence[Sequence[str]]) -> int | None:
+    """The first place in which the rows are not all the same."""
+    columns = ([row[i : i + 1] for row in rows] for i in range(max(map(len, rows))))
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)

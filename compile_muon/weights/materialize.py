@@ -1,0 +1,247 @@
+"""Values for a model that was built on the meta device, once it is sharded: read, or initialized module by module.
+
+No rank ever holds the whole model: reading gives each its rows, and initializing makes the tensors of one module whole
+at a time, runs the model's own code on them and keeps the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compile_muon.errors import UnsupportedModelError, config_error, listed
+from compile_muon.model.full_parameters import Held, gather_whole
+from compile_muon.model.readers import accounts_of
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.weights.files import TensorFolder
+from compile_muon.weights.named_tensors import Entry, shared_accounts
+from compile_muon.weights.pretrained import load_whole, tied_names
+from compile_muon.weights.wire import Wire
+
+__all__ = ["Values"]
+
+Init = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where the values of a model come from.
+
+    Args:
+        meta: whether the model is on the meta device.
+        weights: a folder, or None.
+        init: of one module's own parameters and buffers, or None.
+    """
+
+    meta: bool
+    weights: str | os.PathLike | None
+    init: Init | None
+
+    @staticmethod
+    def of(model: nn.Module, weights: str | os.PathLike | None, init: Callable[..., Any] | None) -> Values | None:
+        """None where the model has its values; nothing is changed.
+
+        Raises:
+            ConfigError: ``init`` of a model that has memory, or one that is not of a module.
+            CheckpointError: there are no weights in the folder.
+            UnsupportedModelError: a buffer on the meta device is in no folder, and nothing says how to make it.
+        """
+        if weights is None and init is None:
+            return None
+        if init is not None:
+            init = _per_module(init)
+        meta = any(param.is_meta for param in model.parameters())
+        if init is not None and not meta:
+            raise config_error("init", init, "the model has values already", "build it under torch.device('meta')")
+        if weights is not None:
+            TensorFolder(Path(os.path.abspath(weights)))
+            if meta and init is None:
+                init = _hugging_face(model)
+            lost = [name for name, buffer in _passing_buffers(model).items() if buffer.is_meta]
+            if lost and init is None:
+                raise UnsupportedModelError(
+                    f"{listed(lost)}: a buffer that is not persistent, so in no folder, and on the meta device; give "
+                    "init=f as well, where f(module) computes it, or register it as persistent"
+                )
+        return Values(meta, weights, init)
+
+    def fill(self, model: nn.Module, device: torch.device) -> None:
+        """Give every parameter and buffer of the sharded ``model`` its values; collective.
+
+        Raises:
+            UnsupportedModelError: ``init`` did more than to give parameters and buffers values.
+            CheckpointError: the weights do not fit.
+        """
+        passing = {id(buffer) for buffer in _passing_buffers(model).values() if buffer.is_meta}
+        needing = [m for m in model.modules() if any(id(b) in passing for b in m._buffers.values())]
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=device)
+        if self.init is not None and self.meta:
+            _initialize(model, self.init, device, None if self.weights is None else needing)
+        if self.weights is not None:
+            load_whole(model, self.weights)
+
+
+def _per_module(init: Callable[..., Any]) -> Init:
+    """``init`` as a function of a module."""
+    owner = getattr(init, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(init, "__name__", "") in ("init_weights", "initialize_weights"):
+        found = _hugging_face(owner)
+        if found is None:
+            raise config_error(
+                "init", init, "initializes all of a model at once",
+                "give a function of one module, f(module), as nn.Module.apply takes it",
+            )  # fmt: skip
+        return found
+    return init
+
+
+def _hugging_face(model: nn.Module) -> Init | None:
+    """What a Hugging Face model does to each module; of a model inside it, that model's own."""
+    if not callable(getattr(model, "_init_weights", None)):
+        return None
+    owners: dict[int, Any] = {}
+    for outer in model.modules():  # outer ones come first
+        if callable(getattr(outer, "_init_weights", None)):
+            owners |= {id(inner): outer for inner in outer.modules()}
+
+    def init(module: nn.Module) -> None:
+        owners.get(id(module), model)._init_weights(module)
+
+    return init
+
+
+def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are not persistent."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    }
+
+
+@torch.no_grad()
+def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[nn.Module] | None) -> None:
+    """Call ``init`` for each module, children first as ``nn.Module.apply`` does, with whole tensors of it alone.
+
+    Args:
+        only: the modules to call it for; None for all.
+    """
+    # Not by the names of state_dict(), which hooks of a model may change.
+    accounts, group = shared_accounts(model)
+    wire = Wire(group, device)
+    paths = {id(module): path for path, module in model.named_modules()}
+    tied = tied_names(model)
+    done: set[int] = set()
+    with accounts[0].ledger.status.at("the initialization of the model"):
+        for module in _children_first(model):
+            if only is not None and not any(module is each for each in only):
+                continue
+            whole = _run(module, init, paths, device)
+            path = paths[id(module)]
+            own = {id(account): f"{path}.{name}" if path else name for name, account in accounts_of(module).items()}
+            for account, value in whole:
+                # Hugging Face ties after it has initialized: what will be another's does not count.
+                name = own.get(id(account), "")
+                if id(account) in done and name and any(re.search(pattern, name) for pattern in tied):
+                    continue
+                done.add(id(account))
+                wire.deal(Entry(account.name, account.param, account), value if wire.rank == 0 else None)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
+        start_refresh_by_owner(accounts)
+
+
+class _Edits(TorchDispatchMode):
+    """Notes which of some tensors on the meta device are written to, through ``.data`` and views too."""
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._keys = {tensor.untyped_storage()._cdata: key for key, tensor in tensors.items()}
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            for value in args:
+                if isinstance(value, Tensor) and value.is_meta:
+                    self.found |= {self._keys[k] for k in [value.untyped_storage()._cdata] if k in self._keys}
+        return func(*args, **(kwargs or {}))
+
+
+def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.device) -> list[tuple[Account, Tensor]]:
+    """Whole values of the parameters that ``init(module)`` initializes, mostly those that ``module`` holds itself.
+
+    What the modules inside it hold is on the meta device meanwhile. If it is written to after all (GPT-2's attention
+    initializes its ``c_proj.weight`` anew), it is made whole too, and ``init`` run again on the same random numbers.
+    """
+    held = [Held.of(paths[id(inner)], inner) for inner in module.modules()]
+    accounts = {id(account): account for each in held for account in each.accounts.values()}
+    wanted = {id(account) for account in held[0].accounts.values()}
+    begun = _random_state(device)
+    while True:
+        whole: dict[int, Any] = {}
+        others = [accounts[key] for key in wanted if key not in map(id, held[0].accounts.values())]
+        gathered = gather_whole([account for account in others if not account.spec.layout.parted])
+        gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
+        for key, account in accounts.items():
+            shape, dtype = account.spec.layout.whole, account.param.dtype
+            values = gathered.get(key)
+            if values is None:
+                values = torch.empty(shape, dtype=dtype, device=device if key in wanted else "meta")
+            whole[key] = nn.Parameter(values, requires_grad=account.param.requires_grad)
+        edits = _Edits({key: value.detach() for key, value in whole.items() if key not in wanted})
+        for each in held:
+            each.open(whole)
+        try:
+            with edits:
+                init(module)
+            problems = [problem for each in held for problem in (*each.rearranged(), *each.problems(wanted))]
+            found = {id(a): each.module._parameters.get(name) for each in held for name, a in each.accounts.items()}
+        finally:
+            for each in held:
+                each.close()
+        replaced = {key for key, value in found.items() if key not in wanted and value is not whole[key]}
+        if edits.found or replaced:
+            wanted |= edits.found | replaced
+            _set_random_state(device, begun)
+            continue
+        if problems:
+            raise UnsupportedModelError("init: " + listed(problems))
+        return [(accounts[key], value.detach()) for key, value in found.items() if key in wanted and value is not None]
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_state(device: torch.device, state: list[Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    """As ``nn.Module.apply`` goes, each module once."""
+    found: dict[int, nn.Module] = {}
+
+    def visit(inner: nn.Module) -> None:
+        for child in inner.children():
+            visit(child)
+        found.setdefault(id(inner), inner)
+
+    visit(module)
+    return list(found.values())

@@ -1,0 +1,192 @@
+"""What a sharded model holds, each tensor once, by the name it has in a file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank, listed
+from compile_muon.model.readers import accounts_of
+from compile_muon.passes.spec import ParamSpec, encode_dtype
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.rank_status import RankStatus
+from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.storage.ranks import Ranks
+
+__all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
+
+_EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a model.
+
+    Args:
+        name: the first it has in ``model.state_dict()``.
+        tensor: the parameter (its shard's DTensor) or buffer itself.
+        account: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
+    """
+
+    name: str
+    tensor: Tensor
+    account: Account | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor, in master dtype."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds of it."""
+        return (self.tensor if self.account is None else self.account.local).detach()
+
+    @property
+    def spec(self) -> ParamSpec | None:
+        """How it is cut; None where every rank holds all of it."""
+        if self.account is None:
+            return None
+        layout = self.account.spec.layout
+        return self.account.spec if layout.sharded or layout.parted else None
+
+
+@dataclass
+class Weights:
+    """Live references to all of a model's parameters and persistent buffers.
+
+    Args:
+        module: that holds them, without torch.compile's wrapper.
+        entries: by name, in the order of ``state_dict()``; tied ones by their first name.
+        aliases: further names of tied ones to the first.
+        others: what is in ``state_dict()`` and is no tensor.
+        accounts: of the parameters.
+        group: the process group that shares them; None for one process.
+        status: of their optimizer, for errors.
+        device: of the parameters.
+    """
+
+    module: nn.Module
+    entries: dict[str, Entry]
+    aliases: dict[str, str]
+    others: dict[str, Any]
+    accounts: list[Account]
+    group: dist.ProcessGroup | None
+    status: RankStatus
+    device: torch.device
+    _names: dict[str, list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._names = {name: [name] for name in self.entries}
+        for alias, name in self.aliases.items():
+            self._names[name].append(alias)
+
+    def names(self, name: str) -> Sequence[str]:
+        """All names of the entry ``name``."""
+        return self._names[name]
+
+    def meet(self, doing: str, *facts: object) -> Ranks:
+        """The ranks, once all have come to do the same with the same model; collective.
+
+        Raises:
+            CheckpointError: they do different things, hold different models, or one of them edited a gathered copy of a
+                weight, which would be lost.
+        """
+        ranks = Ranks(self.group, self.device, self.status, apart=False)
+        held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
+        digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
+        everyone = ranks.gather((doing, digest))
+        if len({what for what, _ in everyone}) > 1:
+            raise CheckpointError(
+                f"ranks call different functions: {by_rank([what for what, _ in everyone])}; call one on every rank"
+            )
+        if len({which for _, which in everyone}) > 1:
+            raise CheckpointError(
+                f"{doing}: ranks hold different models or give different arguments "
+                f"({by_rank([which[:8] for _, which in everyone])}); give the same on every rank"
+            )
+        with ranks.together(f"{doing}: nothing was done"):
+            self.accounts[0].handouts.check(thoroughly=True)
+        return ranks
+
+    def check_live(self) -> None:
+        """Raise if there is something that cannot be loaded in place.
+
+        Raises:
+            CheckpointError: a tensor of ``state_dict()`` is neither a parameter nor a buffer.
+        """
+        live = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
+        made = [name for name, entry in self.entries.items() if id(entry.tensor) not in live]
+        if made:
+            raise CheckpointError(
+                f"{listed(made)}: in model.state_dict(), and neither a parameter nor a buffer: nothing could be loaded "
+                "into it"
+            )
+
+    def refresh(self) -> None:
+        """Shards were written: gather the resident weights anew; collective."""
+        start_refresh_by_owner(self.accounts)
+
+
+def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:
+    """The accounts of all parameters, each once, and the group of ranks that shares them; None for one process.
+
+    Raises:
+        UnsupportedModelError: nothing in the model is sharded, it is inside a ``full_parameters`` block, or its
+            parameters are shared by different groups of ranks.
+    """
+    accounts = list({id(a): a for inner in module.modules() for a in accounts_of(inner).values()}.values())
+    if not accounts:
+        raise UnsupportedModelError(
+            f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
+            "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
+        )
+    whole = sorted({name for account in accounts for name in account.handouts.whole})
+    if whole:
+        raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
+    groups = {account.group for account in accounts}
+    if len(groups) > 1:
+        raise UnsupportedModelError(
+            f"model: its parameters are shared by {len(groups)} different groups of ranks; save and load each part by "
+            "itself"
+        )
+    return accounts, groups.pop()
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Gather references; nothing is copied or sent.
+
+    Raises:
+        UnsupportedModelError: see :func:`shared_accounts`; or ``state_dict()`` has tensors made of sharded ones.
+    """
+    module = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    accounts, group = shared_accounts(module)
+    by_id = {id(account.param): account for account in accounts}
+    entries: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = key.replace("_orig_mod.", "")
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
+            others[name] = value
+        elif isinstance(value, DTensor) and id(value) not in by_id:
+            raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
+        elif seen.setdefault(id(value), name) != name:
+            aliases[name] = seen[id(value)]
+        else:
+            entries[name] = Entry(name, value, by_id.get(id(value)))
+    first = accounts[0]
+    return Weights(module, entries, aliases, others, accounts, group, first.ledger.status, first.hyper.device)

@@ -1,0 +1,537 @@
+"""DeepSpeed's schedules: the same rate in every step, resumed exactly, and read from its section of a config."""
+
+import json
+import math
+import pickle
+
+import pytest
+import torch
+
+from compile_muon import MuonZero
+from compile_muon.checkpoint.values import Values
+from compile_muon.config import (
+    AdamWConfig,
+    Config,
+    LRRangeTest,
+    MuonConfig,
+    OneCycle,
+    ScheduleConfig,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    convert,
+    load_config,
+)
+from compile_muon.config.deepspeed import read_all
+from compile_muon.config.lr_schedule import SCHEDULES
+from compile_muon.config.sections import parameters
+from compile_muon.errors import ConfigError
+
+# ------------------------------------------------------------------------------------------- oracles
+# What `deepspeed/runtime/lr_schedules.py` of DeepSpeed 0.19.8 defines, for iterations from -1: the constructor sets the
+# rates of iteration -1, and the engine steps the schedule after each step of the optimizer.
+
+
+def climbed(i, steps, kind):
+    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+
+
+def warmup(i, top, low=0.0, steps=1000, kind="log"):
+    steps = max(steps, 2)
+    if i == -1:
+        return low
+    return low + (top - low) * (climbed(i, steps, kind) if i < steps else 1.0)
+
+
+def warmup_decay(i, top, total, low=0.0, steps=1000, kind="log"):
+    steps = max(steps, 2)
+    if i < steps:
+        return warmup(i, top, low, steps, kind)
+    left = (total - i) / max(1.0, total - steps)
+    return low + (top - low) * max(0.0, left)
+
+
+def warmup_cosine(i, top, total, start=0.0, steps=1000, end=1e-4, kind="log"):
+    steps = max(steps, 2)
+    if i == -1:
+        return 0.0
+    if i < steps:
+        return top * (start + (1 - start) * climbed(i, steps, kind))
+    progress = (i - steps + 1) / max(1, total - steps)
+    return top * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+
+
+def one_cycle(i, top, low, up=2000, down=None, stairs_up=0, stairs_down=None, decay=0.0, decay_steps=0):
+    down = up if down is None else down
+    stairs_down = stairs_up if stairs_down is None else stairs_down
+    n = i + 1
+    if n > up + down:
+        return low / (1 + decay * (n - up - down) / decay_steps) if decay_steps else low
+    n %= up + down
+    part, stairs = (n / up, stairs_up) if n <= up else ((up + down - n) / down, stairs_down)
+    if stairs:
+        part = math.floor(part * stairs + 1e-9) / stairs
+    return low + (top - low) * part
+
+
+def range_test(i, low, size=2000, growth=1.0, stairs=False):
+    n = (i + 1) / size
+    return low * (1 + growth * (math.floor(n) if stairs else n))
+
+
+CASES = [
+    (WarmupLR(), lambda i, own: warmup(i, own)),
+    (WarmupLR(warmup_num_steps=1), lambda i, own: warmup(i, own, steps=1)),
+    (WarmupLR(warmup_num_steps=1, warmup_type="linear"), lambda i, own: warmup(i, own, steps=1, kind="linear")),
+    (WarmupLR(warmup_min_lr=0.1, warmup_num_steps=7), lambda i, own: warmup(i, own, 0.1, 7)),
+    (
+        WarmupLR(warmup_min_lr=1e-3, warmup_num_steps=9, warmup_type="linear"),
+        lambda i, own: warmup(i, own, 1e-3, 9, "linear"),
+    ),
+    (WarmupDecayLR(warmup_num_steps=5, total_num_steps=20), lambda i, own: warmup_decay(i, own, 20, steps=5)),
+    (
+        WarmupDecayLR(warmup_min_lr=1e-3, warmup_num_steps=8, total_num_steps=21, warmup_type="linear"),
+        lambda i, own: warmup_decay(i, own, 21, 1e-3, 8, "linear"),
+    ),
+    (
+        WarmupDecayLR(warmup_min_lr=0.1, warmup_num_steps=12, total_num_steps=12),
+        lambda i, own: warmup_decay(i, own, 12, 0.1, 12),
+    ),
+    (
+        WarmupDecayLR(warmup_num_steps=9, total_num_steps=4, warmup_type="linear"),
+        lambda i, own: warmup_decay(i, own, 4, steps=9, kind="linear"),
+    ),
+    (WarmupCosineLR(warmup_num_steps=6, total_num_steps=25), lambda i, own: warmup_cosine(i, own, 25, steps=6)),
+    (
+        WarmupCosineLR(
+            warmup_min_ratio=0.2, warmup_num_steps=7, cos_min_ratio=0.3, total_num_steps=19, warmup_type="linear"
+        ),
+        lambda i, own: warmup_cosine(i, own, 19, 0.2, 7, 0.3, "linear"),
+    ),
+    (
+        WarmupCosineLR(warmup_min_ratio=0.5, warmup_num_steps=10, cos_min_ratio=0.0, total_num_steps=10),
+        lambda i, own: warmup_cosine(i, own, 10, 0.5, 10, 0.0),
+    ),
+    (
+        OneCycle(cycle_min_lr=1e-3, cycle_first_step_size=8, cycle_momentum=False),
+        lambda i, own: one_cycle(i, own, 1e-3, 8),
+    ),
+    (
+        OneCycle(
+            cycle_min_lr=0.2, cycle_first_step_size=7, cycle_second_step_size=11, decay_lr_rate=0.4, decay_step_size=3,
+            cycle_momentum=False,
+        ),
+        lambda i, own: one_cycle(i, own, 0.2, 7, 11, decay=0.4, decay_steps=3),
+    ),
+    (
+        OneCycle(
+            cycle_min_lr=0.0, cycle_first_step_size=10, cycle_first_stair_count=5, cycle_second_step_size=9,
+            cycle_second_stair_count=3, cycle_momentum=False,
+        ),
+        lambda i, own: one_cycle(i, own, 0.0, 10, 9, 5, 3),
+    ),
+    (
+        # every step is a stair, also those whose share is rounded down
+        OneCycle(cycle_min_lr=0.0, cycle_first_step_size=49, cycle_first_stair_count=49, cycle_momentum=False),
+        lambda i, own: one_cycle(i, own, 0.0, 49, stairs_up=49),
+    ),
+    (
+        OneCycle(cycle_min_lr=1e-3, cycle_first_step_size=6, cycle_second_step_size=0, cycle_momentum=False),
+        lambda i, own: one_cycle(i, own, 1e-3, 6, 0),
+    ),
+    (LRRangeTest(), lambda i, own: range_test(i, own)),
+    (
+        LRRangeTest(lr_range_test_step_size=5, lr_range_test_step_rate=3),
+        lambda i, own: range_test(i, own, 5, 3),
+    ),
+    (
+        LRRangeTest(lr_range_test_step_size=4, lr_range_test_step_rate=0.5, lr_range_test_staircase=True),
+        lambda i, own: range_test(i, own, 4, 0.5, True),
+    ),
+]  # fmt: skip
+IDS = [f"{type(schedule).__name__} {place}" for place, (schedule, _) in enumerate(CASES)]
+
+
+def optimizer_of(**rates) -> torch.optim.Optimizer:
+    """One group for each algorithm, in this order."""
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate, "algorithm": name.rstrip("_")}
+        for name, rate in rates.items()
+    ]
+    return torch.optim.SGD(groups)
+
+
+def rates_of(optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def walk(optimizer, scheduler, steps: int) -> list[list[float]]:
+    """The rates that each step is made with."""
+    used = []
+    for _ in range(steps):
+        used.append(rates_of(optimizer))
+        optimizer.step()
+        scheduler.step()
+    return used
+
+
+@pytest.mark.parametrize(("schedule", "oracle"), CASES, ids=IDS)
+def test_every_step_has_the_rate_of_deepspeed(schedule, oracle):
+    optimizer = optimizer_of(muon=0.4, adamw=0.003)
+    used = walk(optimizer, schedule.build(optimizer), 120)
+    for half, own in enumerate((0.4, 0.003)):
+        expected = [oracle(i, own) for i in range(-1, 119)]
+        assert [rates[half] for rates in used] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+#: What the classes of DeepSpeed 0.19.8 themselves set for the first eleven steps.
+SET_BY_DEEPSPEED = [
+    (
+        WarmupLR(warmup_min_lr=0.001, warmup_num_steps=4),
+        [0.001, 0.001, 0.0055, 0.00813233125325, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01],
+    ),
+    (
+        WarmupDecayLR(warmup_min_lr=0.001, warmup_num_steps=3, total_num_steps=7, warmup_type="linear"),
+        [0.001, 0.001, 0.004, 0.007, 0.01, 0.00775, 0.0055, 0.00325, 0.001, 0.001, 0.001],
+    ),
+    (
+        WarmupCosineLR(
+            warmup_min_ratio=0.25, warmup_num_steps=3, total_num_steps=7, cos_min_ratio=0.1, warmup_type="linear"
+        ),
+        [0.0, 0.0025, 0.005, 0.0075, 0.00868198051534, 0.0055, 0.00231801948466, 0.001, 0.001, 0.001, 0.001],
+    ),
+    (
+        OneCycle(
+            cycle_min_lr=0.001, cycle_first_step_size=3, cycle_second_step_size=4, decay_lr_rate=0.5, decay_step_size=2,
+            cycle_momentum=False,
+        ),
+        [0.001, 0.004, 0.007, 0.01, 0.00775, 0.0055, 0.00325, 0.001, 0.0008, 0.000666666666667, 0.000571428571429],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "expected"), SET_BY_DEEPSPEED)
+def test_the_first_steps_are_those_that_deepspeed_made(schedule, expected):
+    optimizer = optimizer_of(adamw=0.01)
+    used = walk(optimizer, schedule.build(optimizer), 11)
+    assert [rate for (rate,) in used] == pytest.approx(expected, rel=1e-11, abs=0)
+
+
+def test_the_range_test_begins_with_the_rate_and_grows():
+    optimizer = optimizer_of(adamw=0.001)
+    scheduler = LRRangeTest(lr_range_test_step_size=4, lr_range_test_step_rate=2.0).build(optimizer)
+    assert [r for (r,) in walk(optimizer, scheduler, 5)] == pytest.approx([0.001, 0.0015, 0.002, 0.0025, 0.003])
+
+
+# -------------------------------------------------------------------------------------- halves, groups
+
+
+@pytest.mark.parametrize(
+    "schedule", [WarmupLR(warmup_min_lr=(0.1, 0.001)), OneCycle(cycle_min_lr=(0.1, 0.001), cycle_momentum=False)]
+)
+def test_a_pair_goes_by_algorithm(schedule):
+    for rates in ({"muon": 1.0, "adamw": 0.5}, {"adamw": 0.5, "muon": 1.0}, {"adamw": 0.5, "muon": 1.0, "adamw_": 0.5}):
+        optimizer = optimizer_of(**rates)
+        schedule.build(optimizer)
+        assert rates_of(optimizer) == pytest.approx([0.1 if name == "muon" else 0.001 for name in rates])
+
+
+def test_a_half_whose_rate_is_0_keeps_it():
+    optimizer = optimizer_of(muon=0.1, adamw=0.0)
+    used = walk(optimizer, WarmupLR(warmup_min_lr=0.01, warmup_num_steps=3).build(optimizer), 6)
+    assert {adamw for _, adamw in used} == {0.0}
+
+
+def test_it_schedules_the_optimizer_of_this_library():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = MuonZero(model, lr=0.4, adamw_lr=0.003, update="step")
+    scheduler = WarmupLR(warmup_min_lr=(0.1, 0.001), warmup_num_steps=2, warmup_type="linear").build(optimizer)
+    used = []
+    for _ in range(4):
+        used.append({group["algorithm"]: group["lr"] for group in optimizer.param_groups})
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert [rates["muon"] for rates in used] == pytest.approx([0.1, 0.1, 0.25, 0.4])
+    assert [rates["adamw"] for rates in used] == pytest.approx([0.001, 0.001, 0.002, 0.003])
+
+
+# ---------------------------------------------------------------------------------------------- resume
+
+
+def resumed(schedule: ScheduleConfig, state: dict, of_optimizer: dict):
+    """Another process: the optimizer as the config makes it, its schedule, and then what was saved of both."""
+    optimizer = optimizer_of(muon=0.4, adamw=0.003)
+    scheduler = schedule.build(optimizer)
+    optimizer.load_state_dict(of_optimizer)
+    scheduler.load_state_dict(state)
+    return optimizer, scheduler
+
+
+def as_saved(state: dict) -> dict:
+    """Through what a checkpoint consists of, where nothing is pickled."""
+    values = Values()
+    values.put("scheduler", state)
+    return Values(json.loads(json.dumps(values.encoded)), values.tensors).get("scheduler")
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 30])
+@pytest.mark.parametrize("schedule", [schedule for schedule, _ in CASES], ids=IDS)
+def test_resumed_is_uninterrupted(schedule, at):
+    optimizer = optimizer_of(muon=0.4, adamw=0.003)
+    scheduler = schedule.build(optimizer)
+    walk(optimizer, scheduler, at)
+    again, its_scheduler = resumed(schedule, as_saved(scheduler.state_dict()), optimizer.state_dict())
+    assert rates_of(again) == rates_of(optimizer)
+    assert walk(again, its_scheduler, 40) == walk(optimizer, scheduler, 40)
+    assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_a_run_goes_on_with_more_steps_than_were_planned():
+    optimizer = optimizer_of(muon=0.4, adamw=0.003)
+    short = WarmupDecayLR(warmup_num_steps=2, total_num_steps=10)
+    scheduler = short.build(optimizer)
+    walk(optimizer, scheduler, 8)
+    longer = WarmupDecayLR(warmup_num_steps=2, total_num_steps=20)
+    again, its_scheduler = resumed(longer, scheduler.state_dict(), optimizer.state_dict())
+    used = walk(again, its_scheduler, 14)[1:]
+    expected = [warmup_decay(i, 0.4, 20, steps=2) for i in range(8, 21)]
+    assert [muon for muon, _ in used] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule, _ in CASES], ids=IDS)
+def test_schedules_and_what_is_built_of_them_can_be_pickled(schedule):
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    assert hash(pickle.loads(pickle.dumps(schedule))) == hash(schedule)
+    scheduler = schedule.build(optimizer_of(muon=0.4, adamw=0.003))
+    for share in scheduler.lr_lambdas:
+        again = pickle.loads(pickle.dumps(share))
+        assert [again(step) for step in range(40)] == [share(step) for step in range(40)]
+    state = scheduler.state_dict()
+    assert pickle.loads(pickle.dumps(state)) == state
+    assert state["lr_lambdas"] == [{}, {}]
+
+
+# ------------------------------------------------------------------------------------------- the section
+
+
+def section(kind, params=None, optimizer=None):
+    source = {"scheduler": {"type": kind, "params": params or {}}}
+    return source | ({"optimizer": optimizer} if optimizer else {})
+
+
+def muon(**params):
+    return {"type": "Muon", "params": params}
+
+
+def adamw(**params):
+    return {"type": "AdamW", "params": params}
+
+
+FULL = {
+    "WarmupLR": {"warmup_min_lr": 1e-4, "warmup_num_steps": 9, "warmup_type": "linear"},
+    "WarmupDecayLR": {"warmup_min_lr": 1e-4, "warmup_num_steps": 9, "warmup_type": "linear", "total_num_steps": 99},
+    "WarmupCosineLR": {
+        "warmup_min_ratio": 0.1, "warmup_num_steps": 9, "warmup_type": "linear", "cos_min_ratio": 0.2,
+        "total_num_steps": 99,
+    },
+    "OneCycle": {
+        "cycle_min_lr": 1e-4, "cycle_first_step_size": 5, "cycle_second_step_size": 6, "cycle_first_stair_count": 2,
+        "cycle_second_stair_count": 3, "decay_lr_rate": 0.5, "decay_step_size": 7, "cycle_momentum": False,
+    },
+    "LRRangeTest": {
+        "lr_range_test_step_size": 5, "lr_range_test_step_rate": 2.0, "lr_range_test_staircase": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_each_parameter_is_read(kind):
+    schedule = load_config(section(kind, FULL[kind])).scheduler
+    assert schedule == SCHEDULES[kind](**FULL[kind])
+    assert set(FULL[kind]) == set(parameters(type(schedule))) - {type(schedule).rate_key}
+
+
+def test_without_a_section_there_is_no_schedule():
+    assert load_config({}).scheduler is None is Config().scheduler
+
+
+@pytest.mark.parametrize("value", [None, {}, {"type": None}, {"params": {"warmup_num_steps": 4}}])
+def test_a_section_without_a_type_is_none(value):
+    with pytest.warns(UserWarning, match="^no effect here: scheduler$"):
+        assert load_config({"scheduler": value}) == Config()
+
+
+#: kind, its rate, optimizer, and the rates of Muon and AdamW that come of it; without a rate DeepSpeed's default counts
+RATES = [
+    ("WarmupLR", None, None, 0.02, 3e-4),
+    ("WarmupLR", None, muon(lr=0.1), 0.1, 0.1),
+    ("WarmupLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("WarmupLR", 0.5, None, 0.5, 0.5),
+    ("WarmupLR", 0.5, muon(lr=0.1), 0.5, 0.5),
+    ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.1), 0.5, 0.5),
+    ("WarmupLR", [0.5, 0.25], muon(lr=0.1), 0.5, 0.25),
+    ("WarmupLR", [0.5, 0.25], muon(muon_lr=0.1, adam_lr=0.2), 0.5, 0.25),
+    ("WarmupLR", None, adamw(lr=0.1), 0.02, 0.1),
+    ("WarmupLR", 0.5, adamw(lr=0.1), 0.02, 0.5),
+    ("WarmupLR", [0.5], adamw(lr=0.1), 0.02, 0.5),
+    ("WarmupDecayLR", None, None, 0.001, 0.001),
+    ("WarmupDecayLR", None, adamw(lr=0.1), 0.02, 0.001),
+    ("WarmupDecayLR", [0.5, 0.25], muon(muon_lr=0.1), 0.5, 0.25),
+    ("WarmupCosineLR", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("OneCycle", None, muon(muon_lr=0.1, adam_lr=0.2), 0.1, 0.2),
+    ("OneCycle", 0.5, muon(lr=0.1), 0.5, 0.5),
+    ("LRRangeTest", None, None, 0.001, 0.001),
+    ("LRRangeTest", 0.5, muon(lr=0.1), 0.5, 0.5),
+]
+
+
+@pytest.mark.parametrize(("kind", "rate", "optimizer", "of_muon", "of_adamw"), RATES)
+def test_the_rates_of_a_schedule_are_those_of_the_halves(kind, rate, optimizer, of_muon, of_adamw):
+    given = {} if rate is None else {SCHEDULES[kind].rate_key: rate}
+    config = load_config(section(kind, FULL[kind] | given, optimizer))
+    assert (config.muon.lr, config.adamw.lr) == (of_muon, of_adamw)
+    assert config.scheduler == SCHEDULES[kind](**FULL[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "optimizer", "own"),
+    [
+        ("WarmupLR", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+        ("WarmupLR", 0.5, muon(lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+        ("WarmupLR", 0.02, muon(muon_lr=0.02), [0.02, 3e-4]),
+        ("WarmupDecayLR", 0.001, muon(adam_lr=0.2), [0.02, 0.2]),
+        ("OneCycle", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+        ("LRRangeTest", 0.5, muon(muon_lr=0.1, adam_lr=0.2), [0.1, 0.2]),
+    ],
+)
+def test_one_rate_for_halves_that_have_two_is_an_error(kind, rate, optimizer, own):
+    key = SCHEDULES[kind].rate_key
+    with pytest.raises(ConfigError) as caught:
+        load_config(section(kind, FULL[kind] | {key: rate}, optimizer))
+    assert (caught.value.field, caught.value.shown) == (f"scheduler.params.{key}", str(rate))
+    assert f"{own[0]} for Muon and {own[1]} for AdamW" in caught.value.problem
+    assert caught.value.remedy == f"write {own}, or remove the scheduler"
+    config = load_config(section(kind, FULL[kind] | {key: own}, optimizer))
+    assert [config.muon.lr, config.adamw.lr] == own
+
+
+def test_deepspeed_s_own_default_does_not_make_one_rate_of_two():
+    with pytest.raises(ConfigError) as caught:
+        load_config(section("WarmupDecayLR", {"total_num_steps": 9}, muon(muon_lr=0.1, adam_lr=0.2)))
+    assert (caught.value.field, caught.value.shown) == ("scheduler.params.warmup_max_lr", "0.001")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "field", "words"),
+    [
+        ("WarmupDecayLR", {}, "params.total_num_steps", ["is missing", "write the number"]),
+        ("WarmupCosineLR", {"total_num_steps": 0}, "params.total_num_steps", ["at least 1"]),
+        ("WarmupCosineLR", {"total_num_steps": 5.5}, "params.total_num_steps", ["integer"]),
+        ("OneCycle", {"cycle_momentum": False}, "params.cycle_min_lr", ["is missing"]),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "params.cycle_momentum", ["= True", '"cycle_momentum": false']),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_momentum": True}, "params.cycle_momentum", ["false"]),
+        ("WarmupLR", {"warmup_type": "cosine"}, "params.warmup_type", ["'linear'"]),
+        ("WarmupLR", {"warmup_num_steps": 0}, "params.warmup_num_steps", ["at least 1"]),
+        ("WarmupLR", {"warmup_min_lr": -1}, "params.warmup_min_lr", ["[0, inf)"]),
+        ("WarmupLR", {"warmup_min_lr": [0.1]}, "params.warmup_min_lr", ["1 rates", "the two of Muon and AdamW"]),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2, 0.3]}, "params.warmup_max_lr", ["3 rates"]),
+        ("WarmupLR", {"warmup_max_lr": "auto"}, "params.warmup_max_lr", ["MuonTrainer"]),
+        ("WarmupLR", {"total_num_steps": 9}, "params.total_num_steps", ["WarmupLR", "warmup_max_lr"]),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_max_lr": 1}, "params.warmup_max_lr", ["not a parameter"]),
+        ("WarmupLR", {"warmup_steps": 9}, "params.warmup_steps", ["did you mean scheduler.params.warmup_num_steps?"]),
+        ("WarmupLR", {"last_batch_iteration": 7}, "params.last_batch_iteration", ["remove it", "checkpoint"]),
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_max_lr": None}, "params.warmup_max_lr", ["number"]),
+        ("CosineAnnealingLR", {"T_max": 9}, "type", ["WarmupCosineLR", "torch.optim.lr_scheduler"]),
+        (7, {}, "type", ["use one of"]),
+    ],
+)  # fmt: skip
+def test_bad_sections(kind, given, field, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(section(kind, given))
+    assert caught.value.errors == (caught.value,)
+    assert caught.value.field == f"scheduler.{field}"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_section_that_is_no_object():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"scheduler": "WarmupLR"})
+    assert (caught.value.field, caught.value.remedy) == ("scheduler", "write {...}")
+
+
+def test_adamw_has_one_rate_in_a_schedule():
+    for key in ("warmup_min_lr", "warmup_max_lr"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(section("WarmupLR", {key: [0.1, 0.2]}, adamw()))
+        assert (caught.value.field, caught.value.remedy) == (f"scheduler.params.{key}", "write one number")
+    assert load_config(section("WarmupLR", {"warmup_min_lr": [0.1]}, adamw())).scheduler.warmup_min_lr == 0.1
+
+
+def test_of_a_list_that_adamw_has_no_use_for_nothing_is_taken():
+    params = {"warmup_max_lr": [0.1, 0.2], "total_num_steps": 9}
+    reading = read_all(section("WarmupDecayLR", params, adamw(lr=0.5)))
+    assert [error.field for error in reading.errors] == ["scheduler.params.warmup_max_lr"]
+    assert reading.config.adamw.lr == 0.5  # and not DeepSpeed's default
+
+
+def test_all_mistakes_of_a_section_in_one_error():
+    given = {"warmup_min_lr": -1, "warmup_num_steps": "auto", "warmup_type": "x", "warmup_max_lr": "y", "zzz": 1}
+    with pytest.raises(ConfigError) as caught:
+        load_config(section("WarmupDecayLR", given))
+    fields = [error.field for error in caught.value.errors]
+    assert sorted(fields) == sorted(f"scheduler.params.{key}" for key in (*given, "total_num_steps"))
+
+
+def test_momenta_of_a_cycle_without_momentum_have_no_effect():
+    given = FULL["OneCycle"] | {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.1}
+    with pytest.warns(UserWarning, match="no effect here") as caught:
+        config = load_config(section("OneCycle", given | {"last_batch_iteration": -1}))
+    assert config.scheduler == OneCycle(**FULL["OneCycle"])
+    noted = str(caught[0].message).removeprefix("no effect here: ").split(", ")
+    names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration")
+    assert noted == [f"scheduler.params.{name}" for name in names]
+
+
+def test_counts_may_be_written_as_json_writes_large_ones():
+    schedule = load_config(section("WarmupDecayLR", {"total_num_steps": 1e4, "warmup_num_steps": 1e2})).scheduler
+    assert (schedule.total_num_steps, schedule.warmup_num_steps) == (10000, 100)
+    assert type(schedule.total_num_steps) is int
+
+
+# ---------------------------------------------------------------------------------------------- convert
+
+
+@pytest.mark.parametrize(("kind", "rate", "optimizer"), [row[:3] for row in RATES])
+def test_converted_is_the_same_config(kind, rate, optimizer):
+    given = {} if rate is None else {SCHEDULES[kind].rate_key: rate}
+    source = section(kind, FULL[kind] | given, optimizer)
+    converted = convert(source)
+    assert load_config(json.loads(json.dumps(converted))) == load_config(source)
+    assert convert(converted) == converted
+
+
+@pytest.mark.parametrize("config", [
+    Config(MuonConfig(0.1), AdamWConfig(0.2), scheduler=schedule)
+    for schedule in (
+        WarmupLR(), WarmupLR(warmup_min_lr=(0.1, 0.2)), WarmupDecayLR(total_num_steps=9),
+        WarmupCosineLR(total_num_steps=9), OneCycle(cycle_min_lr=(0.1, 0.2), cycle_momentum=False), LRRangeTest(),
+    )
+])  # fmt: skip
+def test_a_config_of_python_is_written(config):
+    converted = convert(config)
+    assert load_config(json.loads(json.dumps(converted))) == config
+
+
+def test_a_rate_is_written_once():
+    params = {"warmup_max_lr": [0.5, 0.25], "total_num_steps": 9}
+    assert convert(section("WarmupDecayLR", params, muon(lr=0.1))) == section("WarmupDecayLR", params)
+    assert convert(section("WarmupLR", {"warmup_max_lr": 0.5}, adamw(lr=0.1))) == section("WarmupLR", {}, adamw(lr=0.5))
+
+
+def test_only_a_schedule_is_a_schedule():
+    with pytest.raises(ConfigError) as caught:
+        Config(scheduler={"type": "WarmupLR"})
+    assert caught.value.field == "Config.scheduler"

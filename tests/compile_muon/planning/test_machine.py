@@ -1,0 +1,192 @@
+"""What the planner knows of a machine beside its costs, and what its file says."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compile_muon.config.machine import READERS, load_costs
+from compile_muon.errors import ConfigError
+from compile_muon.passes.costs import Costs, Link, Protocol
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.operations import operations
+
+#: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
+NODES = Machine(
+    name="nodes",
+    device="cuda",
+    memory_bytes=10**10,
+    memory_bandwidth=1e12,
+    kernel_seconds=1e-6,
+    rates={"bfloat16": ((64.0, 1e12), (1024.0, 16e12), (4096.0, 32e12)), "float32": ((64.0, 1e12),)},
+    links=(Link(8, 1e11, 1e-6), Link(None, 1e10, 1e-5)),
+    start_seconds=5e-6,
+    collectives={"all_reduce": (2.0, 1.0)},
+    product_starts={"float32": 2e-6},
+)
+#: two cores
+CPU = replace(NODES, name="cores", device="cpu", links=(Link(None, 1e9, 1e-5),), cores=2, bandwidths=((1e6, 4e12),))
+
+
+def without(record: dict, name: str) -> dict:
+    return {key: value for key, value in record.items() if key != name}
+
+
+def test_fused_attention_has_a_rate_of_its_own_in_half_precision() -> None:
+    fused = replace(NODES, attention_fraction=0.25, rate_fractions=((1.0, 0.5),))
+    assert [fused.attention_rate(size, 512, "bfloat16") for size in (1, 64, 4096)] == [8e12] * 3
+    assert fused.attention_rate(64, 512, "float32") == fused.rate(64, "float32")
+    assert NODES.attention_rate(64, 512, "bfloat16") == NODES.rate(64, "bfloat16")
+    assert Machine.from_json(fused.to_json()) == fused
+
+
+def test_attention_that_was_measured_goes_by_its_sequence() -> None:
+    known = replace(NODES, attention_fraction=0.25, attention_rates={"float32": ((64.0, 1e12), (256.0, 4e12))})
+    assert [known.attention_rate(64, at, "float32") for at in (1, 64, 256, 4096)] == [1e12, 1e12, 4e12, 4e12]
+    assert known.attention_rate(64, 128, "float32") == pytest.approx(2e12)
+    assert known.attention_rate(64, 128, "bfloat16") == 8e12
+    assert Machine.from_json(known.to_json()) == known
+
+
+def test_who_copies_bytes_may_have_a_core_of_his_own() -> None:
+    host = {"graph": 1.0, "parameter": 2.0, "collective": 3.0, "byte": 4.0}
+    cores = replace(CPU, host_seconds=host, cores=4, function_seconds=1.0, late_seconds=0.5)
+    assert cores.shared_by(2).host_seconds == without(host, "byte")
+    assert cores.shared_by(4).host_seconds == host
+    assert cores.shared_by(8).host_seconds == {kind: 2 * seconds for kind, seconds in host.items()}
+    assert cores.shared_by(8).function_seconds == 2.0
+    assert [cores.shared_by(ranks).late_seconds for ranks in (2, 4, 8)] == [0.5, 0.5, 1.0]
+    assert Machine.from_json(cores.to_json()) == cores
+
+
+LL = Protocol("ring, LL", 1e-6, (1e-7, 1e-6), fraction=0.1)
+TREE = Protocol("tree", 2e-6, (1e-7, 2e-6), fraction=0.5, tree=True)
+WAYS = replace(NODES, protocols=(LL, TREE))
+
+
+# ----------------------------------------------------------------------------------------------------------- as JSON
+
+
+@pytest.mark.parametrize("machine", [NODES, CPU, WAYS])
+def test_json_pickle_and_hash_keep_a_machine(machine: Machine) -> None:
+    for again in (Machine.from_json(machine.to_json()), pickle.loads(pickle.dumps(machine))):
+        assert again == machine
+        assert hash(again) == hash(machine)
+    assert replace(machine, kernel_seconds=1.0) != machine
+
+
+GOOD = CPU.to_json()
+LINK = GOOD["links"][0]
+WAY = {"name": "tree", "start_seconds": 1.0, "latencies": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ([], "machine"),
+        (GOOD | {"colour": 1}, "colour"),
+        (without(GOOD, "rates"), "rates"),
+        (without(GOOD, "kernel_seconds"), "kernel_seconds"),
+        (GOOD | {"name": ""}, "name"),
+        (GOOD | {"name": 3}, "name"),
+        (GOOD | {"device": "tpu"}, "device"),
+        (GOOD | {"memory_bytes": 1.5}, "memory_bytes"),
+        (GOOD | {"memory_bytes": True}, "memory_bytes"),
+        (GOOD | {"memory_bytes": 0}, "memory_bytes"),
+        (GOOD | {"memory_bandwidth": -1.0}, "memory_bandwidth"),
+        (GOOD | {"memory_bandwidth": "fast"}, "memory_bandwidth"),
+        (GOOD | {"memory_bandwidth": None}, "memory_bandwidth"),
+        (GOOD | {"memory_bandwidth": True}, "memory_bandwidth"),
+        (GOOD | {"kernel_seconds": math.nan}, "kernel_seconds"),
+        (GOOD | {"kernel_seconds": math.inf}, "kernel_seconds"),
+        (GOOD | {"kernel_seconds": False}, "kernel_seconds"),
+        (GOOD | {"memory_fraction": 1.1}, "memory_fraction"),
+        (GOOD | {"memory_fraction": 0}, "memory_fraction"),
+        (GOOD | {"attention_fraction": 1.5}, "attention_fraction"),
+        (GOOD | {"attention_rates": {"bfloat17": [[1, 1]]}}, "attention_rates.bfloat17"),
+        (GOOD | {"attention_rates": {"bfloat16": []}}, "attention_rates.bfloat16"),
+        (GOOD | {"function_seconds": -1}, "function_seconds"),
+        (GOOD | {"host_seconds": {"python": 1}}, "host_seconds.python"),
+        (GOOD | {"host_seconds": {"graph": -1}}, "host_seconds.graph"),
+        (GOOD | {"rate_fractions": [[1, 2]]}, "rate_fractions[0][1]"),
+        (GOOD | {"bandwidths": [[2, 1], [1, 1]]}, "bandwidths[1]"),
+        (GOOD | {"bandwidths": [[1, 1], [1, 1]]}, "bandwidths[1]"),
+        (GOOD | {"bandwidths": [[1]]}, "bandwidths[0]"),
+        (GOOD | {"bandwidths": 7}, "bandwidths"),
+        (GOOD | {"start_seconds": -1}, "start_seconds"),
+        (GOOD | {"cores": -1}, "cores"),
+        (GOOD | {"product_starts": {"bfloat17": 1}}, "product_starts.bfloat17"),
+        (GOOD | {"product_starts": {"bfloat16": 0}}, "product_starts.bfloat16"),
+        (GOOD | {"links": [LINK | {"bandwidths": [[2, 1], [1, 1]]}]}, "links[0].bandwidths[1]"),
+        (GOOD | {"cores": False}, "cores"),
+        (GOOD | {"rates": {}}, "rates"),
+        (GOOD | {"rates": {"bfloat17": [[1, 1]]}}, "rates.bfloat17"),
+        (GOOD | {"rates": {"bfloat16": []}}, "rates.bfloat16"),
+        (GOOD | {"rates": {"bfloat16": [[1, 0]]}}, "rates.bfloat16[0][1]"),
+        (GOOD | {"links": []}, "links"),
+        (GOOD | {"links": {}}, "links"),
+        (GOOD | {"links": [LINK | {"within": 8}]}, "links"),
+        (GOOD | {"links": [LINK | {"within": 0}]}, "links[0].within"),
+        (GOOD | {"links": [LINK, LINK]}, "links[1].within"),
+        (GOOD | {"links": [LINK | {"within": 8}, LINK | {"within": 12}, LINK]}, "links[1].within"),
+        (GOOD | {"links": [LINK | {"bandwidth": 0}]}, "links[0].bandwidth"),
+        (GOOD | {"links": [LINK | {"latency": -1}]}, "links[0].latency"),
+        (GOOD | {"links": [LINK | {"fraction": 2}]}, "links[0].fraction"),
+        (GOOD | {"links": [without(LINK, "latency")]}, "links[0].latency"),
+        (GOOD | {"links": [LINK | {"width": 2}]}, "links[0].width"),
+        (GOOD | {"protocols": {}}, "protocols"),
+        (GOOD | {"protocols": [WAY | {"latencies": [1, 1]}]}, "protocols[0].latencies"),
+        (GOOD | {"protocols": [WAY | {"latencies": [-1]}]}, "protocols[0].latencies[0]"),
+        (GOOD | {"protocols": [WAY, WAY | {"fraction": 2}]}, "protocols[1].fraction"),
+        (GOOD | {"protocols": [WAY | {"tree": 1}]}, "protocols[0].tree"),
+        (GOOD | {"protocols": [without(WAY, "start_seconds")]}, "protocols[0].start_seconds"),
+        (GOOD | {"protocols": [WAY | {"chain": True}]}, "protocols[0].chain"),
+        (GOOD | {"collectives": {"broadcast": [1, 1]}}, "collectives.broadcast"),
+        (GOOD | {"collectives": {"all_reduce": [1]}}, "collectives.all_reduce"),
+        (GOOD | {"collectives": {"all_reduce": [1, -1]}}, "collectives.all_reduce[1]"),
+        (GOOD | {"sources": {"rates": 1}}, "sources.rates"),
+    ],
+)
+def test_what_is_wrong_in_a_description_is_named(record: object, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Machine.from_json(record)
+    assert caught.value.field == (field if field == "machine" else f"machine: {field}")
+
+
+def test_the_core_reads_its_part_and_names_what_nobody_reads(tmp_path: Path) -> None:
+    """The planner's fields are no business of a training run, but a mistyped one is."""
+    planned = {field.name for field in fields(Machine)} - {field.name for field in fields(Costs)}
+    assert READERS.keys() == {field.name for field in fields(Costs)}
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps(GOOD | dict.fromkeys(planned, "whatever")))
+    assert load_costs(file) == Costs(**{name: getattr(CPU, name) for name in READERS})
+    file.write_text(json.dumps(GOOD | {"protocol": []}))
+    with pytest.raises(ConfigError, match="ours.json: protocol = .*is not a field"):
+        load_costs(file)
+
+
+def test_fields_with_a_default_may_be_left_out() -> None:
+    needed = ("name", "device", "memory_bytes", "memory_bandwidth", "kernel_seconds", "rates", "links")
+    machine = Machine.from_json({name: GOOD[name] for name in needed})
+    assert (machine.cores, machine.bandwidths, machine.start_seconds, machine.memory_fraction) == (0, (), 0, 1)
+    assert dict(machine.collectives) == {}
+    assert machine.protocols == ()
+
+
+# -------------------------------------------------------------------------------------------------------- operations
+
+
+def test_operations_of_nodes_are_those_of_the_flop_counter() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.bmm((a @ b).relu()[None], b.T[None])
+
+    graph = make_fx(function, tracing_mode="fake")(torch.ones(3, 4), torch.ones(4, 5)).graph
+    found = {node.name: operations(node) for node in graph.nodes if operations(node)}
+    assert found == {"mm": 2 * 3 * 4 * 5, "bmm": 2 * 3 * 5 * 4}

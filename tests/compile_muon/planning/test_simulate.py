@@ -1,0 +1,567 @@
+"""A simulated step against what one computes by hand, on a machine of round numbers.
+
+Negating n float32 takes n seconds there, gathering n from each of two ranks n seconds.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from compile_muon.passes import Half, Purpose
+from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes.costs import Link
+from compile_muon.passes.layout import Axis
+from compile_muon.passes.work import Category, Work, note_work
+from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
+from compile_muon.planning.simulate.aliases import base, is_free, mutated
+from compile_muon.planning.simulate.cost import kernel_seconds, workspace_bytes
+from compile_muon.planning.simulate.fusion import kernels, moved_bytes
+from compile_muon.planning.simulate.operations import operations
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+#: pairs of neighbours have a link of their own
+ROUND = Machine(
+    name="round",
+    device="cpu",
+    memory_bytes=10**9,
+    memory_bandwidth=8.0,
+    kernel_seconds=0.0,
+    rates={"float32": ((1.0, 2.0),)},
+    links=(Link(2, 4.0, 0.0), Link(None, 4.0, 0.0)),
+)
+INNER, OUTER = Axis("shard", 2, 0, "inner"), Axis("replicate", 2, 0, "outer")
+GROUPS = {INNER: [0, 1], OUTER: [0, 2]}
+
+
+class Drawing:
+    """A graph, node by node."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+
+    def input(self, *shape):
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        node.meta["val"] = torch.zeros(shape)
+        return node
+
+    def call(self, target, *args, work=None):
+        node = self.graph.call_function(target, args)
+        values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
+        node.meta["val"] = target(*values)
+        if work is not None:
+            note_work(node, work)
+        return node
+
+    def neg(self, x):
+        return self.call(_aten.neg.default, x)
+
+    def gather(self, x, axis=INNER, work=None):
+        node = self.graph.call_function(_c10d.all_gather_into_tensor.default, (x, 2, axis.group))
+        node.meta["val"] = torch.zeros(2 * x.meta["val"].numel())
+        if work is not None:
+            note_work(node, work)
+        return node
+
+    def wait(self, gathered, work=None):
+        node = self.graph.call_function(_c10d.wait_tensor.default, (gathered,))
+        node.meta["val"] = gathered.meta["val"]
+        if work is not None:
+            note_work(node, work)
+        return node
+
+    def done(self, *outputs):
+        self.graph.output(outputs)
+        return GraphModule(torch.nn.Module(), self.graph)
+
+
+def play(*graphs, machine=ROUND, groups=None, **options):
+    played = [gm if isinstance(gm, Played) else Played(gm, Half.INFERENCE) for gm in graphs]
+    groups = GROUPS if groups is None else groups
+    return simulate(played, machine, groups=groups, ranks=4, **({"codegen": "eager"} | options))
+
+
+# --------------------------------------------------------------------------------------------------------- the order
+
+
+def gather_and_compute(computed: int, *, wait_first: bool = False):
+    """Four seconds of a gather, and ``computed`` seconds beside it."""
+    draw, work = Drawing(), Work(Category.GATHER, 0)
+    x, y = draw.input(4), draw.input(computed)
+    gathered = draw.gather(x, work=work)
+    if wait_first:
+        waited = draw.wait(gathered, work)
+        other = draw.neg(y)
+    else:
+        other = draw.neg(y)
+        waited = draw.wait(gathered, work)
+    return draw.done(other, waited)
+
+
+@pytest.mark.parametrize(
+    ("computed", "wait_first", "seconds", "exposed"),
+    [(6, False, 6, {}), (4, False, 4, {}), (2, False, 4, {"gather": 2}), (6, True, 10, {"gather": 4})],
+)
+def test_what_compute_does_not_hide_is_exposed(computed, wait_first, seconds, exposed) -> None:
+    found = play(gather_and_compute(computed, wait_first=wait_first))
+    assert (found.seconds, found.busy, found.exposed) == (seconds, computed, exposed)
+    assert found.seconds == found.busy + sum(found.exposed.values())
+
+
+def test_graphs_come_one_behind_the_other_and_count_by_title() -> None:
+    gm = gather_and_compute(2)
+    found = play(Played(gm, Half.FORWARD, "a"), Played(gm, Half.STEP, "b"))
+    assert found.seconds == 8
+    assert found.graphs == {"a.forward": 4, "b.step": 4}
+
+
+def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> None:
+    machine = replace(ROUND, host_seconds={"graph": 1.0, "parameter": 2.0, "collective": 0.5, "byte": 1 / 16})
+    called = Played(gather_and_compute(6), Half.FORWARD, parameters=3)
+    found = play(called, machine=machine)
+    assert found.seconds == found.busy == (1 + 3 * 2) + (0.5 + 16 / 16) + 6
+    assert [(e.category, e.start, e.end) for e in found.events if e.category in ("host", "gather")] == [
+        ("host", 0, 7),
+        ("host", 7, 8.5),
+        ("gather", 7, 11),
+    ]
+    part = play(replace(called, parameters=None), machine=machine)
+    assert part.seconds == found.seconds - 7
+
+
+@pytest.mark.parametrize(
+    ("late", "computed", "wait_first", "seconds", "exposed"),
+    [
+        (3, 2, True, 6, {"gather": 4}),
+        (9, 2, True, 11, {"gather": 9}),
+        (9, 2, False, 9, {"gather": 7}),
+        (9, 9, False, 9, {}),
+    ],
+)
+@pytest.mark.parametrize("issuing", [0.0, 1.0])
+def test_a_wait_lasts_until_late_ranks_are_there(late, computed, wait_first, seconds, exposed, issuing) -> None:
+    """They have to issue it too: its seconds of the host are beside what it sends, and ahead of who is late."""
+    gm = gather_and_compute(computed, wait_first=wait_first)
+    found = play(gm, machine=replace(ROUND, late_seconds=late, host_seconds={"collective": issuing}))
+    hidden = issuing if late < 4 else 0.0  # else the link is not what is waited for
+    assert found.seconds == seconds + issuing - hidden
+    assert found.exposed == {cause: waited - hidden for cause, waited in exposed.items()}
+    assert found.busy == computed + issuing
+    assert [event.end for event in found.events if event.category == "gather"] == [4], "the link is as free as it was"
+
+
+def turns(*computed: int, axis: Axis = INNER):
+    """As many seconds of a kernel, and a second's gather behind each that is waited for at once."""
+    draw, waited = Drawing(), []
+    for each in computed:
+        draw.neg(draw.input(each))
+        waited.append(draw.wait(draw.gather(draw.input(1), axis)))
+    return draw.done(*waited)
+
+
+def together(graphs, *, groups=None):
+    plays = {
+        rank: lambda others, rank=rank, gm=gm: play(gm, groups=groups[rank] if groups else None, others=others)
+        for rank, gm in enumerate(graphs)
+    }
+    return simulate_together(plays)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        ([(6,), (2,)], 7),
+        ([(4, 1), (1, 4)], 10),  # each computes 5 seconds and gathers for 2: by turns they wait for each other
+        ([(1, 4, 1), (4, 1, 4)], 15),
+        ([(3, 3), (3, 3)], 8),
+    ],
+)
+def test_a_collective_begins_when_the_last_of_its_ranks_is_there(ranks, seconds) -> None:
+    found = together([turns(*computed) for computed in ranks])
+    for rank, computed in enumerate(ranks):
+        alone = play(turns(*computed))
+        assert alone.seconds == sum(computed) + len(computed)
+        assert found[rank].seconds == seconds
+        assert found[rank].busy == alone.busy == sum(computed)
+        assert found[rank].exposed == {"model": seconds - sum(computed)}
+    (issued,) = found[0].issued.values()
+    assert [time for _, time in issued] == [event.end for event in found[0].events if event.stream == "compute"]
+
+
+def test_ranks_wait_for_those_of_the_group_only() -> None:
+    """Ranks 0 and 1 gather with 2 and 3, which are not played and keep their pace."""
+    groups = [{OUTER: [0, 2]}, {OUTER: [1, 3]}]
+    found = together([turns(6, axis=OUTER), turns(2, axis=OUTER)], groups=groups)
+    assert [found[rank].seconds for rank in (0, 1)] == [7, 3]
+
+
+def test_ranks_may_stand_for_others_of_their_groups() -> None:
+    """One of ranks 0 to 3 and one of 4 to 7, of which the second owns nothing of a first bucket."""
+    groups = [{INNER: [0, 1, 2, 3]}, {INNER: [4, 5, 6, 7]}]
+
+    def of_buckets(*computed: tuple[int, int]):
+        draw, waited = Drawing(), []
+        for bucket, seconds in computed:
+            draw.neg(draw.input(seconds))
+            gather = draw.gather(draw.input(1))
+            note_work(gather, Work(Category.EXCHANGE, bucket))
+            waited.append(draw.wait(gather))
+        return draw.done(*waited)
+
+    graphs = [of_buckets((0, 1), (1, 6)), of_buckets((1, 2))]
+    plays = {
+        4 * rank: lambda others, gm=gm, groups=found: play(gm, groups=groups, others=others)
+        for rank, (gm, found) in enumerate(zip(graphs, groups, strict=True))
+    }
+    assert [each.seconds for each in simulate_together(plays).values()] == [9, 3]
+    assert [each.seconds for each in simulate_together(plays, kind=len).values()] == [9, 9]
+
+
+def test_ranks_that_issue_different_collectives_are_not_played_together() -> None:
+    with pytest.raises(ValueError, match=r"ranks 0 and 1 issue other collectives to the group \(0, 1\)"):
+        together([turns(1, 1), turns(1)])
+
+
+def test_what_the_model_sends_itself_is_exposed_as_its_own() -> None:
+    draw = Drawing()
+    assert play(draw.done(draw.wait(draw.gather(draw.input(3))))).exposed == {"model": 3}
+
+
+def two_gathers(second: Axis):
+    draw = Drawing()
+    one, other = draw.gather(draw.input(4)), draw.gather(draw.input(4), second)
+    return draw.done(draw.wait(one), draw.wait(other))
+
+
+def ends(timeline):
+    return [event.end for event in timeline.events if event.stream != "compute"]
+
+
+def test_a_stream_serves_one_collective_after_the_other() -> None:
+    assert ends(play(two_gathers(INNER))) == [4, 8]
+    assert [event.start for event in play(two_gathers(INNER)).events] == [0, 4]
+
+
+def test_groups_over_links_of_their_own_do_not_wait_for_each_other() -> None:
+    assert ends(play(two_gathers(OUTER))) == [4, 4]
+    assert ends(play(two_gathers(OUTER), one_stream=True)) == [4, 8]
+
+
+def test_groups_over_one_link_share_it() -> None:
+    """Both get half of it; hops do not share anything."""
+    shared = {INNER: [0, 2], OUTER: [1, 3]}
+    assert ends(play(two_gathers(OUTER), groups=shared)) == [8, 8]
+    slow = replace(ROUND, links=(Link(None, 4.0, 3.0),))
+    assert ends(play(two_gathers(OUTER), machine=slow)) == [11, 11]
+
+
+def test_the_link_is_free_again_for_who_is_left() -> None:
+    """4 s and 8 s of bytes: the first ends at 8, having had half; the second has 4 left then."""
+    draw = Drawing()
+    one, other = draw.gather(draw.input(4)), draw.gather(draw.input(8), OUTER)
+    gm = draw.done(draw.wait(one), draw.wait(other))
+    assert ends(play(gm, groups={INNER: [0, 2], OUTER: [1, 3]})) == [8, 12]
+
+
+def test_what_starts_later_shares_from_then_on() -> None:
+    """2 s alone, then 2 s of bytes are left that take 4; of the second's 4 s, 2 are done by then."""
+    draw = Drawing()
+    one = draw.gather(draw.input(4))
+    computed = draw.neg(draw.input(2))
+    other = draw.gather(draw.input(4), OUTER)
+    gm = draw.done(draw.wait(one), draw.wait(other), computed)
+    assert ends(play(gm, groups={INNER: [0, 2], OUTER: [1, 3]})) == [6, 8]
+
+
+def test_hops_take_nothing_of_a_link() -> None:
+    """The first sends alone while the second, issued at 2, makes its hops until 5; then both share."""
+    slow = replace(ROUND, links=(Link(None, 4.0, 3.0),))
+    draw = Drawing()
+    one = draw.gather(draw.input(4))
+    computed = draw.neg(draw.input(2))
+    other = draw.gather(draw.input(4), OUTER)
+    assert ends(play(draw.done(draw.wait(one), draw.wait(other), computed), machine=slow)) == [9, 11]
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 5), ("cpu", 2.5)])
+def test_who_gives_nothing_waits_for_what_it_takes(device, seconds) -> None:
+    """Over one loopback it has the share of who gives, too."""
+    draw = Drawing()
+    x = draw.input(0)
+    node = draw.graph.call_function(_c10d.all_to_all_single.default, (x, [0, 5], [0, 0], "inner"))
+    node.meta["val"] = torch.zeros(5)
+    found = play(draw.done(draw.wait(node)), machine=replace(ROUND, device=device))
+    assert (found.seconds, found.traffic.bytes_sent) == (seconds, 0)
+
+
+def test_ranks_that_share_cores_take_longer() -> None:
+    cores = replace(ROUND, cores=2)
+    draw = Drawing()
+    assert play(draw.done(draw.neg(draw.input(3))), machine=cores).seconds == 6
+
+
+def test_the_trace_has_a_row_for_each_stream_and_no_overlap_on_any() -> None:
+    timeline = play(gather_and_compute(2), two_gathers(OUTER))
+    trace = to_chrome_trace(timeline)["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
+    assert sorted(rows.values()) == ["compute", "inner", "outer"]
+    spans = [event for event in trace if event["ph"] == "X"]
+    assert len(spans) == 4
+    for row in rows:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == row)
+        assert all(end <= start for (_, end), (start, _) in zip(own, own[1:], strict=False))
+    gather = next(event for event in spans if event["cat"] == "gather")
+    assert (gather["ts"], gather["dur"], gather["name"]) == (0, 4e6, "frame.inference gather 0")
+
+
+# ------------------------------------------------------------------------------------------------------------- costs
+
+
+def only_kernel(gm, codegen="eager"):
+    (members,) = kernels(gm, codegen).values()
+    return members
+
+
+def test_products_cost_what_the_machine_says() -> None:
+    draw = Drawing()
+    gm = draw.done(draw.call(_aten.mm.default, draw.input(4, 6), draw.input(6, 5)))
+    assert kernel_seconds(only_kernel(gm), ROUND) == ROUND.product_seconds(4, 5, 6, dtype="float32") == 120
+    draw = Drawing()
+    gm = draw.done(draw.call(_aten.baddbmm.default, draw.input(3, 4, 5), draw.input(3, 4, 6), draw.input(3, 6, 5)))
+    assert kernel_seconds(only_kernel(gm), ROUND) == 360
+
+
+def test_attention_on_cpus_counts_as_on_gpus() -> None:
+    draw = Drawing()
+    q, k, v = (draw.input(1, 2, 8, 4) for _ in range(3))
+    node = draw.call(_aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v)
+    gm = draw.done(node)
+    assert operations(node) == 2 * (2 * 2 * 8 * 8 * 4)
+    assert kernel_seconds(only_kernel(gm), ROUND) == operations(node) / 2
+
+
+def test_attention_goes_by_its_heads_and_not_by_how_many_there_are() -> None:
+    """The logarithms that backward takes are [batch, heads, sequence]; products have no dimension of 2."""
+    machine = replace(ROUND, rates={"float32": ((2, 1.0), (4, 2.0))})
+    draw = Drawing()
+    q, k, v, out, grad = (draw.input(1, 2, 8, 4) for _ in range(5))
+    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    node = draw.call(backward, grad, q, k, v, out, draw.input(1, 2, 8), 0.0, False)
+    gm = draw.done(node)
+    assert operations(node) > 0
+    assert kernel_seconds(only_kernel(gm), machine) == operations(node) / 2
+
+
+def test_attention_has_the_rate_of_its_sequence_where_that_is_known() -> None:
+    machine = replace(ROUND, attention_rates={"float32": ((4, 1.0), (16, 4.0))})
+    draw = Drawing()
+    node = draw.call(
+        _aten._scaled_dot_product_flash_attention_for_cpu.default, *(draw.input(1, 2, 8, 32) for _ in range(3))
+    )
+    assert kernel_seconds(only_kernel(draw.done(node)), machine) == pytest.approx(operations(node) / 2)
+
+
+def test_functions_take_time_beside_their_bytes() -> None:
+    machine = replace(ROUND, function_seconds=3.0)
+    draw = Drawing()
+    x = draw.input(4, 2)
+    gm = draw.done(draw.call(_aten.erf.default, draw.neg(draw.call(_aten.exp.default, x))))
+    assert kernel_seconds(only_kernel(gm, "inductor"), machine) == 2 * 8 * 4 / 8 + 2 * 8 * 3.0
+
+
+def newton_schulz(shape, method, dtype="float32", backend="auto"):
+    draw = Drawing()
+    coefficients = [2.0, -1.5, 0.5] * 3
+    arguments = ([draw.input(*shape)], coefficients, method, dtype, 1e-7, 1.0, [1], backend, 2**30)
+    node = draw.graph.call_function(torch.ops.muon_zero.newton_schulz.default, arguments)
+    node.meta["val"] = [torch.zeros(shape)]
+    return draw.done(node)
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_newton_schulz_costs_its_products(method) -> None:
+    """Operations at 2 a second, and five passes over the matrix, two of which also write."""
+    gm = newton_schulz((4, 6), method)
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
+    assert kernel_seconds([node], ROUND) == operations(node) / 2 + 7 * 4 * 6 * 4 / 8
+    assert workspace_bytes(node, ROUND) == (4 * 6 + 2 * 16) * 4
+    tall = newton_schulz((6, 4), method).graph.find_nodes(
+        op="call_function", target=torch.ops.muon_zero.newton_schulz.default
+    )
+    assert kernel_seconds(list(tall), ROUND) == kernel_seconds([node], ROUND) + 2 * 4 * 6 * 4 / 8
+
+
+def test_gpus_compute_one_triangle_and_all_of_a_shape_at_once() -> None:
+    gpu = replace(ROUND, device="cuda", rates={"bfloat16": ((1.0, 2.0),)}, kernel_seconds=1.0)
+    seconds = {
+        backend: kernel_seconds(
+            newton_schulz((3, 4, 4), "standard", "bfloat16", backend).graph.find_nodes(
+                op="call_function", target=torch.ops.muon_zero.newton_schulz.default
+            ),
+            gpu,
+        )
+        for backend in ("auto", "aten")
+    }
+    matrices = 3 * 16 * 2 / 8
+    assert seconds["aten"] == 5 + 7 * matrices + 3 * (3 * (1 + 3 * 2 * 64 / 2))
+    assert seconds["auto"] == 4 + 6 * matrices + 3 * (2 * (1 + 3 * 64 / 2) + (1 + 3 * 2 * 64 / 2))
+
+
+def chain():
+    """-(-x) + y, then its sum."""
+    draw = Drawing()
+    x, y = draw.input(4, 2), draw.input(4, 2)
+    added = draw.call(_aten.add.Tensor, draw.neg(draw.neg(x)), y)
+    total = draw.call(_aten.sum.dim_IntList, added, [1])
+    return draw.done(total), draw
+
+
+def test_what_one_kernel_reads_is_not_written() -> None:
+    gm, _ = chain()
+    members = only_kernel(gm, "inductor")
+    assert len(members) == 4
+    assert moved_bytes(members) == 32 + 32 + 16
+    assert play(gm, codegen="inductor").seconds == 10
+    assert play(gm, codegen="eager").seconds == (64 + 64 + 96 + 48) / 8
+
+
+def test_what_several_read_is_written_once_and_read_by_each() -> None:
+    draw = Drawing()
+    x = draw.neg(draw.input(8))
+    gm = draw.done(draw.neg(x), draw.call(_aten.abs.default, x))
+    assert [len(members) for members in kernels(gm, "inductor").values()] == [1, 1, 1]
+
+
+def test_a_product_reads_what_is_written() -> None:
+    draw = Drawing()
+    x = draw.neg(draw.input(2, 2))
+    gm = draw.done(draw.call(_aten.mm.default, x, x))
+    assert len(kernels(gm, "inductor")) == 2
+
+
+def test_a_reduction_ends_a_kernel() -> None:
+    draw = Drawing()
+    total = draw.call(_aten.sum.dim_IntList, draw.neg(draw.input(4, 2)), [1])
+    assert len(kernels(draw.done(draw.neg(total)), "inductor")) == 2
+
+
+def test_views_waits_and_items_are_free() -> None:
+    draw = Drawing()
+    x = draw.input(4, 2)
+    view = draw.call(_aten.view.default, x, [8])
+    parts = draw.call(_aten.split.Tensor, view, 4)
+    item = draw.call(operator.getitem, parts, 1)
+    waited = draw.wait(draw.gather(x))
+    assert all(is_free(node) for node in (view, parts, item, waited))
+    assert base(item) is x
+    assert base(waited) is waited.args[0]
+    written = draw.call(_aten.copy_.default, x, draw.neg(x))
+    assert (is_free(written), mutated(written), base(written)) == (False, [x], x)
+
+
+def test_a_lookup_reads_no_more_of_its_table_than_it_returns() -> None:
+    draw = Drawing()
+    tokens = draw.input(3)
+    tokens.meta["val"] = torch.zeros(3, dtype=torch.int64)
+    gm = draw.done(draw.call(_aten.embedding.default, draw.input(100, 2), tokens))
+    assert moved_bytes(only_kernel(gm)) == 24 + 24 + 24
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def test_memory_of_a_chain() -> None:
+    """Each lives until its one reader is done: two at a time; inputs are the caller's."""
+    draw = Drawing()
+    x = draw.input(4)
+    for _ in range(4):
+        x = draw.neg(x)
+    found = play(draw.done(x), resident={"parameters": 100})
+    assert found.peak.by_category == {"parameters": 100, "intermediates": 32}
+    assert found.peak.total == 132
+
+
+def test_a_view_keeps_what_it_shows() -> None:
+    def drawn(*, late: bool):
+        draw = Drawing()
+        a = draw.neg(draw.input(4))
+        view = draw.call(_aten.view.default, a, [4])
+        b = draw.neg(draw.neg(a))
+        return draw.done(draw.call(_aten.add.Tensor, b, view) if late else b)
+
+    assert play(drawn(late=False)).peak.total == 32
+    assert play(drawn(late=True)).peak.total == 48
+
+
+def test_what_is_sent_is_kept_until_the_wait() -> None:
+    """16 bytes sent, 32 received, 16 + 16 beside them; the wait before all that leaves 32 and 32."""
+
+    def drawn(*, early: bool):
+        draw, work = Drawing(), Work(Category.EXCHANGE, 0)
+        x = draw.input(4)
+        gathered = draw.gather(draw.call(_aten.neg.default, x, work=work), work=work)
+        waited = draw.wait(gathered, work) if early else None
+        b = draw.neg(draw.neg(x))
+        return draw.done(b, waited or draw.wait(gathered, work))
+
+    assert play(drawn(early=False)).peak.by_category == {"exchange": 48, "intermediates": 32}
+    assert play(drawn(early=True)).peak.by_category == {"exchange": 32, "intermediates": 32}
+
+
+def test_results_inside_a_kernel_are_not_in_memory() -> None:
+    gm, _ = chain()
+    assert play(gm, codegen="inductor").peak.total == 16
+    assert play(gm, codegen="eager").peak.total == 64
+
+
+def test_activations_live_from_forward_to_their_last_reader_in_backward() -> None:
+    draw = Drawing()
+    a = draw.neg(draw.input(4))
+    forward = draw.done(draw.neg(a), a)
+    draw = Drawing()
+    saved, tangent = draw.input(4), draw.input(4)
+    b = draw.call(_aten.mul.Tensor, saved, tangent)
+    for _ in range(3):
+        b = draw.neg(b)
+    backward = draw.done(b)
+    found = play(Played(forward, Half.FORWARD, user_outputs=1), Played(backward, Half.BACKWARD))
+    # the output, what is saved, and what is computed of it; from then on two at a time and the output
+    assert found.peak.by_category == {"intermediates": 32, "activations": 16}
+    longer = play(Played(forward, Half.FORWARD, "a", 1), Played(backward, Half.BACKWARD, "b"))
+    assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
+
+
+def test_gradients_of_the_next_micro_batch_replace_those_there_are() -> None:
+    draw = Drawing()
+    backward = Played(draw.done(draw.neg(draw.input(4))), Half.BACKWARD)
+    assert play(backward).peak.by_category == {"gradients": 16}
+    assert play(*[backward] * 3).peak.by_category == {"gradients": 32}
+
+
+def test_what_is_dropped_is_not_live_any_more() -> None:
+    draw, work = Drawing(), Work(Category.EXCHANGE, 0)
+    first = draw.done(draw.call(_aten.neg.default, draw.input(4), work=work))
+    draw = Drawing()
+    second = draw.done(draw.neg(draw.input(8)))
+    assert play(first, second).peak.total == 48
+    assert play(first, Played(second, Half.STEP, drops=("exchange",))).peak.total == 32
+
+
+# ------------------------------------------------------------------------------------------------- graphs of a model
+
+
+def test_bytes_are_those_of_measure_traffic(uneven) -> None:
+    captured = uneven(1, 3, stage=3)
+    axes = [Axis("shard", 3, 1, "0")]
+    graphs = [captured.lowered(Half.FORWARD), captured.lowered(Half.BACKWARD, Purpose.SPECULATE)]
+    found = play(*(Played.of(*graph) for graph in graphs), groups={axes[0]: [0, 1, 2]})
+    assert found.traffic == sum((measure_traffic(gm, axes) for gm, _ in graphs), Traffic())
+    assert found.traffic.bytes_sent > 0
+    assert {event.category for event in found.events} >= {"gather", "reduce", "exchange", "newton_schulz", "product"}
+    assert found.seconds == pytest.approx(found.busy + sum(found.exposed.values()))

@@ -1,0 +1,124 @@
+"""The formulas: the numbers that docs/why/exchange.md prints, and the facts that choices rest on."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import compile_muon
+from compile_muon.passes import formulas
+from compile_muon.passes.layout import Axis, Layout
+
+sizes = st.integers(1, 4096)
+worlds = st.integers(2, 512)
+
+
+@given(sizes, sizes, worlds, st.sampled_from([2, 4]))
+def test_table_of_bytes(rows, cols, world, itemsize):
+    """docs/why/exchange.md: sent bytes per rank and matrix of S bytes."""
+    s = rows * cols * itemsize
+    sent = {name: formulas.bytes_sent(name, rows, cols, world=world, itemsize=itemsize) for name in formulas.BYTES_SENT}
+    assert sent["local"] == 0
+    assert sent["owner"] == pytest.approx(2 * s * (world - 1) / world**2)
+    assert sent["owner_whole"] == pytest.approx(s * (world - 1) / world)
+    gathered = formulas.weight_bytes("all_gather", rows, cols, world=world, itemsize=itemsize)
+    scattered = formulas.weight_bytes("reduce_scatter", rows, cols, world=world, itemsize=itemsize)
+    reduced = formulas.weight_bytes("all_reduce", rows, cols, world=world, itemsize=itemsize)
+    assert gathered == scattered == pytest.approx(s * (world - 1) / world)
+    assert reduced == pytest.approx(gathered + scattered)
+
+
+@given(sizes, sizes, st.integers(2, 32), st.integers(2, 32))
+def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
+    """docs/how-to/meshes.md: state over all ranks sends no more bytes than state over shards."""
+    s, world = rows * cols * 2, shards * replicas
+    size = {"world": world, "replicas": replicas, "itemsize": 2}
+    sent = {name: formulas.bytes_sent(name, rows, cols, **size) for name in formulas.BYTES_SENT}
+    assert sent["local_over_all"] == 0 < sent["local"]
+    assert sent["owner_over_all"] == pytest.approx(2 * s * (world - 1) / world**2)
+    reduced, slices = (
+        formulas.weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather")
+    )
+    assert reduced + slices == pytest.approx(formulas.weight_bytes("reduce_scatter", rows, cols, **size))
+
+
+@pytest.mark.parametrize(("experts", "shards", "sent"), [(64, 8, 64), (8, 8, 8), (8, 64, 64), (3, 2, 4), (1, 512, 512)])
+def test_a_stack_over_more_ranks_than_it_has_experts_is_padded(experts, shards, sent):
+    assert formulas.padded_rows(experts, shards=shards) == sent
+    assert formulas.padded_rows(experts, shards=shards, replicas=4, state_over_all=True) >= 4 * shards
+
+
+def test_padded_rows_are_those_of_the_layout():
+    for rows, shards, replicas in ((8, 3, 2), (5, 8, 2), (13, 2, 5), (1, 2, 2)):
+        axes = Axis("shard", shards, 0, "s"), Axis("replicate", replicas, 0, "r")
+        both = Axis("all", shards * replicas, 0, "a")
+        layout = Layout((rows, 1), 3, *axes, both, state_over_all=True)
+        assert formulas.padded_rows(rows, shards=shards) == layout.chunk * shards
+        padded = formulas.padded_rows(rows, shards=shards, replicas=replicas, state_over_all=True)
+        assert padded == layout.widest_piece * shards * replicas  # the first slice is the largest
+
+
+def counted(model, optimizer, inputs):
+    """Bytes by axis of one compiled forward and backward."""
+    torch._dynamo.reset()
+    model = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
+    output = model(**inputs)
+    (output.loss if hasattr(output, "loss") else output.sum()).backward()
+    return dict(optimizer.traffic.by_axis)
+
+
+def test_dispatch_to_experts_is_counted_as_its_formula_says(world):
+    transformers = pytest.importorskip("transformers")
+    with world(3, 8):
+        config = transformers.MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=8, num_experts_per_tok=2, use_cache=False,
+        )  # fmt: skip
+        # capacity 1: each expert gets the mean, which is what the formula is for
+        settings = {
+            "zero_optimization": {"stage": 3},
+            "expert_parallel": {"size": 4, "capacity_factor": 1.0},
+            "optimizer": {"params": {"update": "step"}},
+        }
+        model, optimizer = compile_muon.initialize(transformers.MixtralForCausalLM(config), settings)
+        tokens = torch.arange(16).view(2, 8)
+        found = counted(model, optimizer, {"input_ids": tokens, "labels": tokens})
+    assert set(found) == {"shard", "expert", "shard_expert"}
+    assert found["expert"] == 2 * formulas.activation_bytes(
+        "dispatch", tokens=16, slots=2, hidden=16, ranks=4, itemsize=4
+    )
+
+
+def test_tensor_slices_are_counted_as_their_formula_says(world):
+    with world(3, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "tensor"))
+        model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in ((16, 16), (16, 32), (32, 16))))
+        parallelize_module(model, mesh["tensor"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer = compile_muon.MuonZero(model, mesh=mesh, stage=3, update="step")
+        found = counted(model, optimizer, {"input": torch.ones(6, 16)})
+    assert set(found) == {"shard", "tensor"}
+    assert found["tensor"] == formulas.activation_bytes("tensor_pair", tokens=6, hidden=16, ranks=4, itemsize=4)
+
+
+def test_formulas_print_in_their_symbols():
+    names = {
+        str(symbol)
+        for table in formulas.BYTES_SENT.values()
+        for formula in table.values()
+        for symbol in formula.free_symbols
+    }
+    assert names == {"rows", "cols", "shards", "replicas", "itemsize"}
+
+
+def test_the_best_bucket_is_where_its_time_is_shortest():
+    size = sympy.symbols("size", positive=True)
+    seconds = (formulas.TOTAL / size + 1) * (formulas.START + size)  # in bytes that the link could carry meanwhile
+    assert sympy.solve(sympy.diff(seconds, size), size) == [formulas.BUCKET_BYTES]
+    assert sympy.simplify(sympy.diff(seconds, size, 2)).is_positive
+    assert formulas.bucket_bytes(100.0, 4.0) == 20
+    assert formulas.bucket_bytes(1e12, 0) == 0

@@ -1,0 +1,126 @@
+"""Every launch of every tile table compiles for its architecture, spills nothing and fits its shared memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from compile_muon.kernels.gpu.tiles import load_tables  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "ahead.py"
+sys.path.insert(0, str(SCRIPT.parent))
+try:
+    from ahead import HALVES, SHARED_PER_BLOCK, Resources, launches
+finally:
+    sys.path.remove(str(SCRIPT.parent))
+
+ARCHITECTURES = list(SHARED_PER_BLOCK)
+#: All take four minutes of two cores: whenever kernels or tables change (-m campaign).
+CHOSEN = [
+    pytest.param("sm_90", HALVES[:1]),
+    *(pytest.param(name, HALVES, marks=pytest.mark.campaign) for name in ARCHITECTURES),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> Callable[[str, tuple[str, ...]], list[Resources]]:
+    """Compiled in a process of its own for each architecture: Triton takes one active driver."""
+
+    @functools.cache
+    def compiled(name: str, dtypes: tuple[str, ...]) -> list[Resources]:
+        path = tmp_path_factory.mktemp("ahead") / name
+        command = [sys.executable, SCRIPT, name, "--dtypes", *dtypes, "--json", path]
+        environment = os.environ | {"TRITON_INTERPRET": "0"}
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
+        assert path.exists(), (ran.stdout + ran.stderr)[-4000:]
+        kernels = json.loads(path.read_text())["kernels"]
+        return [Resources(**kernel | {"instructions": tuple(kernel["instructions"])}) for kernel in kernels]
+
+    return compiled
+
+
+def test_tables_are_of_the_architectures_that_are_compiled_for():
+    assert set(load_tables()) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)
+def test_nothing_spills_and_shared_memory_fits(architecture, dtypes, reports):
+    report = reports(architecture, dtypes)
+    assert {r.launch for r in report} == {name for name, _ in launches(architecture, dtypes)}
+    assert not [(r.launch, r.problem) for r in report if r.problem]
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)
+def test_products_use_the_matrix_instructions_of_their_architecture(architecture, dtypes, reports):
+    wanted = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}[architecture]
+    loads = "TMA" if architecture != "sm_80" else "cp.async"
+    products = [r for r in reports(architecture, dtypes) if "×" in r.launch]
+    assert len(products) > 10
+    assert not [(r.launch, r.instructions) for r in products if wanted not in r.instructions]
+    # Rows of odd pitch on sm_80 are no multiple of 16 bytes and load one element at a time.
+    aligned = [r for r in products if architecture != "sm_80" or "[2, 77, 91]" not in r.launch]
+    assert not [(r.launch, r.instructions) for r in aligned if loads not in r.instructions]
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)
+def test_results_are_stored_16_bytes_at_a_time(architecture, dtypes, reports):
+    """Masks that differ from entry to entry, on the diagonal say, would split every store."""
+    narrow = [r.launch for r in reports(architecture, dtypes) if "2-byte stores" in r.instructions]
+    assert all("[2, 77, 91]" in launch for launch in narrow), narrow
+    assert narrow  # no multiple of 16 bytes: so they are found where they are
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), [case for case in CHOSEN if case.values[0] == "sm_90"])
+def test_the_symmetric_kernel_ends_lightly(architecture, dtypes, reports):
+    """It took 246 to 249 registers, 76 barriers and 8,152 instructions while every tile was mirrored in registers."""
+    large = [
+        r for r in reports(architecture, dtypes) if r.launch.startswith(("XXᵀ", "bA")) and "128×256×64" in r.launch
+    ]
+    assert len(large) == 6 * len(dtypes), "and 2 of each dtype for lists"
+    assert not [r for r in large if r.registers > 180 or r.barriers > 30 or r.size > 5400], large
+    # An odd size, too, is stored through descriptors.
+    assert not [r.launch for r in large if "2-byte stores" in r.instructions]
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)
+def test_tiles_have_the_stages_and_neighbours_they_claim(architecture, dtypes, reports):
+    """Shared memory tells how many stages there are; the model counts on as many blocks beside each other."""
+    table = load_tables()[architecture]
+    for kernel, tiles in (("XXᵀ", table.symmetric), ("QX", table.product)):
+        for tile in tiles:
+            launch = f"{kernel} bfloat16 [2, 256, 512] {tile.rows}×{tile.cols}×{tile.depth}"
+            (found,) = [r for r in reports(architecture, dtypes) if r.launch == launch]
+            stage = 2 * (tile.rows + tile.cols) * tile.depth
+            # Without descriptors the last stage goes from registers straight into the product.
+            stages = tile.stages if tile.descriptors else tile.stages - 1
+            assert 0 <= found.shared - stages * stage < 1024, (launch, found.shared, stage)
+            assert tile.resident <= found.resident(tile.warps), launch
+
+
+@pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)
+def test_a_multiprocessor_holds_the_programs_of_a_grouped_launch(architecture, dtypes, reports):
+    """So that all are resident."""
+    table = load_tables()[architecture]
+    grouped = [r for r in reports(architecture, dtypes) if " grouped " in r.launch]
+    assert len(grouped) == len(dtypes) * (2 * len(table.symmetric) + 3 * len(table.product))
+    for kernels, tiles in ((("XXᵀ", "bA"), table.symmetric), (("QX", "aX", "aQ"), table.product)):
+        for tile in tiles:
+            name = f"{tile.rows}×{tile.cols}×{tile.depth}"
+            found = [r for r in grouped if r.launch.startswith(kernels) and r.launch.split()[-1] == name]
+            assert found and all(tile.in_list.resident <= r.resident(tile.warps) for r in found), (name, found)
+
+
+def test_a_problem_is_told():
+    fine = Resources("sm_90", "x", 128, 0, 0, 1024, 3, 999, ())
+    assert fine.problem is None
+    assert "spills" in (Resources("sm_90", "x", 255, 16, 0, 1024, 3, 999, ()).problem or "")
+    assert "shared" in (Resources("sm_80", "x", 128, 0, 0, 200_000, 3, 999, ()).problem or "")
