@@ -1,7 +1,7 @@
 """A machine as the planner sees it: what the core knows of its costs, and how fast it computes and what it holds.
 
-``compile_muon.config`` has files of several machines; ``.machines`` measures others. docs/reference/machines.md is the same
-for users.
+``compile_muon.config`` has files of several machines; ``.machines`` measures others. docs/reference/machines.md is the
+same for users.
 """
 
 from __future__ import annotations
