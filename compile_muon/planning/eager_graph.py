@@ -63,32 +63,34 @@ class EagerGraph(TorchDispatchMode):
             return NotImplemented  # what it does to its shard comes here again
         results = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._collective(func, args)
+            self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":
             given = tree_map(self._argument, (args, kwargs or {}))
             self._add(func, given[0], given[1], results)
         return results
 
-    def _collective(self, func: Any, args: tuple[Any, ...]) -> None:
-        given: tuple[Any, ...]
+    def _collective(self, func: Any, given: Mapping[str, Any]) -> None:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        args: tuple[Any, ...]
         kwargs: dict[str, Node] = {}
         if func is _c10d.allreduce_.default:
-            (tensor,), group, *_, awaited_later, _ = args
-            target, given = _functional.all_reduce_.default, (self._node(tensor), "sum")
+            (tensor,) = given["tensors"]
+            target, args = _functional.all_reduce_.default, (self._node(tensor), "sum")
+        elif func is _c10d._allgather_base_.default:
+            tensor = given["output_tensor"]
+            target, args = (
+                _functional.all_gather_into_tensor_out.default,
+                (self._node(given["input_tensor"]), group.size()),
+            )
+            kwargs = {"out": self._node(tensor)}
+        elif func is _c10d.alltoall_base_.default:
+            tensor, sent = given["output"], given["input"]
+            splits = [sent.numel() // group.size()] * group.size()
+            target, args = _functional.all_to_all_single.default, (self._node(sent), splits, splits)
         else:
-            tensor, sent, group = args[:3]
-            awaited_later = args[-2]
-            size = dist.ProcessGroup.unbox(group).size()
-            if func is _c10d._allgather_base_.default:
-                target, given = _functional.all_gather_into_tensor_out.default, (self._node(sent), size)
-                kwargs = {"out": self._node(tensor)}
-            elif func is _c10d.alltoall_base_.default:
-                splits = [sent.numel() // size] * size
-                target, given = _functional.all_to_all_single.default, (self._node(sent), splits, splits)
-            else:
-                raise NotImplementedError(f"{func}: no functional collective is known for it")
-        self._add(target, (*given, dist.ProcessGroup.unbox(group).group_name), kwargs, tensor)
-        if not awaited_later:
+            raise NotImplementedError(f"{func}: no functional collective is known for it")
+        self._add(target, (*args, group.group_name), kwargs, tensor)
+        if not given.get("async_op", True):
             self.wait(tensor)
 
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:

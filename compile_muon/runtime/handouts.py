@@ -74,7 +74,8 @@ class _Watch:
     @classmethod
     def over(cls, name: str, copy: Tensor, *, content: bool) -> _Watch:
         """Begin to watch ``copy``."""
-        with torch.no_grad():
+        # Modes of the reader's are not to see this: selective checkpointing counts what a region computes.
+        with unobserved():
             alias = copy.detach()
             before = fingerprint([alias]) if content else None
         return cls(name, weakref.ref(copy), alias, before, alias._version, storage_holders(alias))
@@ -83,7 +84,8 @@ class _Watch:
         """Whether the memory is not what it was; not read here."""
         if self.before is None:
             return self.alias._version != self.version
-        return (fingerprint([self.alias]) != self.before).any()
+        with unobserved():
+            return (fingerprint([self.alias]) != self.before).any()
 
     def redirected(self) -> bool:
         """Whether the copy, which lives, was given other memory: ``m.weight.data = x``."""
@@ -179,8 +181,7 @@ class Handouts:
         """Let go of memory whose copy has died since, and that nothing else holds any more."""
         for number, watch in list(self._watches.items()):
             if watch.copy() is None:
-                with torch.no_grad():
-                    self._note(watch.name, watch.differs())
+                self._note(watch.name, watch.differs())
                 if storage_holders(watch.alias) < watch.holders:
                     self._watches.pop(number, None)
 
@@ -206,16 +207,19 @@ class Handouts:
     def _end_of_forwards(self) -> None:
         """What outlived copies that were read inside forwards has been edited by now, if ever."""
         outlived, self._outlived = self._outlived, []
-        with torch.no_grad():
-            for watch in outlived:
-                _note(self._written, watch.name, watch.differs())
+        for watch in outlived:
+            _note(self._written, watch.name, watch.differs())
 
 
 def _note(noted: dict[str, Tensor | bool], name: str, edited: Tensor | bool) -> None:
     before = noted.get(name, False)
     if before is True or edited is False:
         return
-    noted[name] = edited if before is False or edited is True else before | edited
+    if before is False or edited is True:
+        noted[name] = edited
+        return
+    with unobserved():
+        noted[name] = before | edited
 
 
 def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> list[str]:

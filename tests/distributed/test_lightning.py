@@ -481,7 +481,7 @@ def test_loggers_and_callbacks(ranks: Callable[[int], Ranks], tmp_path: Path) ->
     logged = table.read_text().splitlines()[0].split(",")
     named = {"muon_zero/bytes_sent", "grad_2.0_norm_total", "grad_2.0_norm/model.up.weight", "loss", "val_loss"}
     assert named <= set(logged)
-    assert {"lr-MuonZero/pg1", "lr-MuonZero/pg2"} <= set(logged)
+    assert {"lr-MuonZero/muon", "lr-MuonZero/adamw"} <= set(logged)
     assert len(list(tmp_path.glob("*.ckpt"))) == 2  # the best, and a link to the last
     assert list(tmp_path.glob("lightning_logs/*/events*"))
 

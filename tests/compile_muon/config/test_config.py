@@ -31,6 +31,7 @@ from compile_muon.config.sections import SECTIONS
 from compile_muon.errors import (
     CheckpointError,
     ConfigError,
+    DamagedError,
     LedgerError,
     MuonZeroError,
     NonFiniteError,
@@ -88,6 +89,7 @@ def test_error_cuts_long_values_and_survives_pickling():
         (LedgerError, RuntimeError),
         (NonFiniteError, ArithmeticError),
         (CheckpointError, RuntimeError),
+        (DamagedError, CheckpointError),
         (PassContractError, Exception),
         (VerificationError, Exception),
     ],
@@ -103,7 +105,7 @@ def test_every_error_is_ours_and_python_s(kind, builtin):
 def test_the_errors_under_test_are_all_there_are():
     defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
     tested = {ConfigError, UnsupportedModelError, LedgerError, NonFiniteError, PassContractError, VerificationError}
-    assert defined == tested | {CheckpointError, MuonZeroError, PeerError}
+    assert defined == tested | {CheckpointError, DamagedError, MuonZeroError, PeerError}
     assert not issubclass(MuonZeroError, (RuntimeError, ValueError))
 
 
@@ -133,7 +135,7 @@ def test_defaults_are_those_of_the_issue():
     config = Config()
     assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(None, "jordan", "auto", "auto", 1e-7))
     assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
-    assert config.zero == ZeroConfig(2, "auto", "auto", 1, None, "error", 100, None, None)
+    assert config.zero == ZeroConfig(2, "auto", 1, None, "error", 100, None, None)
     assert config.compile == CompileConfig(
         enabled=False,
         codegen="inductor",
@@ -828,7 +830,7 @@ def test_keys_of_muon_are_refused_with_adamw(key):
 
 
 def test_muon_keys_under_test_are_all_there_are():
-    expected = "momentum nesterov adjust_lr muon_params muon_lr exchange ns_steps ns_coefficients ns_method ns_dtype"
+    expected = "momentum nesterov adjust_lr muon_params muon_lr ns_steps ns_coefficients ns_method ns_dtype"
     expected += " ns_backend ns_memory_limit"
     assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
 

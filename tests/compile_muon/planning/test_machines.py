@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from compile_muon import __main__ as cli
+from compile_muon import config
 from compile_muon.config import Config, load_config
 from compile_muon.config.convert import convert
 from compile_muon.config.machine import costs_for, known_machines, load_costs
@@ -51,7 +52,7 @@ def test_each_says_its_name_and_sources(name: str) -> None:
 @pytest.mark.parametrize("name", ["b200", "h100", "h200"])
 def test_every_figure_of_a_gpu_has_a_source(name: str) -> None:
     machine = load_machine(name)
-    given = json.loads((Path(cli.__file__).parent / "machines" / f"{name}.json").read_text())
+    given = json.loads((Path(config.__file__).parent / "machines" / f"{name}.json").read_text())
     figures = given.keys() - {"name", "device", "links", "sources"}
     figures |= {f"links[{place}].{key}" for place in range(2) for key in ("bandwidth", "fraction", "latency")}
     assert machine.sources.keys() == figures
@@ -248,6 +249,7 @@ def test_ranks_that_never_met_have_a_machine_too() -> None:
 # ------------------------------------------------------------------------------------------------------- calibrate
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_calibrate_writes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     out = tmp_path / "here.json"
