@@ -1,7 +1,8 @@
 # make train                            train a small GPT with Muon under ZeRO: two ranks on CPU, or one on each GPU
 # make train DATA=path                  the same on a text file or a folder of text files of your own
 # make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
-# make test | lint | bench | docs | clean
+# make test                             the default tests, at most 8 minutes on two cores; make test-full: all of them
+# make lint | bench | docs | clean
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
@@ -30,7 +31,7 @@ INSTALLED := from importlib.metadata import distributions; \
 	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint types bench gpu docs clean
+.PHONY: help train test test-full lint types bench gpu docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -38,7 +39,7 @@ help:
 # torch comes first and by exact version: a range would let the resolver fetch several builds of it, gigabytes each.
 # TORCH=system keeps the torch and Triton that are there: they are pinned to what they are, and setuptools, which torch
 # bounds, is not pinned at all; else the resolver would take a newer torch to satisfy our pins.
-$(VENV)/.compile_muon: pyproject.toml constraints.txt
+$(VENV)/.train: pyproject.toml constraints.txt
 	$(BIN)/python -m pip --version || $(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
 ifeq ($(TORCH),system)
 	$(BIN)/python -c "import torch"
@@ -48,10 +49,15 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt "$(TORCH)" setuptools
 endif
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[examples]"
+	touch $@
+
+# Linters, pytest, and the libraries that there are integrations for.
+$(VENV)/.test: $(VENV)/.train
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
-train: $(VENV)/.compile_muon
+train: $(VENV)/.train
 	ranks=$${RANKS:-$$($(BIN)/python -c "$(COUNT_RANKS)")}; \
 	cores=$$(getconf _NPROCESSORS_ONLN); \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$((cores > ranks ? cores / ranks : 1))}; \
@@ -59,20 +65,24 @@ train: $(VENV)/.compile_muon
 	    examples/train_gpt.py --config examples/config.json $(if $(DATA),--data "$(DATA)") $(TRAIN_ARGS)
 
 # A file stays with one process, which starts its ranks once. Half of the time ranks wait for each other.
-test: $(VENV)/.compile_muon
+test: $(VENV)/.test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: $(VENV)/.compile_muon
+# The default tier, and then the rest.
+test-full: test
+	$(MAKE) --no-print-directory test PYTEST_ARGS='-m "full and not campaign" $(PYTEST_ARGS)'
+
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(MAKE) --no-print-directory types
 
 # mypy sees the package as it is installed, through links: compile_muon/ with passes/ and kernels/ inside it.
-types: $(VENV)/.compile_muon
+types: $(VENV)/.test
 	rm -rf .mypy_view && mkdir -p .mypy_view/compile_muon
 	ln -s $(addprefix ../../,$(filter-out %__pycache__,$(wildcard compile_muon/*)) passes kernels) .mypy_view/compile_muon/
 	cd .mypy_view && $(abspath $(BIN))/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compile_muon
 
-bench: $(VENV)/.compile_muon
+bench: $(VENV)/.test
 	$(BIN)/python benchmarks/train_step.py \
 	    $(if $(LINK),--preset small --stages 1 3 --links unlimited $(LINK)) $(BENCH_ARGS)
 
@@ -81,7 +91,7 @@ gpu:
 	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(GPU_ARGS)
 
 # A site from docs/, into build/site. A broken link or a missing reference fails.
-$(VENV)/.docs: $(VENV)/.compile_muon
+$(VENV)/.docs: $(VENV)/.train
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[docs]"
 	touch $@
 

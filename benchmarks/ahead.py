@@ -220,12 +220,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", default=list(SHARED_PER_BLOCK), metavar="sm_80 sm_90 sm_100")
     parser.add_argument("--dtypes", nargs="+", choices=HALVES, default=HALVES, help="of the products")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="launches whose name has one of these")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(argv)
     unknown = set(options.architectures) - set(SHARED_PER_BLOCK)
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(SHARED_PER_BLOCK)}")
-    report = [measure(name, *named) for name in options.architectures for named in launches(name, options.dtypes)]
+    report = [
+        measure(name, *named)
+        for name in options.architectures
+        for named in launches(name, options.dtypes)
+        if any(text in named[0] for text in options.only)
+    ]
     picture = Picture(title=f"Triton {triton.__version__}")
     for heading in ("", "launch", "registers", "stack", "local", "shared", "BAR", "size", "instructions", "problem"):
         picture.add_column(heading)

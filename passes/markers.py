@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .exchange import transfers
+from .exchange.orthogonalize import orthogonalize_group
 from .holder import holder_of
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype
@@ -59,7 +60,8 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
 def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    raise NotImplementedError("muon_zero::orthogonalize is lowered before any graph runs")
+    (direction,) = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)])
+    return _no_alias(direction, grad, state)
 
 
 @orthogonalize.register_fake

@@ -26,7 +26,7 @@ finally:
 ARCHITECTURES = list(SHARED_PER_BLOCK)
 #: All take four minutes of two cores: whenever kernels or tables change (-m campaign).
 CHOSEN = [
-    pytest.param("sm_90", HALVES[:1]),
+    pytest.param("sm_90", HALVES[:1], marks=pytest.mark.full),
     *(pytest.param(name, HALVES, marks=pytest.mark.campaign) for name in ARCHITECTURES),
 ]
 
@@ -36,9 +36,9 @@ def reports(tmp_path_factory) -> Callable[[str, tuple[str, ...]], list[Resources
     """Compiled in a process of its own for each architecture: Triton takes one active driver."""
 
     @functools.cache
-    def compiled(name: str, dtypes: tuple[str, ...]) -> list[Resources]:
+    def compiled(name: str, dtypes: tuple[str, ...], *only: str) -> list[Resources]:
         path = tmp_path_factory.mktemp("ahead") / name
-        command = [sys.executable, SCRIPT, name, "--dtypes", *dtypes, "--json", path]
+        command = [sys.executable, SCRIPT, name, "--dtypes", *dtypes, "--json", path, "--only", *(only or ("",))]
         environment = os.environ | {"TRITON_INTERPRET": "0"}
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800)
         assert path.exists(), (ran.stdout + ran.stderr)[-4000:]
@@ -50,6 +50,14 @@ def reports(tmp_path_factory) -> Callable[[str, tuple[str, ...]], list[Resources
 
 def test_tables_are_of_the_architectures_that_are_compiled_for():
     assert set(load_tables()) == set(ARCHITECTURES)
+
+
+def test_one_product_of_each_kind_compiles(reports):
+    names = ("XXᵀ bfloat16 [2, 256, 512] 128×256×64", "QX grouped bfloat16 64×64×64")
+    report = reports("sm_90", HALVES[:1], *names)
+    assert {name for name in names for r in report if r.launch.startswith(name)} == set(names)
+    assert not [(r.launch, r.problem) for r in report if r.problem]
+    assert all({"wgmma", "TMA"} <= set(r.instructions) for r in report)
 
 
 @pytest.mark.parametrize(("architecture", "dtypes"), CHOSEN)

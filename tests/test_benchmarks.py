@@ -39,6 +39,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 # --- Newton–Schulz ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_newton_schulz(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     shapes = ("wide", "experts", "8B, all matrices")
@@ -130,6 +131,7 @@ def test_float16_has_to_be_more_exact_than_bfloat16(benchmark) -> None:
     assert oracle.complaint(rough, torch.float16) is not None
 
 
+@pytest.mark.full
 def test_a_process_that_dies_is_a_failure_of_one(benchmark) -> None:
     turns, some = benchmark("turns"), benchmark("orthogonalizers")
     process = turns.Process("copy", "cpu", False, 120.0)
@@ -143,6 +145,7 @@ def test_a_process_that_dies_is_a_failure_of_one(benchmark) -> None:
         process.close()
 
 
+@pytest.mark.full
 def test_newton_schulz_says_what_is_wrong() -> None:
     unknown = run("newton_schulz.py", "--device", "cpu", "--shapes", "nonsense")
     assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: square 64" in unknown.stderr
@@ -199,6 +202,7 @@ def test_ratios_are_taken_within_a_round(benchmark) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_contender_that_fails_is_out_and_named(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     choice = ["--preset", "tiny", "--contenders", "ours-muon", "--stages", "1", "--repeats", "2", "--timeout", "1"]
@@ -307,6 +311,7 @@ def test_the_simulator_plays_the_step_that_was_timed(benchmark, monkeypatch) -> 
     assert shape == (tiny.batch // 2, tiny.context)
 
 
+@pytest.mark.full
 def test_profile_of_a_step(tmp_path: Path) -> None:
     output, picture, trace = (tmp_path / name for name in ("profile.json", "timeline.png", "trace.json"))
     files = ("--json", str(output), "--picture", str(picture), "--trace", str(trace))
@@ -485,6 +490,7 @@ def test_without_a_gpu_the_driver_says_so() -> None:
     assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: products" in unknown.stderr
 
 
+@pytest.mark.full
 def test_ns_training(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = run("ns_training.py", "--seeds", "1", "--steps", "1", "--json", str(output))

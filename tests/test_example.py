@@ -41,6 +41,7 @@ def settings(folder: Path, **changes: object) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_one_process_trains_in_bfloat16(tmp_path: Path) -> None:
     """Attention takes one dtype: the rotation's float32 angles must not widen queries and keys."""
     config = settings(tmp_path, compile=False, bf16={"enabled": True})
@@ -73,6 +74,7 @@ def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path / "runs" / "checkpoints").steps() == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_one_process_learns_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"abcdefgh" * 1000)
@@ -97,6 +99,7 @@ def test_too_little_text_is_one_clear_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
     """By torchrun, as its first lines say; uncompiled, which takes a quarter of the time."""
     script = ROOT / "examples" / "train_transformers.py"
@@ -115,6 +118,7 @@ def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert state["global_step"] == 2
 
 
+@pytest.mark.full
 def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     train("--steps", "2", "--compare", "--config", settings(tmp_path, compile=False), "--out", str(runs), ranks=None)
@@ -127,6 +131,7 @@ def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
         load_config(config)
 
 
+@pytest.mark.full
 def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
     """On two ranks, then on one; the second run is one epoch longer, and does that one alone."""
     script = ROOT / "examples" / "train_accelerate.py"
@@ -144,6 +149,7 @@ def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert len(list((tmp_path / "train_accelerate").glob("events.out.tfevents.*"))) == 2
 
 
+@pytest.mark.full
 def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
     """By Lightning's own launcher, then on one rank; uncompiled, which takes a fraction of the time."""
     script = ROOT / "examples" / "train_lightning.py"
@@ -158,6 +164,7 @@ def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert "Restored all states" in done.stderr
 
 
+@pytest.mark.full
 def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
     """On two ranks, then on one."""
     pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install compile_muon[torchtitan]")
@@ -181,6 +188,7 @@ def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert (tmp_path / "checkpoint" / f"step-{steps}" / ".metadata").exists()
 
 
+@pytest.mark.full
 def test_the_mixtures_example_spreads_its_experts() -> None:
     """On two ranks, uncompiled, which takes a fraction of the time."""
     script = ROOT / "examples" / "train_moe.py"

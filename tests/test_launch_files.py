@@ -70,6 +70,7 @@ def test_scripts_are_sound(file: str) -> None:
         subprocess.run([shellcheck, str(LAUNCH / file)], check=True)
 
 
+@pytest.mark.full
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     common = {"HOST": f"127.0.0.1:{free_port()}", "NODES": "2", "RANKS": "1"}
     command = [str(LAUNCH / "torchrun.sh"), *arguments(tmp_path, 2)]
@@ -77,6 +78,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     assert "2 (cpu)" in printed[0] + printed[1] and saved(tmp_path) == [1, 2]
 
 
+@pytest.mark.full
 def test_torchrun_is_tried_again_and_stops_when_told(tmp_path: Path) -> None:
     """With a torchrun that fails, and then one that takes its time."""
     (tmp_path / "bin").mkdir()
@@ -119,6 +121,7 @@ def slurm(folder: Path, steps: int) -> subprocess.Popen[str]:
     return start(["bash", str(LAUNCH / "slurm.sbatch"), *arguments(folder, steps)], folder, **job)
 
 
+@pytest.mark.full
 def test_slurm_runs_two_nodes_and_goes_on_after_its_time_limit(tmp_path: Path) -> None:
     first = slurm(tmp_path, 100_000)
     deadline = time.monotonic() + 240
@@ -177,6 +180,7 @@ def test_kubernetes_manifests_are_valid() -> None:
         validate.validate(manifest, validate.latest_version(), strict=True)
 
 
+@pytest.mark.full
 def test_the_command_of_the_pods_trains(tmp_path: Path) -> None:
     """As Kubernetes would start it, but for the names that only a cluster resolves, and the sizes."""
     _, job = manifests()

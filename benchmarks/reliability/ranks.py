@@ -226,6 +226,7 @@ class Training:
             param = account.param.detach()
             found[account.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
             if account.replica is not None:
+                account.await_refresh()
                 found[f":{account.name}"] = account.replica.detach().clone()
         return found
 

@@ -181,10 +181,13 @@ class Refresh:
 
 def _own_rows(account: Account, replica: Tensor) -> slice:
     """The rows of ``replica`` that are the shard's own memory, and may have been edited since it was sent."""
-    local = account.local
-    row = account.spec.layout.row_numel * replica.element_size()
-    if not local.numel() or local.dtype is not replica.dtype or not has_memory(local):
+    local, layout = account.local, account.spec.layout
+    if not local.numel() or local.dtype is not replica.dtype:
         return slice(0, 0)
+    if not has_memory(local):  # in plans: where it would be
+        first = 0 if layout.replicated_weight else layout.shard_rows(layout.shard.index)[0]
+        return slice(layout.local_rows.start - first, layout.local_rows.stop - first)
+    row = layout.row_numel * replica.element_size()
     first, rest = divmod(local.data_ptr() - replica.data_ptr(), row)
     inside = not rest and 0 <= first < len(replica)
     return slice(first, first + len(local)) if inside else slice(0, 0)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -46,6 +45,8 @@ def nbytes(facts: TensorFacts) -> int:
 @functools.cache
 def _code(dtype: str) -> str:
     """What safetensors calls a dtype, from its own mouth."""
+    from safetensors.torch import save  # importing compile_muon stays lean
+
     example = save({"x": torch.empty(0, dtype=decode_dtype(dtype))})
     return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
 

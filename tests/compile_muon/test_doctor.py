@@ -26,7 +26,9 @@ def started_in(folder: Path, *options: str, **environment: str) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=variables)
 
 
-@pytest.mark.parametrize("folder", [".", "kernels", "compile_muon", "/"])
+@pytest.mark.parametrize(
+    "folder", ["kernels", *(pytest.param(f, marks=pytest.mark.full) for f in (".", "compile_muon", "/"))]
+)
 def test_this_environment_is_ready_wherever_it_is_asked(folder: str) -> None:
     done = started_in(ROOT / folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -59,6 +61,7 @@ def test_in_the_root_of_a_checkout_that_is_not_installed_it_says_so(others: str)
     assert "pip install -e ." in done.stdout
 
 
+@pytest.mark.full
 def test_in_the_root_of_a_checkout_it_finds_the_rest_of_what_a_wheel_installed(others: str) -> None:
     """The checkout's compile_muon/ comes before the installed one."""
     package = Path(others, "compile_muon")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ def in_a_fresh_process(code: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_every_module_imports_without_leaving_top_level_names(tmp_path: Path) -> None:
     code = f"""
 import importlib, importlib.util, sys
@@ -205,6 +207,34 @@ def test_the_import_check_can_fail(tmp_path: Path, source: str, forbidden: list[
     path.write_text(source)
     allowed = ("compile_muon.passes", "compile_muon.kernels")
     assert forbidden_imports(path, "compile_muon.passes.lower", allowed) == forbidden
+
+
+def folder_of(name: str) -> str | None:
+    """The folder, or the file beside folders, that a module of ours is in: ``compile_muon.planning``."""
+    found = [module for module in MODULES if f"{name}.".startswith(f"{module}.")]
+    return ".".join(max(found, key=len).split(".")[:2]) if found else None
+
+
+def folders() -> dict[str, set[str]]:
+    """Folder -> the folders that it imports from, in functions as well."""
+    graph: dict[str, set[str]] = {}
+    for package, folder in {**LAYERS, "compile_muon": ROOT / "compile_muon"}.items():
+        for path in folder.rglob("*.py"):
+            module = ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+            own = folder_of(module)
+            if own is not None and path.name != "__main__.py":
+                found = {folder_of(name) for name in imported_names(path, module)} - {own, None}
+                graph.setdefault(own, set()).update(found)
+    return graph
+
+
+def test_folders_import_one_way() -> None:
+    """The planner is above: nothing but the command line imports it."""
+    graph = folders()
+    assert {"compile_muon.planning", "compile_muon.runtime", "compile_muon.passes"} <= graph.keys()
+    assert [name for name, targets in graph.items() if "compile_muon.planning" in targets] == []
+    assert "compile_muon.planning" in {folder_of(n) for n in imported_names(ROOT / "compile_muon/__main__.py", "x")}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

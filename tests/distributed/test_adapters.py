@@ -133,6 +133,7 @@ def by_accelerate(folder: str) -> tuple[list[float], dict[str, Tensor]]:
         return losses, found
 
 
+@pytest.mark.full
 def test_accelerate_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     losses, expected = plain(2)
     before = weights(lora())
@@ -335,7 +336,12 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "way"), [(1, 2, "merge_adapters"), (2, 3, "merge_adapters"), (2, 1, "block"), (2, 3, "block")]
+    ("world", "stage", "way"),
+    [
+        (1, 2, "merge_adapters"),
+        (2, 3, "block"),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 3, "merge_adapters"), (2, 1, "block"))),
+    ],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, way: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,17 +164,17 @@ def test_predicates_are_compared_by_what_they_choose(ranks: Callable[[int], Rank
 
 
 def build_with_other_versions() -> str:
-    from compile_muon.model import agreement
+    from compile_muon.model import setup_agreement
 
-    real = agreement.version
+    real = setup_agreement.version
     if dist.get_rank() == ODD:
-        agreement.version = lambda name: "0.0.9" if name == "compile_muon" else real(name)
+        setup_agreement.version = lambda name: "0.0.9" if name == "compile_muon" else real(name)
     try:
         compile_muon.MuonZero(stack())
     except compile_muon.MuonZeroError as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        agreement.version = real
+        setup_agreement.version = real
     return "no error"
 
 
@@ -238,10 +239,22 @@ def check_fault(results: list[tuple[str, bool, int]], said: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "how", "fault", "said"),
     [
-        (0, "whole", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
+        (1, "whole", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
         (3, "eager", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
-        (2, "whole", "momentum", "hyperparameters: muon momentum = 0.475 on rank 1, 0.95 on ranks 0, 2: "),
-        (1, "blocks", "weight_decay", "hyperparameters: muon weight_decay = 0.05 on rank 1, 0.1 on ranks 0, 2: "),
+        pytest.param(
+            2,
+            "whole",
+            "momentum",
+            "hyperparameters: muon momentum = 0.475 on rank 1, 0.95 on ranks 0, 2: ",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            1,
+            "blocks",
+            "weight_decay",
+            "hyperparameters: muon weight_decay = 0.05 on rank 1, 0.1 on ranks 0, 2: ",
+            marks=pytest.mark.full,
+        ),
         (2, "eager", "adamw betas", "hyperparameters: adamw betas = (0.9, 0.9) on rank 1, (0.9, 0.95) on ranks 0, 2: "),
         (0, "eager", "scheduler", "hyperparameters: muon lr = 0.004 on rank 1, 0.005 on ranks 0, 2, adamw lr = "),
         (1, "eager", "tensor lr", "hyperparameters: muon lr = 0.009999999776482582 on rank 1, 0.01999999955296"),
@@ -253,8 +266,20 @@ def test_other_hyperparameters_on_one_rank(
     check_fault(ranks(3).run(diverge, stage=stage, how=how, fault=fault), said)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["whole", "blocks", "eager"])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        ("eager", 1),
+        ("eager", 3),
+        ("whole", 2),
+        ("blocks", 3),
+        *(
+            pytest.param(*given, marks=pytest.mark.full)
+            for given in itertools.product(("whole", "blocks", "eager"), range(4))
+            if given not in (("eager", 1), ("eager", 3), ("whole", 2), ("blocks", 3))
+        ),
+    ],
+)
 def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
     """Shapes and counts agree, so the exchange goes through: with one block's gradients taken for another's."""
     results = ranks(3).run(diverge, stage=stage, how=how, fault="swapped")
@@ -282,11 +307,20 @@ def test_blocks_in_another_order_on_one_rank(ranks: Callable[[int], Ranks], stag
     ],
 )
 def test_replicas_that_drift_apart_are_named(ranks: Callable[[int], Ranks], stage: int, fault: str, said: str) -> None:
-    check_fault(ranks(3).run(diverge, stage=stage, how="whole", fault=fault), f"what all hold a copy of: {said}")
+    check_fault(ranks(3).run(diverge, stage=stage, how="eager", fault=fault), f"what all hold a copy of: {said}")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("how", ["whole", "eager"])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        ("eager", 2),
+        ("whole", 1),
+        *(
+            pytest.param(*given, marks=pytest.mark.full)
+            for given in (("eager", 0), ("eager", 1), ("whole", 0), ("whole", 2))
+        ),
+    ],
+)
 def test_a_forward_of_one_rank_alone_is_its_own_business(ranks: Callable[[int], Ranks], stage: int, how: str) -> None:
     """To log a sample, or count operations: with resident weights it meets nobody."""
     for message, _, _ in ranks(2).run(diverge, stage=stage, how=how, fault="extra forward"):

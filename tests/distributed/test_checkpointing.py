@@ -87,6 +87,7 @@ CHOSEN = (
     ("gpt", "selective", 2, 2),
     ("gpt-dropout", "by_hand", 2, 3),
 )
+DEFAULT = (("convnet", "by_hand", 2, 1), ("gpt", "selective", 2, 2))
 #: Every model, way and stage is here.
 CASES = (
     *CHOSEN,
@@ -96,7 +97,7 @@ CASES = (
     ("mixtral", "selective", 2, 3),
     ("convnet", "selective", 1, 3),
 )
-INDUCTOR = (("gpt", "by_hand", 2, 3), ("convnet", "by_hand", 2, 0))
+INDUCTOR = (pytest.param("gpt", "by_hand", 2, 3, marks=pytest.mark.full), ("convnet", "by_hand", 2, 0))
 
 
 def test_every_model_way_and_stage_is_there() -> None:
@@ -107,7 +108,12 @@ def test_every_model_way_and_stage_is_there() -> None:
 
 @pytest.mark.parametrize(
     ("name", "way", "world", "stage"),
-    [pytest.param(*case, marks=() if case in CHOSEN else pytest.mark.campaign) for case in CASES],
+    [
+        pytest.param(
+            *case, marks=() if case in DEFAULT else pytest.mark.full if case in CHOSEN else pytest.mark.campaign
+        )
+        for case in CASES
+    ],
 )
 def test_eager_codegen(ranks: Callable[[int], Ranks], name: str, way: str, world: int, stage: int) -> None:
     check(ranks(world), name, way, "eager", stage=stage)
@@ -133,12 +139,13 @@ def test_every_combination(ranks: Callable[[int], Ranks], name: str, way: str, w
         check(ranks(world), name, way, codegen, stage=stage)
 
 
+@pytest.mark.full
 def test_hugging_face_reentrant(ranks: Callable[[int], Ranks]) -> None:
     """Compiled, it is the same as the other."""
     check(ranks(2), "llama", "hugging_face_reentrant", "eager", stage=1)
 
 
-@pytest.mark.parametrize(("world", "way"), itertools.product((1, 2), ("by_hand", "reentrant")))
+@pytest.mark.parametrize(("world", "way"), [(2, "by_hand"), (1, "reentrant")])
 def test_not_compiled(ranks: Callable[[int], Ranks], world: int, way: str) -> None:
     """Backward reads the weights again, through the markers' eager implementation."""
     check(ranks(world), "gpt", way, None, stage=3)
@@ -175,7 +182,7 @@ def train_shared(reads: str) -> Report:
     torch.manual_seed(0)
     model = Shared(reads)
     matrices = hidden_matrices(model, exclude=("embedding",))
-    return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=3)
+    return train(model, matrices, shared_loss, ZOO["gpt"].data, steps=STEPS, stage=3, codegen="eager")
 
 
 @pytest.mark.parametrize("reads", ["by several", "before", "as an argument"])

@@ -202,6 +202,7 @@ def generated_update(rank: int, world: int) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.full
 def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int], Ranks]) -> None:
     """Each but the last starts before the last two reductions do; what is waited for last is waited for last."""
     found = ranks(1).run(generated_update, rank=0, world=4)[0]
@@ -225,7 +226,7 @@ def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int]
     assert meetings[0] == meetings[1]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_generated_code_waits_for_weights_layer_by_layer(ranks: Callable[[int], Ranks], stage: int) -> None:
     """Code generation neither drops the waits nor moves them together."""
     calls = ranks(1).run(generated_waits, stage=stage)[0]
@@ -243,7 +244,11 @@ def test_generated_code_waits_for_weights_layer_by_layer(ranks: Callable[[int], 
 COMBINATIONS = [*itertools.product([0, 1, 2, 3], ["backward", "step"], [3]), (1, "backward", 1), (3, "backward", 1)]
 #: Every value stays, and what tests below measure anyway; the others run in campaigns alone.
 LEFT_OUT = ((0, "backward", 3), (1, "step", 3), (2, "step", 3), (1, "backward", 1))
-CHOSEN = [pytest.param(*given, marks=pytest.mark.campaign if given in LEFT_OUT else ()) for given in COMBINATIONS]
+DEFAULT = ((1, "backward", 3), (3, "backward", 1), (0, "step", 3))
+CHOSEN = [
+    pytest.param(*g, marks=pytest.mark.campaign if g in LEFT_OUT else () if g in DEFAULT else pytest.mark.full)
+    for g in COMBINATIONS
+]
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +302,7 @@ def test_the_optimizers_own_count_is_the_profilers(
         assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 3])
 def test_gloo_is_never_asked_to_all_gather(counted: Callable[..., Any], stage: int) -> None:
     """Several functional all-gathers in flight corrupt the heap there (docs/why/decisions.md)."""
     for traced in traces(counted(2, stage=stage, update="backward", micro=1)):
@@ -333,7 +338,9 @@ def mean(parts: list[dict[str, float]], weights: list[int]) -> dict[str, float]:
     return {k: sum(w * p.get(k, 0.0) for p, w in zip(parts, weights, strict=True)) / sum(weights) for k in kinds}
 
 
-@pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 2), (2, 3), (4, 3)])
+@pytest.mark.parametrize(
+    ("world", "stage"), [(2, 1), *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 2), (2, 3), (4, 3)))]
+)
 def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, stage: int) -> None:
     results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1)
     everything = results[0]["shapes"]
@@ -342,6 +349,7 @@ def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, stag
     check_bytes(sent, expected, stage, micro=3 if world == 2 else 1)
 
 
+@pytest.mark.full
 def test_weights_kept_for_backward_are_gathered_once_a_forward(counted: Callable[..., Any]) -> None:
     micro, settings = 3, {"stage": 3, "update": "backward"}
     results = counted(2, micro=micro, reshard_after_forward=False, **settings)
@@ -351,6 +359,7 @@ def test_weights_kept_for_backward_are_gathered_once_a_forward(counted: Callable
         assert gathered == pytest.approx(micro * expected["all_gather"], rel=0.05)
 
 
+@pytest.mark.full
 def test_bytes_of_a_world_of_64(ranks: Callable[[int], Ranks]) -> None:
     """24 large matrices and 48 small ones on 64 ranks: three kinds of owners, one of each is looked at."""
     owners = {0: [(1, 256, 64)], 24: [(1, 64, 64)] * 2, 40: [(1, 64, 64)]}

@@ -35,16 +35,16 @@ def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
 
 @cases(
     (
-        (0, "backward", "owner", 1),
-        (2, "backward", "replicate", 2),
-        (3, "step", "replicate", 2),
+        (0, "backward", 1),
+        (2, "backward", 2),
+        (3, "step", 2),
     ),
     campaign=(
-        (1, "backward", "owner", 2),
-        (1, "step", "replicate", 1),
-        (2, "step", "owner", 1),
-        (3, "backward", "owner", 1),
-        (3, "backward", "owner", 2),
+        (1, "backward", 2),
+        (1, "step", 1),
+        (2, "step", 1),
+        (3, "backward", 1),
+        (3, "backward", 2),
     ),
 )
 def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
@@ -53,14 +53,14 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
 
 @cases(
     (
-        (1, "backward", "owner", 2),
-        (3, "step", "replicate", 1),
+        (1, "backward", 2),
+        (3, "step", 1),
     ),
     campaign=(
-        (1, "step", "replicate", 1),
-        (2, "step", "owner", 1),
-        (2, "backward", "replicate", 2),
-        (3, "backward", "owner", 2),
+        (1, "step", 1),
+        (2, "step", 1),
+        (2, "backward", 2),
+        (3, "backward", 2),
     ),
 )
 def test_state_over_all_ranks(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:

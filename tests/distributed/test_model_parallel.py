@@ -101,15 +101,15 @@ def check(group: Ranks, **settings: Any) -> None:
 
 @cases(
     (
-        (0, "step", "replicate", 2),
-        (3, "step", "owner", 1),
+        (0, "step", 2),
+        (3, "step", 1),
     ),
     campaign=(
-        (1, "backward", "owner", 2),
-        (0, "backward", "owner", 1),
-        (2, "step", "owner", 1),
-        (2, "backward", "replicate", 1),
-        (3, "backward", "owner", 2),
+        (1, "backward", 2),
+        (0, "backward", 1),
+        (2, "step", 1),
+        (2, "backward", 1),
+        (3, "backward", 2),
     ),
 )
 def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
@@ -230,10 +230,10 @@ def train_mixture(
 
 @cases(
     (
-        (1, "backward", "replicate", 2),
-        (3, "step", "owner", 1),
+        (1, "backward", 2),
+        (3, "step", 1),
     ),
-    campaign=((0, "backward", "owner", 1), (2, "step", "owner", 1), (3, "backward", "owner", 2)),
+    campaign=((0, "backward", 1), (2, "step", 1), (3, "backward", 2)),
 )
 def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     for rank, report in enumerate(ranks(4).run(train_mixture, sizes=(2, 2), names=("shard", "expert"), **settings)):

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compile_muon import MuonZero
+from compile_muon.config.machine import load_costs
 from compile_muon.passes import (
     HALF_PASSES,
     JOINT_PASSES,
@@ -123,7 +124,7 @@ class Captured:
     def _lower(
         self, half: Half, request: BackwardRequest, passes: Any, **options: Any
     ) -> tuple[GraphModule, PassContext]:
-        ctx = PassContext(half, options=PassOptions(**options), user_outputs=self.user_outputs)
+        ctx = PassContext(half, options=PassOptions(**options), costs=load_costs("cpu"), user_outputs=self.user_outputs)
         if half is Half.BACKWARD:
             ctx.request = request
         gm = copy.deepcopy(self.forward if half is Half.FORWARD else self.backward)

@@ -48,6 +48,7 @@ def traced(specs, owners):
         return make_fx(directions, tracing_mode="real")(*shards, *shards, torch.empty(2)), fake
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("replicas", "shards", "over_all"), [(64, 8, False), (2, 256, False), (64, 8, True)])
 def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
     """As many matrices as ranks, so that all ranks send the same."""
@@ -68,11 +69,16 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
 @pytest.mark.parametrize(
     ("sizes", "names", "role"),
     [
-        ((64, 8), ("shard", "tensor"), Role(tensor_dim=0)),
-        ((64, 8), ("shard", "tensor"), Role(tensor_dim=1)),
-        ((64, 8), ("shard", "tensor"), DENSE),
-        ((8, 8, 8), ("replicate", "shard", "tensor"), Role(tensor_dim=1)),
-        ((8, 8, 8), ("replicate", "expert", "tensor"), DENSE),
+        *(
+            pytest.param(*given, marks=pytest.mark.full)
+            for given in (
+                ((64, 8), ("shard", "tensor"), Role(tensor_dim=0)),
+                ((64, 8), ("shard", "tensor"), Role(tensor_dim=1)),
+                ((64, 8), ("shard", "tensor"), DENSE),
+                ((8, 8, 8), ("replicate", "shard", "tensor"), Role(tensor_dim=1)),
+                ((8, 8, 8), ("replicate", "expert", "tensor"), DENSE),
+            )
+        ),
         ((4, 4, 8, 4), ("replicate", "shard", "expert", "tensor"), Role(tensor_dim=0)),
     ],
     ids=str,
@@ -115,7 +121,7 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
         muon = MuonSpec(experts, 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
         copies = layout.replica_group.size
         stacks = copies if layout.sharded else 1  # as many matrices as ranks hold each
-        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks)
+        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks, (0,) * stacks)
     assert layout.shape == (experts, 16, 24)
     assert layout.local_shape == (1 if layout.sharded else experts, 16, 24)
     assert layout.divisor == 512 // mesh.axis("tensor").size
@@ -151,7 +157,14 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
     assert sent["replicate"] == 16 * formula["replicate"]
 
 
-@pytest.mark.parametrize(("stage", "over"), [(1, "shard"), (2, "shard"), (3, "shard"), (2, "all"), (3, "all")])
+@pytest.mark.parametrize(
+    ("stage", "over"),
+    [
+        (2, "shard"),
+        (3, "all"),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, "shard"), (3, "shard"), (2, "all"))),
+    ],
+)
 def test_only_gradients_cross_replicas_in_forward_and_backward(stage, over, uneven):
     """Weights are gathered inside a replica; of a gradient the shards are summed over the others."""
     graphs = [uneven(rank, 6, stage=stage, mesh=(2, 3), shard_state_over=over) for rank in range(6)]

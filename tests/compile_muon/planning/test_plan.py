@@ -87,6 +87,7 @@ def test_a_plan_for_gpus_has_their_dtypes() -> None:
     assert planned_for(config, load_machine("h100"), "h100").machine == "h100"
 
 
+@pytest.mark.full
 def test_numbers_are_those_of_the_simulated_steps() -> None:
     asked = question(world=16)
     found = make_plan(asked)
@@ -119,6 +120,7 @@ def test_a_config_of_adamw_is_its_own_comparison() -> None:
         assert (figures.mesh, figures.sent, figures.exposed) == ({"shard": 1}, {}, {})
 
 
+@pytest.mark.full
 def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
     """So it is simulated once."""
     for count in (1, 2):

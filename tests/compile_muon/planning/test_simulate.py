@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes import Half, Purpose
-from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes import Half
 from compile_muon.passes.costs import Link
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.work import Category, Work, note_work
@@ -551,17 +550,3 @@ def test_what_is_dropped_is_not_live_any_more() -> None:
     second = draw.done(draw.neg(draw.input(8)))
     assert play(first, second).peak.total == 48
     assert play(first, Played(second, Half.STEP, drops=("exchange",))).peak.total == 32
-
-
-# ------------------------------------------------------------------------------------------------- graphs of a model
-
-
-def test_bytes_are_those_of_measure_traffic(uneven) -> None:
-    captured = uneven(1, 3, stage=3)
-    axes = [Axis("shard", 3, 1, "0")]
-    graphs = [captured.lowered(Half.FORWARD), captured.lowered(Half.BACKWARD, Purpose.SPECULATE)]
-    found = play(*(Played.of(*graph) for graph in graphs), groups={axes[0]: [0, 1, 2]})
-    assert found.traffic == sum((measure_traffic(gm, axes) for gm, _ in graphs), Traffic())
-    assert found.traffic.bytes_sent > 0
-    assert {event.category for event in found.events} >= {"gather", "reduce", "exchange", "newton_schulz", "product"}
-    assert found.seconds == pytest.approx(found.busy + sum(found.exposed.values()))

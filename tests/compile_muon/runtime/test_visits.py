@@ -388,10 +388,10 @@ class Small(nn.Module):
 
 def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     """Out of memory in backward: the sums of earlier micro-batches are still in `.grad`."""
-    import compile_muon.runtime.frame as frame
+    from compile_muon import backend
 
     failing = []
-    original = frame.lower_and_compile
+    original = backend.lower_and_compile
 
     def fragile(gm, inputs, ctx, codegen):
         run, traffic = original(gm, inputs, ctx, codegen)
@@ -403,7 +403,7 @@ def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
 
         return maybe, traffic
 
-    monkeypatch.setattr(frame, "lower_and_compile", fragile)
+    monkeypatch.setattr(backend, "lower_and_compile", fragile)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Small()

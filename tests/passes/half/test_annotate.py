@@ -248,6 +248,7 @@ def kind(name):
     return next((word for word in plain(name).split() if word in COLORS), "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_domain_and_categories(seen, world, case):
     for rank in seen[world]:
@@ -256,6 +257,7 @@ def test_domain_and_categories(seen, world, case):
         assert [found.category for found in ranges] == [kind(found.name) for found in ranges]
 
 
+@pytest.mark.full
 def test_every_category_is_seen(seen):
     ranges = [found for world in seen.values() for rank in world for case in rank.ranges.values() for found in case]
     assert {found.category for found in ranges} == {
@@ -263,6 +265,7 @@ def test_every_category_is_seen(seen):
     }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_payloads_are_what_the_optimizer_counts(seen, world, case):
     for rank in seen[world]:
@@ -276,6 +279,7 @@ def test_payloads_are_what_the_optimizer_counts(seen, world, case):
     assert [found.payload for found in ranges if found.name == "step"] == [2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_generated_code_keeps_the_order(seen, world):
     """The eager code runs the graph node by node: what the passes put in."""
@@ -288,6 +292,7 @@ def test_generated_code_keeps_the_order(seen, world):
         assert len(eager) > 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["eager", "inductor", "refresh"])
 def test_each_launch_comes_before_its_wait(seen, case):
     for rank in seen[2]:
@@ -301,6 +306,7 @@ def test_each_launch_comes_before_its_wait(seen, case):
         assert len(launches) == sum(name.endswith(" wait") and name != "step wait" for name in names)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_nesting(seen, world, case):
     for rank in seen[world]:
@@ -320,6 +326,7 @@ def test_nesting(seen, world, case):
     assert set(parts) >= {"step wait", "step commit muon", "step commit adamw"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_the_profiler_sees_the_same(seen, world, case):
     for rank in seen[world]:
@@ -327,6 +334,7 @@ def test_the_profiler_sees_the_same(seen, world, case):
         assert [name for name, _, _ in ours] == [f"muon_zero {found.name}" for found in rank.ranges[case]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_what_a_range_names_happens_inside_it(seen, world, case):
     for rank in seen[world]:
@@ -347,6 +355,7 @@ def test_what_a_range_names_happens_inside_it(seen, world, case):
         assert [name for name in inside if " newton_schulz " in name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "case"), CASES)
 def test_a_refused_step_closes_its_ranges(seen, world, case):
     """The log says at every mark that none is open."""
@@ -355,6 +364,7 @@ def test_a_refused_step_closes_its_ranges(seen, world, case):
         assert names[-1] == "step wait" and "step" in names
 
 
+@pytest.mark.full
 def test_ranges_that_an_error_left_open_are_closed(seen):
     for rank in (*seen[1], *seen[2]):
         assert [(found.name, found.category, found.payload, found.parents) for found in rank.ranges["left open"]] == [
@@ -364,6 +374,7 @@ def test_ranges_that_an_error_left_open_are_closed(seen):
         ]
 
 
+@pytest.mark.full
 def test_off_means_no_range(seen):
     for case in ("off", "off refused"):
         assert seen[1][0].ranges[case] == []

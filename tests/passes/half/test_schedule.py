@@ -81,8 +81,14 @@ def buckets_of(found, category):
     return sorted({bucket for _, of, bucket in found if of is category})
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    [
+        (2, 2),
+        (3, 4),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (1, 4), (2, 4), (3, 2))),
+    ],
+)
 def test_exchanges_start_under_backward(size, stage, graphs, trace, world):
     gm, _ = graphs(0, size, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
     found = events(gm)
@@ -143,7 +149,12 @@ def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
 
 @pytest.mark.parametrize(
     ("size", "limit", "stage"),
-    [(4, 2**30, 3), (4, 2**30, 0), (64, 1, 3), pytest.param(64, 1, 0, marks=pytest.mark.campaign)],
+    [
+        (4, 2**30, 3),
+        pytest.param(4, 2**30, 0, marks=pytest.mark.full),
+        pytest.param(64, 1, 3, marks=pytest.mark.full),
+        pytest.param(64, 1, 0, marks=pytest.mark.campaign),
+    ],
 )
 def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
     """Also those that own nothing: of 12 matrices, most of 64 ranks."""
@@ -156,6 +167,7 @@ def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
     assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "replicas"), [(8, 4)])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, world):
@@ -196,7 +208,7 @@ def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, 
     assert len(under_backward) == (3 if stage == 3 else 1)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, trace, world, monkeypatch):
     """Several exchanges may start at once. None then waits at once for what the one ahead of it has just begun: an
     owner comes to that later than the others, by its Newton-Schulz."""
