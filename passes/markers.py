@@ -60,7 +60,7 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
 def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    (direction,) = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)])
+    (direction,) = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)], [0])
     return _no_alias(direction, grad, state)
 
 

@@ -24,6 +24,8 @@ with contextlib.suppress(ImportError):
 
 #: seconds of a core that a test of the default tier may take, fixtures and ranks included
 _LIMIT = 10.0
+#: what a core takes for :func:`_slowness` that has nothing else to do
+_CORE = 0.055
 _LONGER = ("full", "campaign", "gpu")
 _began = pytest.StashKey[float]()
 
@@ -34,6 +36,17 @@ def _cpu_seconds() -> float:
     harness = sys.modules.get("harness")
     ranks = 0.0 if harness is None else harness.cpu_seconds()
     return time.process_time() + children.ru_utime + children.ru_stime + ranks
+
+
+def _slowness() -> float:
+    """How many times longer this core takes just now, with what runs beside it; never less than 1."""
+    taken = []
+    for _ in range(5):
+        began, total = time.process_time(), 0
+        for number in range(1_000_000):
+            total += number
+        taken.append(time.process_time() - began)
+    return max(1.0, min(taken) / _CORE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,10 +62,11 @@ def pytest_runtest_makereport(
     if call.when == "call":
         took = _cpu_seconds() - item.stash[_began]
         report.user_properties.append(("cpu", took))
-        if report.passed and took > _LIMIT and not any(item.get_closest_marker(name) for name in _LONGER):
+        shorter = report.passed and not any(item.get_closest_marker(name) for name in _LONGER)
+        if shorter and took > _LIMIT and took > (limit := _LIMIT * _slowness()):
             report.outcome = "failed"
             report.longrepr = (
-                f"{item.nodeid} took {took:.1f} s of CPU, more than the {_LIMIT:.0f} of the default tier: make it "
+                f"{item.nodeid} took {took:.1f} s of CPU, more than the {limit:.0f} of the default tier: make it "
                 "shorter, or mark it full"
             )
     return report

@@ -60,6 +60,7 @@ def test_newton_schulz(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_a_wrong_result_is_not_timed_and_a_failure_is_named(benchmark) -> None:
     turns, some = benchmark("turns"), benchmark("orthogonalizers")
     cpu, half = torch.device("cpu"), torch.bfloat16
@@ -503,6 +504,7 @@ def test_ns_training(tmp_path: Path) -> None:
 # --- the example's learning rates -------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
     tune = benchmark("tune_example")
     monkeypatch.setattr(tune, "GRID", {"adamw.json": {"lr": (0.004, 50.0)}})

@@ -261,8 +261,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     compile_frame = backend.compile_frame
 
-    def without_inductor(gm: Any, inputs: Any, options: Any) -> Any:
-        return compile_frame(gm, inputs, dataclasses.replace(options, codegen="eager"))
+    def without_inductor(gm: Any, inputs: Any, options: Any, *rest: Any) -> Any:
+        return compile_frame(gm, inputs, dataclasses.replace(options, codegen="eager"), *rest)
 
     monkeypatch.setattr(backend, "compile_frame", without_inductor)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **kwargs: gm.forward)

@@ -60,6 +60,7 @@ def test_the_config_is_valid_and_compiles() -> None:
     assert written["optimizer"]["type"] == "Muon"
 
 
+@pytest.mark.full
 def test_two_ranks_train_from_the_command_line(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,11 +41,13 @@ class Values:
         meta: whether the model is on the meta device.
         weights: a folder, or None.
         init: of one module's own parameters and buffers, or None.
+        dtypes: of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
     """
 
     meta: bool
     weights: str | os.PathLike | None
     init: Init | None
+    dtypes: Mapping[str, torch.dtype]
 
     @staticmethod
     def of(model: nn.Module, weights: str | os.PathLike | None, init: Callable[..., Any] | None) -> Values | None:
@@ -73,7 +75,7 @@ class Values:
                     f"{listed(lost)}: a buffer that is not persistent, so in no folder, and on the meta device; give "
                     "init=f as well, where f(module) computes it, or register it as persistent"
                 )
-        return Values(meta, weights, init)
+        return Values(meta, weights, init, {name: param.dtype for name, param in model.named_parameters()})
 
     def fill(self, model: nn.Module, device: torch.device) -> None:
         """Give every parameter and buffer of the sharded ``model`` its values; collective.
@@ -89,7 +91,7 @@ class Values:
                 if buffer is not None and buffer.is_meta:
                     module._buffers[name] = torch.empty_like(buffer, device=device)
         if self.init is not None and self.meta:
-            _initialize(model, self.init, device, None if self.weights is None else needing)
+            _initialize(model, self.init, device, None if self.weights is None else needing, self.dtypes)
         if self.weights is not None:
             load_whole(model, self.weights)
 
@@ -134,11 +136,18 @@ def _passing_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[nn.Module] | None) -> None:
+def _initialize(
+    model: nn.Module,
+    init: Init,
+    device: torch.device,
+    only: list[nn.Module] | None,
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
     """Call ``init`` for each module, children first as ``nn.Module.apply`` does, with whole tensors of it alone.
 
     Args:
         only: the modules to call it for; None for all.
+        dtypes: of the tensors that it gets, by the names of parameters.
     """
     # Not by the names of state_dict(), which hooks of a model may change.
     accounts, group = shared_accounts(model)
@@ -150,7 +159,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
         for module in _children_first(model):
             if only is not None and not any(module is each for each in only):
                 continue
-            whole = _run(module, init, paths, device)
+            whole = _run(module, init, paths, device, dtypes)
             path = paths[id(module)]
             own = {id(account): f"{path}.{name}" if path else name for name, account in accounts_of(module).items()}
             for account, value in whole:
@@ -159,6 +168,7 @@ def _initialize(model: nn.Module, init: Init, device: torch.device, only: list[n
                 if id(account) in done and name and any(re.search(pattern, name) for pattern in tied):
                     continue
                 done.add(id(account))
+                value = value.to(account.param.dtype)
                 wire.deal(Entry(account.name, account.param, account), value if wire.rank == 0 else None)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -182,7 +192,9 @@ class _Edits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.device) -> list[tuple[Account, Tensor]]:
+def _run(
+    module: nn.Module, init: Init, paths: dict[int, str], device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> list[tuple[Account, Tensor]]:
     """Whole values of the parameters that ``init(module)`` initializes, mostly those that ``module`` holds itself.
 
     What the modules inside it hold is on the meta device meanwhile. If it is written to after all (GPT-2's attention
@@ -198,9 +210,11 @@ def _run(module: nn.Module, init: Init, paths: dict[int, str], device: torch.dev
         gathered = gather_whole([account for account in others if not account.spec.layout.parted])
         gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
         for key, account in accounts.items():
-            shape, dtype = account.spec.layout.whole, account.param.dtype
+            shape, dtype = account.spec.layout.whole, dtypes.get(account.name, account.param.dtype)
             values = gathered.get(key)
-            if values is None:
+            if values is not None:
+                values = values.to(dtype)
+            else:
                 values = torch.empty(shape, dtype=dtype, device=device if key in wanted else "meta")
             whole[key] = nn.Parameter(values, requires_grad=account.param.requires_grad)
         edits = _Edits({key: value.detach() for key, value in whole.items() if key not in wanted})

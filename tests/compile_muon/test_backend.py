@@ -116,6 +116,7 @@ def check_against_eager(cls=Net, loss=None, data=None, atol=1e-6, settings=None,
 # --- found and checked ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_found_by_name_without_importing_us(tmp_path):
     code = """
 import sys, torch
@@ -459,6 +460,7 @@ def test_initialize_compiles_in_place():
     assert optimizer.traffic.matrices == 6
 
 
+@pytest.mark.full
 def test_sequential_roots_are_compiled_whole_however_many_there_are():
     """Dynamo begins no frame in PyTorch's own files: each read of a weight used to become a graph, until it gave up."""
     torch._dynamo.reset()

@@ -49,6 +49,7 @@ def others(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.full
 def test_in_the_root_of_a_checkout_that_is_not_installed_it_says_so(others: str) -> None:
     """Python finds compile_muon/ there, without what an installation puts into it.
 
@@ -97,12 +98,14 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"compile_muon {compile_muon.__version__}\n"
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m compile_muon doctor | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.full
 def test_what_is_missing_is_a_line_of_the_report() -> None:
     """A package that the commands need elsewhere must not keep the doctor from saying so."""
     code = "import sys; sys.modules['safetensors'] = None; from compile_muon.__main__ import main; main(['doctor'])"

@@ -57,6 +57,7 @@ def test_importing_us_stays_lean(tmp_path: Path) -> None:
     assert not imported & {"rich", "safetensors"}  # for whoever prints a summary, or saves a checkpoint
 
 
+@pytest.mark.full
 def test_importing_us_first_leaves_transformers_its_kernels_package(tmp_path: Path) -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
@@ -72,6 +73,7 @@ assert not ours, ours
     in_a_fresh_process(code, tmp_path)
 
 
+@pytest.mark.full
 def test_operators_survive_imports_from_the_checkouts_root() -> None:
     """There our folders answer to `kernels`, which transformers imports to learn its version, and to `passes`."""
     code = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,9 +57,10 @@ Loss = Callable[[nn.Module, Any], Tensor]
 Data = Callable[[int, int, int], Any]
 
 
-def decayed_apart(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """AdamW's groups: vectors do not decay."""
-    matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim < 2]
+def decayed_apart(params: list[nn.Parameter], stacked: Collection[nn.Parameter] = ()) -> list[dict[str, Any]]:
+    """AdamW's groups: vectors do not decay, nor do those that are ``stacked``, of experts say."""
+    found = {id(param) for param in stacked} | {id(param) for param in params if param.ndim < 2}
+    matrices, vectors = [p for p in params if id(p) not in found], [p for p in params if id(p) in found]
     return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -108,7 +109,10 @@ class Reference:
         self.named = dict(self.model.named_parameters())
         self.momentum = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
         rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
-        self.adamw = torch.optim.AdamW(decayed_apart(rest), lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY)
+        biases = [param for name, param in self.named.items() if name.endswith("bias")]
+        self.adamw = torch.optim.AdamW(
+            decayed_apart(rest, biases), lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY
+        )
         self.lr = LR
         self.gradients: dict[str, Tensor] = {}
 

@@ -190,6 +190,7 @@ def test_a_script_trains_as_a_plain_loop(
     assert all(torch.equal(value, found[3][name]) for name, value in model.named_parameters())
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     whole = ranks(2).run(script, folder=str(tmp_path), stage=3)[0]
     state = str(tmp_path / "checkpoints" / "checkpoint_1")
@@ -394,6 +395,7 @@ def one_step_in_bf16() -> float:
         return one_step(accelerator, model, optimizer)
 
 
+@pytest.mark.full
 def test_bf16_values_copies_and_wrappers(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     with accelerated():
         accelerator, model, optimizer, *_ = prepared(3, gradient_accumulation_steps=1)

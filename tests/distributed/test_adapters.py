@@ -251,6 +251,7 @@ def trained(folder: str) -> Trained:
         return losses, found, weights(trainer.model)
 
 
+@pytest.mark.full
 def test_the_trainer_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     losses, expected = plain(2)
     for mine, found, again in ranks(2).run(trained, folder=str(tmp_path)):
@@ -278,6 +279,7 @@ def best(folder: str) -> tuple[str, dict[str, Tensor]]:
         return Path(trainer.state.best_model_checkpoint).name, weights(trainer.model)
 
 
+@pytest.mark.full
 def test_the_best_adapters_are_loaded_at_the_end(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     for name, found in ranks(2).run(best, folder=str(tmp_path)):
         saved = load_file(tmp_path / name / "adapter_model.safetensors")

@@ -87,7 +87,7 @@ CHOSEN = (
     ("gpt", "selective", 2, 2),
     ("gpt-dropout", "by_hand", 2, 3),
 )
-DEFAULT = (("convnet", "by_hand", 2, 1), ("gpt", "selective", 2, 2))
+DEFAULT = (("gpt", "selective", 2, 2),)
 #: Every model, way and stage is here.
 CASES = (
     *CHOSEN,

@@ -374,6 +374,7 @@ def test_bytes_of_a_world_of_64(ranks: Callable[[int], Ranks]) -> None:
     check_bytes(sent, expected_bytes(results[0]["shapes"], matrices, 64), 3, micro=1)
 
 
+@pytest.mark.full
 def test_each_gather_starts_before_the_one_ahead_of_it_is_waited_for(ranks: Callable[[int], Ranks]) -> None:
     """In the code Inductor generates, not only in our graph: its memory pass once moved every start to its wait."""
     graphs = ranks(1).run(generated_fake, stage=3)[0]

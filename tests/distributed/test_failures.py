@@ -148,7 +148,12 @@ def lose_rank_one(how: str, stage: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "stage"), [pytest.param("dies", 3, marks=pytest.mark.campaign), ("dies", 0), ("hangs", 3)]
+    ("how", "stage"),
+    [
+        pytest.param("dies", 3, marks=pytest.mark.campaign),
+        pytest.param("dies", 0, marks=pytest.mark.full),
+        ("hangs", 3),
+    ],
 )
 def test_losing_a_rank_ends_the_others_within_the_timeout(how: str, stage: int) -> None:
     group = Ranks(2, timeout=15 if how == "dies" else 6)
@@ -216,9 +221,9 @@ def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str,
 @pytest.mark.parametrize(
     ("stage", "nonfinite", "update"),
     [
-        (0, "skip", "step"),
-        (1, "error", "step"),
-        (2, "skip", "step"),
+        pytest.param(0, "skip", "step", marks=pytest.mark.full),
+        pytest.param(1, "error", "step", marks=pytest.mark.full),
+        pytest.param(2, "skip", "step", marks=pytest.mark.full),
         (3, "error", "backward"),
         pytest.param(0, "error", "backward", marks=pytest.mark.campaign),
         pytest.param(1, "skip", "step", marks=pytest.mark.campaign),
@@ -253,7 +258,16 @@ def lose_a_gradient(stage: int, where: str) -> tuple[str, bool]:
     return "", False
 
 
-@pytest.mark.parametrize(("stage", "where"), [(0, "blocks.0.up.weight"), (1, "head.bias"), (3, "blocks.1.down.weight")])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        (1, "head.bias"),
+        *(
+            pytest.param(*given, marks=pytest.mark.full)
+            for given in ((0, "blocks.0.up.weight"), (3, "blocks.1.down.weight"))
+        ),
+    ],
+)
 def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
     ranks: Callable[[int], Ranks], stage: int, where: str
 ) -> None:
@@ -301,7 +315,7 @@ def edit_in_place(stage: int) -> float:
     return float(error)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
 def test_edits_in_place_reach_every_rank(ranks: Callable[[int], Ranks], stage: int) -> None:
     """Operations of a DTensor do not count as edits of its shard, by which resident weights once went."""
     assert max(ranks(2).run(edit_in_place, stage=stage)) < 1e-6
@@ -350,7 +364,10 @@ EDITS = (("nothing", 0), ("clip", 1), ("clip", 3), ("foreach", 2), ("one rank", 
 @pytest.mark.parametrize(
     ("how", "stage"),
     [
-        pytest.param(*given, marks=() if given in EDITS else pytest.mark.campaign)
+        pytest.param(
+            *given,
+            marks=() if given in EDITS[1::3] else pytest.mark.full if given in EDITS else pytest.mark.campaign,
+        )
         for given in itertools.product(("nothing", "clip", "foreach", "one rank"), range(4))
     ],
 )
@@ -367,7 +384,7 @@ def test_edits_of_gradients_count(ranks: Callable[[int], Ranks], stage: int, how
 
 
 def _steps(model: nn.Module, optimizer: compile_muon.MuonZero, first: int, count: int) -> None:
-    run = compiled(model)
+    run = model
     for step in range(first, first + count):  # the same batch on every rank: worlds of all sizes see one gradient
         loss(run, batch(step, 0, 0)).backward()
         optimizer.step()
@@ -409,6 +426,7 @@ def load_and_go_on(folder: str, stage: int) -> tuple[bool, list[float], float]:
     return loaded, [group["lr"] for group in optimizer.param_groups], distance
 
 
+@pytest.mark.full
 def test_torchs_own_checkpoints_load_on_other_worlds_and_stages(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     ranks(2).run(save_and_go_on, folder=folder, stage=3)
@@ -449,7 +467,13 @@ def train_regionally(folder: str, **settings: Any) -> tuple[Report, int, list[st
     return report, graphs, sorted(path.name for path in Path(options["dump"]).iterdir())
 
 
-@pytest.mark.parametrize(("stage", "update"), [(0, "backward"), (1, "backward"), (2, "backward"), (3, "step")])
+@pytest.mark.parametrize(
+    ("stage", "update"),
+    [
+        (1, "backward"),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((0, "backward"), (2, "backward"), (3, "step"))),
+    ],
+)
 def test_identical_blocks_compile_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int, update: str) -> None:
     results = ranks(2).run(
         train_regionally, folder=str(tmp_path), stage=stage, update=update, gradient_accumulation_steps=2
@@ -482,7 +506,10 @@ def train_lengths(**settings: Any) -> Report:
 
 @pytest.mark.parametrize(
     ("world", "stage", "codegen"),
-    [pytest.param(3, 1, "eager", marks=pytest.mark.campaign), (2, 2, "inductor"), (3, 3, "eager")],
+    [
+        pytest.param(3, 1, "eager", marks=pytest.mark.campaign),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 2, "inductor"), (3, 3, "eager"))),
+    ],
 )
 def test_ranks_with_different_lengths_agree_on_collectives(
     ranks: Callable[[int], Ranks], world: int, stage: int, codegen: str

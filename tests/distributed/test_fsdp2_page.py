@@ -110,7 +110,8 @@ config["optimizer"] = {{"type": "AdamW", "params": adamw}}
     return logged, whole, [full(average.detach()) for average in averages], after
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
 def test_both_columns_train_alike(ranks: Callable[[int], Ranks], stage: int) -> None:
     theirs, ours = columns()
     assert len(theirs) == len(ours) > 6

@@ -580,6 +580,7 @@ def random_loops_on_a_rank(**kwargs):
     return vars(random_loops(**kwargs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", list(LOOPS))
 def test_random_loops(kind):
     counts = random_loops(kind, LOOPS[kind])
@@ -590,6 +591,13 @@ def test_random_loops(kind):
     assert counts.discarded > 0.05 * counts.compared, counts
 
 
+@pytest.mark.parametrize(("kind", "loops"), [("break", 12), ("tied", 12)])
+def test_a_few_random_loops(kind, loops):
+    counts = random_loops(kind, loops)
+    assert counts.loops == loops and counts.compared >= loops, counts
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "stage"), ON_TWO_RANKS)
 def test_random_loops_on_two_ranks(ranks: Callable[[int], Ranks], kind, stage):
     loops = 60 if stage == 1 else 30  # the stage that keeps sums of its own between micro-batches
@@ -597,6 +605,7 @@ def test_random_loops_on_two_ranks(ranks: Callable[[int], Ranks], kind, stage):
         assert counts["loops"] == loops and counts["compared"] >= loops, counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "stage"), ON_THREE_RANKS)
 def test_random_loops_on_three_ranks(ranks: Callable[[int], Ranks], kind, stage):
     for counts in ranks(3).run(random_loops_on_a_rank, kind=kind, loops=15, stage=stage):

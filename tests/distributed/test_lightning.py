@@ -191,7 +191,9 @@ def of_all_ranks(per_rank: Sequence[list[float]]) -> list[float]:
 @pytest.mark.parametrize(
     ("world", "stage", "compiled"),
     [
-        *((2, 0, False), (2, 2, False), (2, 3, True), (1, 2, True)),
+        (2, 2, False),
+        (1, 2, True),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 0, False), (2, 3, True))),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (3, 3, False))),
     ],
 )
@@ -222,6 +224,7 @@ def go_on(folder: str, stage: int) -> tuple[Found, dict[str, Tensor]]:
         return found_in(module), module.began
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["state_dict"]
@@ -248,10 +251,13 @@ def train_with(stage: int, settings: dict[str, Any], compiled: bool = False) -> 
         return found_in(module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "other", "near"),
     [
-        ({"gradient_clip_algorithm": "value"}, {"clip": nn.utils.clip_grad_value_}, 1e-5),
+        pytest.param(
+            {"gradient_clip_algorithm": "value"}, {"clip": nn.utils.clip_grad_value_}, 1e-5, marks=pytest.mark.full
+        ),
         ({"precision": "bf16-mixed"}, {"dtype": torch.bfloat16}, 1e-5),
     ],
 )
@@ -334,6 +340,7 @@ def train_two(path: str) -> bool:
         return len(saved) == 4 and all(torch.equal(*pair) for pair in zip(saved, momenta(again), strict=True))
 
 
+@pytest.mark.full
 def test_manual_optimization(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     assert of_all_ranks(ranks(2).run(train_by_hand)) == pytest.approx(plain([2] * 2 * EPOCH)[0], rel=1e-5)
     assert all(ranks(2).run(train_two, path=str(tmp_path / "two.ckpt")))
@@ -403,6 +410,7 @@ def train_twice() -> tuple[list[float], list[float]]:
         return module.losses[done:], another.losses
 
 
+@pytest.mark.full
 def test_a_second_fit_begins_anew(ranks: Callable[[int], Ranks]) -> None:
     for second, first in ranks(2).run(train_twice):
         assert len(second) == EPOCH * ACCUMULATED
@@ -682,6 +690,7 @@ def test_a_rank_that_raises_is_named_on_the_others(ranks: Callable[[int], Ranks]
     assert first.startswith("PeerError: ") and "rank 1" in first
 
 
+@pytest.mark.full
 def test_the_package_does_not_import_lightning() -> None:
     code = "import compile_muon.integrations, sys; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -35,10 +35,10 @@ def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
 
 @cases(
     (
-        (0, "backward", 1),
-        (2, "backward", 2),
+        (2, "backward", 1),
         (3, "step", 2),
     ),
+    full=((0, "backward", 1), (2, "backward", 2)),
     campaign=(
         (1, "backward", 2),
         (1, "step", 1),
@@ -52,10 +52,8 @@ def test_replicas_of_shards(ranks: Callable[[int], Ranks], settings: dict[str, A
 
 
 @cases(
-    (
-        (1, "backward", 2),
-        (3, "step", 1),
-    ),
+    ((3, "step", 1),),
+    full=((1, "backward", 2),),
     campaign=(
         (1, "step", 1),
         (2, "step", 1),
@@ -163,14 +161,20 @@ MESHES = (
 )
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
+@pytest.mark.parametrize(
+    ("stage", "meshes"),
+    [
+        pytest.param(1, MESHES, marks=pytest.mark.campaign),
+        pytest.param(3, MESHES, marks=pytest.mark.full),
+    ],
+)
 def test_checkpoints_and_weights_go_from_mesh_to_mesh(
-    ranks: Callable[[int], Ranks], tmp_path: Path, stage: int
+    ranks: Callable[[int], Ranks], tmp_path: Path, stage: int, meshes: tuple[tuple[Any, int, str], ...]
 ) -> None:
-    for number, (mesh, world, over) in enumerate(MESHES):
+    for number, (mesh, world, over) in enumerate(meshes):
         folder = str(tmp_path / str(number))
         saved, later = ranks(world).run(save, folder=folder, mesh=mesh, stage=stage, over=over)[0]
-        other, size, other_over = MESHES[number - 1]
+        other, size, other_over = meshes[number - 1]
         for found, after in ranks(size).run(load, folder=folder, mesh=other, stage=4 - stage, over=other_over):
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name], saved[name]) for name in saved)
@@ -203,6 +207,7 @@ def kept(folder: str, stage: int, over: str) -> tuple[dict[str, Tensor], list[fl
     return everything(model, optimizer), losses, sum(numels), sum(param.numel() for param in held)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
     """Resident weights in another dtype than the masters; models that were never whole on a rank."""

@@ -56,10 +56,10 @@ def train_mixture(
 
 
 CASES = (
-    pytest.param("Mixtral", 2, {"stage": 3}, marks=pytest.mark.campaign),
-    ("Qwen3Moe", 4, {"stage": 1, "gradient_accumulation_steps": 2}),
+    ("Mixtral", 2, {"stage": 3}),
+    pytest.param("Qwen3Moe", 4, {"stage": 1, "gradient_accumulation_steps": 2}, marks=pytest.mark.full),
     pytest.param("DeepseekV3", 2, {"stage": 2, "compiled": True}, marks=pytest.mark.campaign),
-    ("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}),
+    pytest.param("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}, marks=pytest.mark.full),
     pytest.param("GptOss", 2, {"stage": 0}, marks=pytest.mark.campaign),
     pytest.param(
         "Mixtral",
@@ -117,7 +117,12 @@ def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("world", "own_plan", "stage"), [(2, False, 3), (2, True, 3), pytest.param(4, True, 2, marks=pytest.mark.campaign)]
+    ("world", "own_plan", "stage"),
+    [
+        (2, False, 3),
+        pytest.param(2, True, 3, marks=pytest.mark.full),
+        pytest.param(4, True, 2, marks=pytest.mark.campaign),
+    ],
 )
 def test_tensor_parallel_llama(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, own_plan: bool, stage: int

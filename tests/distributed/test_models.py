@@ -31,11 +31,12 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
     ("name", "stage", "update", "micro"),
     [
         pytest.param("gpt2", 0, "auto", 1, marks=pytest.mark.campaign),
-        ("gpt2", 2, "step", 2),
+        pytest.param("gpt2", 2, "step", 2, marks=pytest.mark.full),
         pytest.param("llama", 3, "auto", 1, marks=pytest.mark.campaign),
         pytest.param("mixtral", 1, "step", 1, marks=pytest.mark.campaign),
         ("mixtral", 3, "auto", 2),
-        ("convnet", 1, "auto", 2),
+        pytest.param("mixtral", 3, "backward", 2, marks=pytest.mark.full),
+        ("convnet", 1, "backward", 2),
         pytest.param("convnet", 2, "step", 1, marks=pytest.mark.campaign),
     ],
 )
@@ -43,10 +44,14 @@ def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update:
     check(ranks(2), name, stage=stage, update=update, gradient_accumulation_steps=micro)
 
 
-@pytest.mark.parametrize(("name", "stage"), [pytest.param("gpt2", 3, marks=pytest.mark.campaign), ("llama", 1)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [pytest.param("gpt2", 3, marks=pytest.mark.campaign), pytest.param("llama", 1, marks=pytest.mark.full)],
+)
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
     check(ranks(2), name, stage=stage, codegen="inductor")
 
 
+@pytest.mark.full
 def test_uneven_world(ranks: Callable[[int], Ranks]) -> None:
     check(ranks(3), "convnet", stage=3, gradient_accumulation_steps=2)

@@ -139,7 +139,10 @@ def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
         compare_gradients(summed_gradients(model, size), whole, size)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "size"),
+    [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), pytest.param(4, 2, marks=pytest.mark.full)],
+)
 def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
     kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")
     ranks(world).run(train_whole_models, kinds=kinds, size=size)
@@ -382,7 +385,7 @@ def compiled(capacity_factor: float | None, backend: str, fullgraph: bool) -> in
     [
         pytest.param(None, "aot_eager", True, 1, marks=pytest.mark.campaign),
         pytest.param(1.0, "aot_eager", True, 1, marks=pytest.mark.campaign),
-        (1.0, "inductor", True, 1),
+        pytest.param(1.0, "inductor", True, 1, marks=pytest.mark.full),
         (None, "aot_eager", False, 2),
     ],
 )

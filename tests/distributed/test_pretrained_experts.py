@@ -114,11 +114,11 @@ def load(folders: dict[str, str], size: int) -> None:
 @pytest.mark.parametrize(
     ("world", "size", "kinds"),
     [
-        (1, 1, KINDS[:1]),
-        (2, 1, KINDS[2:]),
+        pytest.param(1, 1, KINDS[:1], marks=pytest.mark.full),
+        pytest.param(2, 1, KINDS[2:], marks=pytest.mark.full),
         (2, 2, KINDS),
-        (4, 2, KINDS[:1]),
-        (4, 1, KINDS[2:3]),
+        pytest.param(4, 2, KINDS[:1], marks=pytest.mark.full),
+        pytest.param(4, 1, KINDS[2:3], marks=pytest.mark.full),
     ],
 )
 def test_each_rank_reads_its_experts(
@@ -164,6 +164,7 @@ def on_meta() -> Any:
         return tiny("Mixtral", num_hidden_layers=1)
 
 
+@pytest.mark.full
 def test_each_rank_reads_its_part_of_a_matrix(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     folder = save(tmp_path, "Mixtral", tiny("Mixtral", num_hidden_layers=1))
     ranks(4).run(load_pieces, folder=folder)

@@ -108,9 +108,8 @@ def one_rank_reads(stage: int, backend: str) -> None:
     ("backend", "stage"),
     [
         ("eager", 1),
-        ("inductor", 2),
         ("none", 2),
-        ("another", 1),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in (("inductor", 2), ("another", 1))),
         *(
             pytest.param(*given, marks=pytest.mark.campaign)
             for given in (("eager", 2), ("inductor", 1), ("none", 1), ("another", 2))
@@ -137,7 +136,7 @@ def edit_under_way(stage: int, dtype: str) -> None:
 
 
 @RESIDENT
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
 def test_an_edit_while_it_is_under_way(ranks: Callable[[int], Ranks], stage: int, dtype: str) -> None:
     ranks(2).run(edit_under_way, stage=stage, dtype=dtype)
 
@@ -179,7 +178,7 @@ def two_forwards(stage: int, backend: str) -> None:
     ("backend", "stage"),
     [
         ("eager", 2),
-        ("inductor", 1),
+        pytest.param("inductor", 1, marks=pytest.mark.full),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in (("eager", 1), ("inductor", 2))),
     ],
 )
@@ -204,7 +203,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             for step in range(3):
                 advance(optimizer, run, step)
             started = [account.refresh for account in optimizer._ledger.accounts if account.replica is not None]
-            kinds = {refresh.received is None for refresh in started if refresh is not None}
+            kinds = {refresh.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
         finally:
@@ -217,7 +216,11 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "replicate"),
-    [(1, "fp32", 1), (2, "bf16", 1), (3, "fp32", 2), pytest.param(2, "fp32", 2, marks=pytest.mark.campaign)],
+    [
+        (2, "bf16", 1),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, "fp32", 1), (3, "fp32", 2))),
+        pytest.param(2, "fp32", 2, marks=pytest.mark.campaign),
+    ],
 )
 def test_weights_gathered_in_place(ranks: Callable[[int], Ranks], stage: int, dtype: str, replicate: int) -> None:
     ranks(2 * replicate).run(gathered_in_place, stage=stage, dtype=dtype, replicate=replicate)
@@ -242,7 +245,8 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("ends", ["leaves", "destroys"])
+@pytest.mark.full
+@pytest.mark.parametrize("ends", ["leaves", pytest.param("destroys", marks=pytest.mark.full)])
 def test_a_training_may_end_with_a_step(tmp_path: Path, ends: str) -> None:
     """Nobody waits for what the last step has started."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -153,8 +153,13 @@ def same(found: Run, expected: Run) -> None:
     ("world", "stage", "given"),
     [
         pytest.param(2, 0, {}, marks=pytest.mark.campaign),
-        (2, 1, {"loss": "ChunkedLossWrapper.Config(num_chunks=4)", "activation_checkpoint": "FullAC.Config()"}),
-        (
+        pytest.param(
+            2,
+            1,
+            {"loss": "ChunkedLossWrapper.Config(num_chunks=4)", "activation_checkpoint": "FullAC.Config()"},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             2,
             3,
             {
@@ -162,6 +167,7 @@ def same(found: Run, expected: Run) -> None:
                 "loss": "ChunkedLossWrapper.Config(num_chunks=2)",
                 "activation_checkpoint": "SelectiveAC.Config()",
             },
+            marks=pytest.mark.full,
         ),
         (1, 2, {"compiled": True}),
     ],
@@ -185,6 +191,7 @@ def train_theirs(folder: str, batches: int, **sections: Any) -> Run:
         return run(titan.config(folder, training=training, checkpoint={"enable": False}, **sections))
 
 
+@pytest.mark.full
 def test_adamw_trains_as_theirs(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Beside FSDP2 and ``torch.optim.AdamW``, on one rank: Gloo has no reduction that torchtitan asks for."""
     found = ranks(2).run(train, folder=str(tmp_path / "ours"), stage=2, optimizer=ADAMW)[0]
@@ -192,6 +199,7 @@ def test_adamw_trains_as_theirs(ranks: Callable[[int], Ranks], tmp_path: Path) -
     same((found[0], found[1], [], found[3]), (losses, norms, [], held))
 
 
+@pytest.mark.full
 def test_bfloat16_is_what_torchtitan_says(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """``mixed_precision_param``: weights used in bfloat16, as FSDP2 would, masters and losses in float32."""
     given = {"optimizer": ADAMW, "training": {**settings(2)["training"], "mixed_precision_param": "bfloat16"}}
@@ -234,6 +242,7 @@ def go_on(folder: str, stage: int, resume: bool) -> tuple[dict[str, Tensor], lis
         return seen[3], losses, norms
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     began, losses, norms = ranks(2).run(go_on, folder=str(tmp_path), stage=3, resume=False)[0]
     assert any("momentum_buffer" in name for name in began) and any(value.any() for value in began.values())
@@ -245,6 +254,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], R
             assert norms_later == (norms[2:] if world == 2 else pytest.approx(norms[2:], rel=1e-5, abs=1e-5))
 
 
+@pytest.mark.full
 def test_weights_load_without_this_library(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """torchtitan's checkpoint and its Hugging Face export, bit for bit, in a process that has never seen it."""
     export = {"checkpoint": {"last_save_in_hf": True, "last_save_model_only": True}}
@@ -262,6 +272,7 @@ def train_from_a_seed(folder: str) -> list[float]:
         return run(config_of(titan, folder, 3))[0]
 
 
+@pytest.mark.full
 def test_a_seed_checkpoint_begins_a_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Made as ``torchtitan.train`` does it, with another seed."""
     with launched() as titan:
@@ -375,6 +386,7 @@ def test_the_command_line_keeps_the_configuration(tmp_path: Path, monkeypatch: p
     assert config.optimizer.muon_config == {"zero_optimization": {"stage": 3}}
 
 
+@pytest.mark.full
 def test_the_package_does_not_import_torchtitan() -> None:
     code = "import compile_muon.integrations, sys; assert not {'torchtitan', 'tyro'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -91,10 +91,15 @@ def check(group: Ranks, **settings: Any) -> list[Report]:
 
 
 def cases(
-    combinations: Iterator[tuple[Any, ...]] | tuple[tuple[Any, ...], ...], campaign: tuple[tuple[Any, ...], ...] = ()
+    combinations: Iterable[tuple[Any, ...]],
+    *,
+    full: Iterable[tuple[Any, ...]] = (),
+    campaign: Iterable[tuple[Any, ...]] = (),
 ) -> pytest.MarkDecorator:
-    """Parametrize ``settings`` by combinations of the axes; those of ``campaign`` run in campaigns alone."""
-    marked = [(values, ()) for values in combinations] + [(values, (pytest.mark.campaign,)) for values in campaign]
+    """Parametrize ``settings`` by combinations of the axes: of the default tier, of the full one, of campaigns."""
+    marked = [(values, ()) for values in combinations]
+    marked += [(values, (pytest.mark.full,)) for values in full]
+    marked += [(values, (pytest.mark.campaign,)) for values in campaign]
     listed = [
         pytest.param(dict(zip(AXES, values, strict=True)), id="stage{}-{}-micro{}".format(*values), marks=marks)
         for values, marks in marked
@@ -114,24 +119,33 @@ def test_two_ranks_in_every_combination(ranks: Callable[[int], Ranks], settings:
 
 
 # Two ranks by generated code below, four on meshes in test_meshes.py.
-@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.campaign) for world in (2, 4))])
-@cases(PAIRWISE)
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.campaign) for world in (2, 4))])
+@cases(
+    [given for given in PAIRWISE if given[1] == "step" or given == (3, "backward", 1)],
+    full=[given for given in PAIRWISE if given[1] == "backward" and given[0] != 3],
+)
 def test_every_pair_of_settings(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
     check(ranks(world), **settings)
 
 
+@pytest.mark.parametrize("world", [1])
+@cases([given for given in PAIRWISE if given[0] == 2], full=[given for given in PAIRWISE if given[0] != 2])
+def test_one_process(ranks: Callable[[int], Ranks], world: int, settings: dict[str, Any]) -> None:
+    check(ranks(world), **settings)
+
+
 @cases(
-    (
-        (1, "step", 2),
-        (3, "backward", 2),
-    ),
+    ((3, "backward", 2),),
+    full=((1, "step", 2),),
     campaign=((0, "backward", 2), (2, "step", 1)),
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     check(ranks(2), codegen="inductor", **settings)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    "world", [pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.campaign)]
+)
 def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> None:
     check(ranks(world), codegen="inductor", stage=3, update="backward")
 
@@ -139,8 +153,9 @@ def test_other_worlds_inductor(ranks: Callable[[int], Ranks], world: int) -> Non
 @pytest.mark.parametrize(
     ("world", "codegen", "update", "micro"),
     [
-        (2, "inductor", "backward", 2),
-        (3, "eager", "step", 2),
+        (2, "eager", "backward", 2),
+        pytest.param(2, "inductor", "backward", 2, marks=pytest.mark.full),
+        pytest.param(3, "eager", "step", 2, marks=pytest.mark.full),
         pytest.param(3, "eager", "backward", 1, marks=pytest.mark.campaign),
     ],
 )

@@ -125,9 +125,8 @@ def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, 
 @pytest.mark.parametrize(
     ("world", "stage", "compiled"),
     [
-        (2, 0, False),
         (2, 2, False),
-        (2, 3, True),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 0, False), (2, 3, True))),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (1, 2, True), (3, 3, False))),
     ],
 )
@@ -166,6 +165,7 @@ def go_on(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float], dict
         return began[0], losses(trainer)[-3:], weights(trainer.model)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
     saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
@@ -244,6 +244,7 @@ def train_an_epoch(folder: str, stage: int, compiled: bool) -> tuple[list[float]
         return losses(trainer), losses(trainer, "grad_norm")
 
 
+@pytest.mark.full
 def test_an_epoch_may_end_with_fewer_micro_batches(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     expected = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=0, compiled=False)[0]
     found = ranks(2).run(train_an_epoch, folder=str(tmp_path), stage=1, compiled=True)[0]
@@ -380,6 +381,7 @@ def test_what_the_launcher_says_is_refused_too(tmp_path: Path, monkeypatch: pyte
         trainer_of(str(tmp_path), 2)
 
 
+@pytest.mark.full
 def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
     """Without AdamW's decay of norms and biases, and no direction thrown away by a second clipping."""
     from compile_muon.config.checks import FILLED

@@ -121,7 +121,8 @@ def test_experts_once_in_a_world_of_512(sizes, names, world):
         muon = MuonSpec(experts, 16, 24, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "local")
         copies = layout.replica_group.size
         stacks = copies if layout.sharded else 1  # as many matrices as ranks hold each
-        gm, _ = traced([ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks, (0,) * stacks)
+        specs = [ParamSpec(layout, "float32", "float32", "float32", muon)] * stacks
+        gm, _ = traced(specs, assign_owners(specs, Costs()))
     assert layout.shape == (experts, 16, 24)
     assert layout.local_shape == (1 if layout.sharded else experts, 16, 24)
     assert layout.divisor == 512 // mesh.axis("tensor").size

@@ -205,6 +205,7 @@ def test_commands(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert said("verify", str(folder), "--step", "9")[0] == 1
 
 
+@pytest.mark.full
 def test_an_error_behind_training_is_told_at_the_end(tmp_path: Path) -> None:
     code = f"""
 import torch, compile_muon

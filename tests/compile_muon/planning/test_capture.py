@@ -62,7 +62,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_SMALLEST", 2**12)
 
 
-@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2, 3))])
 def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
     found = captured(stage)
     assert [g.half for g in found.graphs[:2]] == [Half.FORWARD, Half.BACKWARD]
@@ -75,6 +75,7 @@ def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
     assert timeline.seconds == pytest.approx(timeline.busy + sum(timeline.exposed.values()))
 
 
+@pytest.mark.full
 def test_micro_batches_come_one_behind_the_other() -> None:
     once, thrice = captured(2), captured(2, gradient_accumulation_steps=3)
     assert [g.half for g in thrice.graphs[:6]] == [Half.FORWARD, Half.BACKWARD] * 3
@@ -166,6 +167,7 @@ def test_residents_are_what_a_rank_holds() -> None:
     assert captured(1).resident == {"parameters": whole + whole // WORLD, "optimizer": state // WORLD}
 
 
+@pytest.mark.full
 def test_gathered_weights_that_are_kept_are_live_through_backward() -> None:
     kept = step(3, options=FrameOptions(codegen="eager", reshard_after_forward=False, bucket_bytes=2**16))
     peak = kept.simulated(SLOW).peak.by_category["gathered"]
@@ -207,6 +209,7 @@ def test_peak_memory_is_what_a_run_holds(half: int) -> None:
     assert alone.total == weighed.peak + inside
 
 
+@pytest.mark.full
 def test_inductors_graphs_are_decomposed_and_fused() -> None:
     found = step(3, options=FrameOptions())
     targets = {node.target for node in found.graphs[0].gm.graph.nodes}
@@ -215,6 +218,7 @@ def test_inductors_graphs_are_decomposed_and_fused() -> None:
     assert found.simulated(SLOW).busy < replace(found, codegen="eager").simulated(SLOW).busy
 
 
+@pytest.mark.full
 def test_one_rank_meets_nobody() -> None:
     found = step(0, world=1)
     timeline = found.simulated(SLOW)

@@ -70,6 +70,7 @@ def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int) -> None:
     compare(traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
 def test_micro_batches(stage: int) -> None:
     """At stage 1 all but the last keep whole gradients; the trace is of that stage, and the others reduce each."""
@@ -88,7 +89,7 @@ def test_adamw_of_a_trace_with_muon() -> None:
         ((("update", "step"),), ()),
         pytest.param((("shard_state_over", "all"),), (), marks=pytest.mark.full),
         pytest.param((("param_dtype", "bfloat16"),), (("codegen", "inductor"),), marks=pytest.mark.full),
-        ((), (("reshard_after_forward", False),)),
+        pytest.param((), (("reshard_after_forward", False),), marks=pytest.mark.full),
     ],
 )
 def test_settings_that_change_the_graphs(settings: tuple, changes: tuple) -> None:

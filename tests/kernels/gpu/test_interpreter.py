@@ -16,15 +16,15 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
-#: one product, normalization and the update
-SHORT = "half_of_the_products or what_is_not_finite or apply"
+#: one product, and normalization
+SHORT = "half_of_the_products or what_is_not_finite"
 
 
 @pytest.mark.skipif(OLD_TRITON and NEW_NUMPY, reason="the interpreter of Triton 3.6 needs numpy < 2.4")
 @pytest.mark.parametrize(
     ("file", "chosen", "least"),
     [
-        ("test_kernels.py", SHORT, 5),
+        ("test_kernels.py", SHORT, 3),
         pytest.param("test_kernels.py", "", 85, marks=pytest.mark.full),
         pytest.param("test_grouped.py", "", 72, marks=pytest.mark.full),
     ],
