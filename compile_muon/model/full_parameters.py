@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Held:
-    """A module as it was before: its class, and what it held."""
+    """A module as it was before: its class, and what it held; and the dtypes that it was then given."""
 
     path: str
     module: nn.Module
@@ -113,6 +113,7 @@ class Held:
     children: dict[str, nn.Module | None]
     accounts: dict[str, Account]
     trained: dict[str, bool]
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     @staticmethod
     def of(path: str, module: nn.Module) -> Held:
@@ -129,6 +130,7 @@ class Held:
         for name, account in self.accounts.items():
             del self.module.__dict__[account_key(name)]
             self.module._parameters[name] = whole[id(account)]
+            self.dtypes[name] = whole[id(account)].dtype
 
     def close(self) -> None:
         """Everything as before."""
@@ -172,8 +174,8 @@ class Held:
             return "was removed"
         if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
             return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}"
-        if str(param.dtype) != f"torch.{spec.dtype}":
-            return f"its dtype changed from {spec.dtype} to {param.dtype}"
+        if param.dtype is not self.dtypes[name]:
+            return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
         if param.device != account.hyper.device:
             return f"its device changed from {account.hyper.device} to {param.device}"
         # A new Parameter requires a gradient unless told otherwise, which says nothing about what its maker wants.
