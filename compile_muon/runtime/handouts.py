@@ -24,7 +24,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import UnsupportedModelError, listed
