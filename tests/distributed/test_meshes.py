@@ -34,10 +34,7 @@ def check(group: Ranks, shape: tuple[int, int], **settings: Any) -> None:
 
 
 @cases(
-    (
-        (2, "backward", 1),
-        (3, "step", 2),
-    ),
+    ((3, "step", 2),),
     full=((0, "backward", 1), (2, "backward", 2)),
     campaign=(
         (1, "backward", 2),

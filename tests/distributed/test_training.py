@@ -135,8 +135,8 @@ def test_one_process(ranks: Callable[[int], Ranks], world: int, settings: dict[s
 
 
 @cases(
-    ((3, "backward", 2),),
-    full=((1, "step", 2),),
+    (),
+    full=((3, "backward", 2), (1, "step", 2)),
     campaign=((0, "backward", 2), (2, "step", 1)),
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
