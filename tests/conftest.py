@@ -22,12 +22,15 @@ with contextlib.suppress(ImportError):
     settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
 
-#: seconds of a core that a test of the default tier may take, fixtures and ranks included
-_LIMIT = 10.0
 #: what a core takes for :func:`_slowness` that has nothing else to do
 _CORE = 0.055
 _LONGER = ("full", "campaign", "gpu")
 _began = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "seconds of a core that a test of the default tier may take, fixtures and ranks included"
+    parser.addini("cpu_limit", help_text, default="10")
 
 
 def _cpu_seconds() -> float:
@@ -63,7 +66,8 @@ def pytest_runtest_makereport(
         took = _cpu_seconds() - item.stash[_began]
         report.user_properties.append(("cpu", took))
         shorter = report.passed and not any(item.get_closest_marker(name) for name in _LONGER)
-        if shorter and took > _LIMIT and took > (limit := _LIMIT * _slowness()):
+        limit = float(item.config.getini("cpu_limit"))
+        if shorter and took > limit and took > (limit := limit * _slowness()):
             report.outcome = "failed"
             report.longrepr = (
                 f"{item.nodeid} took {took:.1f} s of CPU, more than the {limit:.0f} of the default tier: make it "

@@ -223,7 +223,8 @@ def _note(noted: dict[str, Tensor | bool], name: str, edited: Tensor | bool) -> 
 
 def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> list[str]:
     """Those of ``names`` that were edited. Waits for the device, and forgets them."""
-    return [name for name in list(noted) if (names is None or name in names) and bool(noted.pop(name))]
+    with unobserved():
+        return [name for name in list(noted) if (names is None or name in names) and bool(noted.pop(name))]
 
 
 def _died(owner: weakref.ref[Handouts], number: int) -> None:

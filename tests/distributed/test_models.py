@@ -35,7 +35,6 @@ def check(group: Ranks, name: str, **settings: Any) -> None:
         pytest.param("llama", 3, "auto", 1, marks=pytest.mark.campaign),
         pytest.param("mixtral", 1, "step", 1, marks=pytest.mark.campaign),
         ("mixtral", 3, "auto", 2),
-        pytest.param("mixtral", 3, "backward", 2, marks=pytest.mark.full),
         ("convnet", 1, "backward", 2),
         pytest.param("convnet", 2, "step", 1, marks=pytest.mark.campaign),
     ],

@@ -29,7 +29,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, ACCUMULATED, BATCH, LENGTH, RATE, SEED = 4, 2, 2, 8, 0.02, 7
 LIMITS = {1: 0.82, 2: 0.6, 3: 0.5}  # some steps are clipped, some are not
 MUON = {"type": "Muon", "params": {"lr": RATE, "adam_lr": 0.003, "weight_decay": 0.1, "ns_dtype": "fp32"}}
-ADAMW = {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
+ADAMW = {
+    "type": "AdamW",
+    "params": {"lr": 0.003, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "adamw_decay_vectors": True},
+}
 
 
 @contextlib.contextmanager

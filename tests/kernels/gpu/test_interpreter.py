@@ -31,7 +31,8 @@ SHORT = "half_of_the_products or what_is_not_finite"
 )
 def test_every_kernel_in_the_interpreter(file, chosen, least):
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k", chosen, str(here / file)]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-o", "cpu_limit=inf"]
+    command = [sys.executable, "-m", "pytest", *options, "-k", chosen, str(here / file)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=here.parents[2], timeout=800)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
