@@ -132,8 +132,6 @@ def compile_ahead(
             for tile in tiles[kind]
         }
         for done in as_completed(waiting):
-            if done.cancelled():
-                continue
             try:
                 found = done.result()
             except BrokenExecutor:  # a compiler took its process with it: the rest is compiled when it is timed
@@ -143,8 +141,9 @@ def compile_ahead(
                 out[candidate] = found
             else:
                 resident[candidate] = min(found, resident.get(candidate, found))
-            if stop:
+            if stop:  # as_completed never hears of what the shutdown cancels
                 pool.shutdown(wait=False, cancel_futures=True)
+                break
     return out, resident
 
 

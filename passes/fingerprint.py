@@ -22,6 +22,7 @@ finds edits, not adversaries.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,9 @@ from torch import Tensor
 __all__ = ["FINGERPRINT", "FINGERPRINT_WORDS", "fingerprint"]
 
 _P = 257
+
+_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
+_LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
 
 #: int64 numbers in one fingerprint
 FINGERPRINT_WORDS = 2
@@ -48,14 +52,14 @@ def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The bits of ``x`` in row-major order as int64: the whole words without a copy, and the padded rest, if any."""
     flat = x.contiguous().view(-1)
     per_word = 8 // flat.element_size()
-    whole = flat.numel() // per_word * per_word
-    head, rest = flat[:whole], flat[whole:]
+    beyond = flat.numel() % per_word
+    head = flat[: flat.numel() - beyond] if beyond else flat
     if head.storage_offset() % per_word:
         head = head.clone()
-    if not rest.numel():
+    if not beyond:
         return head.view(torch.int64), None
-    padded = rest.new_zeros(per_word)
-    padded[: rest.numel()] = rest
+    padded = flat.new_zeros(per_word)
+    padded[:beyond] = flat[-beyond:]
     return head.view(torch.int64), padded.view(torch.int64)
 
 
@@ -63,9 +67,12 @@ def _sums(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """Pieces of the sums of rows and of columns, 1-D each."""
     words, rest = _words(x)
     complete = words.numel() // _P
-    grid = words[: complete * _P].view(complete, _P)
-    rows, columns = ([grid.sum(1)], [grid.sum(0)]) if complete else ([], [])
-    rows.append(words[complete * _P :])
+    rows, columns = [], []
+    if complete:
+        grid = words.as_strided((complete, _P), (_P, 1))
+        rows, columns = [grid.sum(1)], [grid.sum(0)]
+    if words.numel() % _P:
+        rows.append(words[complete * _P :])
     if rest is not None:
         rows.append(rest)
     return rows, columns
@@ -78,7 +85,7 @@ def _mix(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 27).bitwise_and_(2**37 - 1))
 
 
-@torch.library.custom_op("muon_zero::fingerprint", mutates_args=())
+@torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     families = [family for x in xs for family in _sums(x)]
     sizes = [sum(piece.numel() for piece in family) for family in families]
@@ -87,10 +94,13 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     sums = torch.cat([none, *(piece for family in families for piece in family)])
     counters = torch.arange(1, max(sizes, default=0) + 1, device=sums.device).mul_(_GOLDEN)
     mixed = _mix(sums.add_(torch.cat([counters[:size] for size in sizes])))
-    return torch.stack([part.sum() for part in mixed.split(sizes)]).view(len(xs), FINGERPRINT_WORDS)
+    # Sums of consecutive parts as differences of running sums, the same modulo 2**64: one kernel for all.
+    running = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+    ends = torch.stack([running[end] for end in itertools.accumulate(sizes, initial=0)])
+    return ends.diff().view(len(xs), FINGERPRINT_WORDS)
 
 
-@_fingerprint.register_fake
+@torch.library.register_fake("muon_zero::fingerprint", lib=_LIBRARY)
 def _(xs: Sequence[Tensor]) -> Tensor:
     return xs[0].new_empty((len(xs), FINGERPRINT_WORDS), dtype=torch.int64)
 

@@ -317,7 +317,7 @@ _PROFILER = torch.library.Library("profiler", "FRAGMENT")
 
 
 def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) -> torch._ops.OpOverload:
-    """An op without results of which torch.profiler makes no event.
+    """An op without results of which torch.profiler makes no event, and which is run between CUDA graphs, not in them.
 
     A range that one op opens and another one closes lies across both: viewers drop events that overlap and do not nest.
     PyTorch records no overload of the names in its list of unobserved ones, ``profiler::_record_function_enter`` among
@@ -329,7 +329,7 @@ def unrecorded_op(overload: str, arguments: str, function: Callable[..., None]) 
         function: what it does, on every device; nothing for fake tensors.
     """
     name = f"_record_function_enter.{overload}"
-    _PROFILER.define(f"{name}({arguments}) -> ()")
+    _PROFILER.define(f"{name}({arguments}) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
     _PROFILER.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"profiler::{name}", lambda *args: None, lib=_PROFILER)
     return cast("torch._ops.OpOverload", getattr(torch.ops.profiler._record_function_enter, overload))

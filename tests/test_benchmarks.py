@@ -10,7 +10,10 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -414,6 +417,27 @@ def test_tuning_that_is_stopped_before_a_kind_is_complete_leaves_it_as_it_was(tu
     assert table["device"] == BEFORE["device"] and table["product"] == [{"rows": 1}]
     assert [tile["rows"] for tile in table["symmetric"]] == [128]
     assert tune.Stop(minutes=0) and not tune.Stop(minutes=1)
+
+
+def test_compiling_that_is_stopped_ends(tune, monkeypatch) -> None:
+    stop: list[object] = []
+
+    def compiled(*launch: object) -> int:
+        time.sleep(0.1 if stop else 0)  # most are waiting when it is stopped
+        stop.append(launch)
+        return 2
+
+    monkeypatch.setattr(tune, "problem_of", compiled)
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", lambda workers, *rest, **more: ThreadPoolExecutor(workers))
+    found: list[Any] = []
+    run = threading.Thread(
+        target=lambda: found.append(tune.compile_ahead("sm_90", tiles_of(tune), stop, 1)), daemon=True
+    )
+    run.start()
+    run.join(30)
+    assert found, "it waits for tiles that were given up"
+    out, resident = found[0]
+    assert not out and 1 <= len(resident) < 6
 
 
 def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ _KEY = "muon_zero_resident"
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 # Not a custom_op: that would count an edit of the replica in each forward, and a forward that runs between another one
 # and its backward would make autograd refuse the backward.
-_LIBRARY.define("await_refresh(Tensor(a!) replica, Tensor state) -> ()")
+# A CUDA graph that is replayed would neither ask the parameter nor wait: Inductor runs the op between the graphs.
+_LIBRARY.define("await_refresh(Tensor(a!) replica, Tensor state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 @torch.library.impl(_LIBRARY, "await_refresh", "CompositeExplicitAutograd")

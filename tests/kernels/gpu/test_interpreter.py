@@ -17,7 +17,7 @@ OLD_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
 #: one product, and normalization
-SHORT = "half_of_the_products or what_is_not_finite"
+SHORT = "(half_of_the_products and square) or what_is_not_finite"
 
 
 @pytest.mark.skipif(OLD_TRITON and NEW_NUMPY, reason="the interpreter of Triton 3.6 needs numpy < 2.4")

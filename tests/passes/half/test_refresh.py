@@ -10,6 +10,7 @@ from compile_muon import MuonZero
 from compile_muon.passes import HALF_PASSES, Half
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.holder import hold, holder_of
+from compile_muon.passes.ranges import RANGE_POP, RANGE_PUSH
 
 LAYERS = 4
 
@@ -68,3 +69,9 @@ def test_the_op_asks_who_holds_the_state():
     del asked
     assert holder_of(state) is None, "a state must not keep its holder alive"
     AWAIT_REFRESH_OP(replica, state)
+
+
+def test_cuda_graphs_leave_out_what_asks_at_run_time() -> None:
+    """Replayed, a wait would ask nobody, and the graph read what the last step left; a range would not be opened."""
+    for op in (AWAIT_REFRESH_OP, RANGE_PUSH, RANGE_POP):
+        assert torch.Tag.cudagraph_unsafe in op.tags, op
