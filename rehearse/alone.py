@@ -1,0 +1,167 @@
+"""One rank of several that are not there: what it would hear of them, and numbers that nobody computes.
+
+This process plays one rank, and no kernel runs. So the numbers that the host reads in ``optimizer.step()`` are made up:
+every gradient has a norm, every direction holds, and all ranks say what this one says. It changes functions of torch
+and of the package in this process alone, which does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from device import Device, Touches
+
+__all__ = ["Alone", "group_of"]
+
+#: facts that ranks add up; of the others all say the same
+_ADDED = ("ready", "missing", "refused", "rate")
+
+
+class Alone:
+    """What is made up, for one process.
+
+    Args:
+        device: its log.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._touches: Touches | None = None
+        self._survey()
+        self._graphs()
+        self._splits()
+
+    @contextlib.contextmanager
+    def touches_noted(self) -> Iterator[None]:
+        """Inside this block the log tells what memory operators touch, those of compiled graphs too."""
+        self._touches = Touches(self._device)
+        try:
+            yield
+        finally:
+            self._touches = None
+
+    def noting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around eager code of that block."""
+        return self._touches or contextlib.nullcontext()
+
+    def _survey(self) -> None:
+        from compile_muon.runtime.survey import Survey
+
+        add_facts, wait = Survey.add_facts, Survey.wait
+        said: dict[Any, dict[tuple[str, str], float]] = {}
+
+        def facts(survey: Any, what: str, found: Any) -> None:
+            said.setdefault(id(survey), {}).update({(what, name): number for name, number in found.items()})
+            add_facts(survey, what, found)
+
+        def waited(survey: Any) -> None:
+            wait(survey)
+            own, world = said.pop(id(survey), {}), 1 if survey.group is None else survey.group.size()
+            for what, numbers in survey._read.items():
+                for name in numbers:
+                    number = own.get((what, name))
+                    made_up = 0.25 if what == "gradient" else 0.0
+                    numbers[name] = made_up if number is None else number * (world if what in _ADDED else 1)
+
+        def each(survey: Any, what: str) -> list[tuple[float, ...]]:
+            return [(0.0,)] * (1 if survey.group is None else survey.group.size())
+
+        def objects(value: Any, group: Any) -> list[Any]:
+            return [value] * group.size()
+
+        Survey.add_facts, Survey.wait, Survey.each = facts, waited, each  # type: ignore[method-assign, assignment]
+        for name, module in list(sys.modules.items()):
+            if name.startswith("compile_muon") and hasattr(module, "gather_objects"):
+                module.gather_objects = objects  # type: ignore[attr-defined]
+
+    def _graphs(self) -> None:
+        """A mode around torch.compile would turn it off, so each graph enters it."""
+        from compile_muon import backend
+        from compile_muon.runtime import frame, step_graph
+
+        lower_and_compile = frame.lower_and_compile
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            run, traffic = lower_and_compile(*args, **kwargs)
+
+            def call(given: list[Any]) -> Any:
+                with self.noting():
+                    return run(given)
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call, traffic
+
+        for module in (frame, backend, step_graph):
+            module.lower_and_compile = noted  # type: ignore[attr-defined]
+
+    def _splits(self) -> None:
+        """The ranks of a communicator that is split off another one know of each other by meeting."""
+        import torch.distributed.device_mesh as device_mesh
+        import torch.distributed.distributed_c10d as c10d
+
+        made, split = c10d._new_process_group_helper, c10d.split_group
+
+        def helper(size: int, rank: int | None, *args: Any, **kwargs: Any) -> Any:
+            self._device.next_split(size, -1 if rank is None else rank)
+            return made(size, rank, *args, **kwargs)
+
+        def split_group(parent: Any = None, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            mine = next((several for several in ranks if dist.get_rank() in several), [])
+            self._device.next_split(len(mine), mine.index(dist.get_rank()) if mine else -1)
+            return split(parent, ranks, *args, **kwargs)
+
+        c10d._new_process_group_helper = helper
+        for module in (c10d, dist, device_mesh):
+            if hasattr(module, "split_group"):
+                module.split_group = split_group  # type: ignore[attr-defined]
+
+
+class _Store(dist.Store):
+    """Others have left what this rank asks for: ids of communicators, which rank 0 makes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._held[key] = value if isinstance(value, bytes) else str(value).encode()
+
+    def get(self, key: str) -> bytes:
+        return self._held.get(key, bytes(128))
+
+    def add(self, key: str, value: int) -> int:
+        total = int(self._held.get(key, b"0")) + value
+        self._held[key] = str(total).encode()
+        return total
+
+    def check(self, keys: Any) -> bool:
+        return True
+
+    def wait(self, keys: Any, timeout: Any = None) -> None:
+        return None
+
+    def set_timeout(self, timeout: Any) -> None:
+        return None
+
+
+_STORES: list[dist.Store] = []  # torch holds only the C++ half of one that is written in Python
+
+
+@contextlib.contextmanager
+def group_of(world: int, rank: int) -> Iterator[None]:
+    """Inside this block this process is ``rank`` of ``world`` over NCCL; one rank has no process group."""
+    if world == 1:
+        yield
+        return
+    _STORES.append(dist.HashStore() if rank == 0 else _Store())
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=_STORES[-1], rank=rank, world_size=world, device_id=device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,149 @@
+"""What is rehearsed, and what a steady step may cost the host: the cases, their figures, and the budgets they meet."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from order import Op
+
+__all__ = ["BUDGETS", "CASES", "Case", "Figures", "over", "sent_bytes"]
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank's training, as a config says it.
+
+    Args:
+        stage, world: of ZeRO, and how many ranks there are to be.
+        dtype: "bf16" for weights and activations in bfloat16 beside float32 masters, or "fp32".
+        rank: which of them this process plays.
+        more: keys of the config beside these.
+        inductor: settings of ``torch._inductor.config``.
+    """
+
+    stage: int
+    world: int
+    dtype: str = "bf16"
+    rank: int = 0
+    more: Mapping[str, Any] = field(default_factory=dict)
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        said = [f"{key}={json.dumps(value)}" for key, value in self.more.items()]
+        said += [key for key, value in self.inductor.items() if value is True]
+        return " ".join([f"stage {self.stage}", f"ranks {self.world}", self.dtype, *said]).replace('"', "")
+
+    @property
+    def micro_batches(self) -> int:
+        return int(self.more.get("gradient_accumulation_steps", 1))
+
+    def config(self) -> dict[str, Any]:
+        """As ``compile_muon.initialize`` takes it."""
+        return {
+            "compile": True,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}},
+            "zero_optimization": {"stage": self.stage},
+            "bf16": {"enabled": self.dtype == "bf16"},
+            **self.more,
+        }
+
+
+CASES = (
+    *(Case(stage, world) for stage in range(4) for world in (1, 4)),
+    Case(1, 4, "fp32"),
+    Case(3, 4, "fp32"),
+    Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
+    Case(2, 4, more={"gradient_accumulation_steps": 2}),
+    Case(3, 4, more={"gradient_accumulation_steps": 2}),
+    Case(3, 4, more={"gradient_clipping": 1.0}),
+    Case(3, 4, more={"compile": {"enabled": True, "nvtx": True}}),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one steady step of a rank asked of the device and of the host.
+
+    Args:
+        waits: of the host for the device, by place.
+        unordered: accesses to the same memory that nothing orders, in words.
+        kernels: launches, of libraries and Triton.
+        copies: and memsets.
+        collectives: of NCCL, by name.
+        sent: bytes of theirs; ``counted`` are those of ``optimizer.traffic``.
+        peak, planned: bytes of the allocator's peak, and what the planner said.
+        host_ms: of Python for forward, backward and step; ``theirs_ms`` with plain torch.compile, FSDP2 where there
+            are several ranks, and AdamW.
+    """
+
+    waits: Mapping[str, int]
+    unordered: tuple[str, ...]
+    kernels: int
+    copies: int
+    collectives: Mapping[str, int]
+    sent: int
+    counted: int
+    peak: int
+    planned: int
+    host_ms: float
+    theirs_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.host_ms / self.theirs_ms
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def sent_bytes(ops: Iterable[Op]) -> int:
+    """That this rank sends to others by ring algorithms, as ``optimizer.traffic`` counts them.
+
+    >>> sent_bytes([Op("nccl", 1, "ncclAllGather", amount=100, ranks=4)])
+    300
+    """
+    share = {
+        "ncclAllGather": lambda n: n - 1,
+        "ncclReduceScatter": lambda n: (n - 1) / n,
+        "ncclAllReduce": lambda n: 2 * (n - 1) / n,
+        "ncclAlltoAll": lambda n: (n - 1) / n,
+        "ncclSend": lambda n: 1,
+    }
+    return round(sum(op.amount * share[op.name](op.ranks) for op in ops if op.kind == "nccl" and op.name in share))
+
+
+def collectives_of(ops: Iterable[Op]) -> dict[str, int]:
+    """Calls by name."""
+    return dict(sorted(Counter(op.name for op in ops if op.kind == "nccl").items()))
+
+
+def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any]) -> list[str]:
+    """Where a case costs more than it may, in words; nothing if it is within its budget.
+
+    Args:
+        budget: of this case: ``kernels``, ``copies`` and ``ratio``.
+        limits: of every case: ``waits``, ``peak`` (a part of what was planned) and ``slack`` of the ratio, since other
+            work on the machine moves it.
+    """
+    found = list(figures.unordered)
+    waits = sum(figures.waits.values())
+    if waits > limits["waits"]:
+        found.append(f"{waits} waits for the device, not {limits['waits']}: {dict(figures.waits)}")
+    if figures.sent != figures.counted:
+        found.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
+    if abs(figures.peak / figures.planned - 1) > limits["peak"]:
+        found.append(f"peak {figures.peak:,} bytes, planned {figures.planned:,}")
+    for name in ("kernels", "copies"):
+        if getattr(figures, name) > budget[name]:
+            found.append(f"{getattr(figures, name)} {name}, budget {budget[name]}")
+    if figures.ratio > budget["ratio"] * limits["slack"]:
+        found.append(f"host time {figures.ratio:.2f} of plain training's, budget {budget['ratio']}")
+    return found

@@ -1,0 +1,134 @@
+"""The log of the device that computes nothing: what it was asked to do, by whom the host was kept waiting."""
+
+from __future__ import annotations
+
+import ctypes
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from library import LIBRARY
+from order import Access, Op
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["KINDS", "Device", "Touches"]
+
+KINDS = (
+    "kernel", "triton", "gemm", "nccl", "copy", "memset", "record", "wait", "sync", "malloc", "free", "host_alloc",
+    "graph", "module",
+)  # fmt: skip
+
+_ROOT = Path(__file__).resolve().parents[1]
+_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_longlong)
+
+
+class _Op(ctypes.Structure):
+    _fields_ = [
+        ("kind", ctypes.c_int), ("stream", ctypes.c_int), ("name", ctypes.c_char_p), ("a", ctypes.c_longlong),
+        ("b", ctypes.c_longlong), ("touches", ctypes.c_int), ("capturing", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_ulonglong), ("nbytes", ctypes.c_ulonglong), ("write", ctypes.c_int)]
+
+
+class Device:
+    """What the library in place of CUDA's has noted since :meth:`clear`.
+
+    Attributes:
+        waits: where the host waited for the device, by place in the source.
+    """
+
+    def __init__(self) -> None:
+        self.lib = ctypes.CDLL(str(LIBRARY))
+        self.waits: Counter[str] = Counter()
+        self._listener = _LISTENER(self._waited)  # the library keeps its address
+        self.lib.fg_callback(self._listener)
+
+    def _waited(self, kind: int, name: bytes, stream: int, nbytes: int) -> None:
+        if name == b"cudaStreamSynchronize" and self._copies():
+            return  # the second half of a copy to the host, which was counted
+        frames = [frame for frame in traceback.extract_stack() if _ROOT in Path(frame.filename).resolve().parents]
+        frames = [f for f in frames if "rehearse" not in f.filename and "site-packages" not in f.filename]
+        place = f"{Path(frames[-1].filename).relative_to(_ROOT)}:{frames[-1].lineno}" if frames else "?"
+        self.waits[f"{name.decode()} at {place}"] += 1
+        self._last = name
+
+    _last = b""
+
+    def _copies(self) -> bool:
+        was, self._last = self._last, b""
+        return was.startswith(b"copy D2H")
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.lib.fg_clear()
+        self.waits.clear()
+
+    def ops(self) -> list[Op]:
+        """All that was noted, in the order in which the host asked for it."""
+        found, op, access = [], _Op(), _Access()
+        clock = (ctypes.c_uint * 4096)()
+        for i in range(self.lib.fg_count()):
+            self.lib.fg_get(i, ctypes.byref(op))
+            touches = []
+            for k in range(op.touches):
+                self.lib.fg_touch(i, k, ctypes.byref(access))
+                touches.append(Access(access.start, access.nbytes, access.write != 0))
+            length = self.lib.fg_clock(i, clock, len(clock))
+            name = (op.name or b"?").decode()
+            kind = KINDS[op.kind]
+            ranks = op.b if kind == "nccl" else 0
+            found.append(Op(kind, op.stream, name, op.a, ranks, tuple(clock[:length]), tuple(touches)))
+        return found
+
+    def next_split(self, size: int, rank: int) -> None:
+        """What the other ranks would say of the next communicator that is split off."""
+        self.lib.fg_split(size, rank)
+
+    @contextmanager
+    def without_waits(self, stream: int) -> Iterator[None]:
+        """Inside this block the waits of a stream do nothing: a mistake that must be found."""
+        self.lib.fg_no_wait(stream)
+        try:
+            yield
+        finally:
+            self.lib.fg_no_wait(-1)
+
+
+class Touches(TorchDispatchMode):
+    """Tells the device's log what memory each operator of torch touches: arguments of its kernels say nothing."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        if func.is_view or "c10d" in name or "detach" in name or "empty" in name:
+            return out
+        given = zip(func._schema.arguments, args, strict=False)
+        written = {
+            id(leaf)
+            for argument, value in given
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for leaf in tree_leaves(value)
+        }
+        touched = [(leaf, id(leaf) in written) for leaf in tree_leaves((args, kwargs))]
+        touched += [(leaf, True) for leaf in tree_leaves(out)]
+        noted = [
+            _Access(x.data_ptr(), x.numel() * x.element_size(), int(writes))
+            for x, writes in touched
+            if isinstance(x, torch.Tensor) and x.is_cuda and x.numel()
+        ]
+        if noted:
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            self._device.lib.fg_note_touch(f"op {name}".encode(), stream, len(noted), (_Access * len(noted))(*noted))
+        return out

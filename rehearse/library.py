@@ -1,0 +1,98 @@
+"""Builds the library that stands in for CUDA's runtime, driver, cuBLAS and NCCL, and starts a program under it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["LIBRARY", "build", "symbols_of", "under_it"]
+
+SOURCE = Path(__file__).with_name("device.cpp")
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "rehearse"
+LIBRARY = FOLDER / "libcuda.so.1"
+
+#: libraries of NVIDIA's whose symbols torch gets from ours, as far as it takes them
+_SERVED = ("libcudart.so", "libcublas.so", "libcublasLt.so", "libnccl.so")
+
+
+def symbols_of(listing: str) -> set[str]:
+    """Names in what ``nm -D`` prints, without their versions.
+
+    >>> sorted(symbols_of("0000000000012 T cudaMalloc@@libcudart.so.13\\n      U cuInit\\n"))
+    ['cuInit', 'cudaMalloc']
+    """
+    return {line.split()[-1].split("@")[0] for line in listing.splitlines() if line.split()}
+
+
+def missing(wanted: Iterable[str], served: Iterable[str], source: str) -> list[str]:
+    """Symbols that somebody takes and ``source`` does not define: they are made to return success.
+
+    Args:
+        wanted: what torch's libraries take from others.
+        served: what NVIDIA's libraries define that ours replaces.
+    """
+    wanted = set(wanted)
+    driver = {name for name in wanted if re.match(r"cu[A-Z]", name) and not name.startswith("cuFile")}
+    defined = set(re.findall(r"\b((?:__)?(?:cuda|cu|nccl|cublas)[A-Za-z0-9_]+)\s*\(", source))
+    return sorted(((wanted & set(served)) | driver | {"cuTensorMapEncodeIm2col"}) - defined)
+
+
+def _nm(path: Path, which: str) -> set[str]:
+    return symbols_of(subprocess.run(["nm", "-D", which, str(path)], capture_output=True, text=True).stdout)
+
+
+def build() -> Path:
+    """The library, made once for each source and torch.
+
+    Raises:
+        SystemExit: there is no compiler, or torch is no CUDA build.
+    """
+    if absent := [tool for tool in ("g++", "gcc", "nm") if shutil.which(tool) is None]:
+        raise SystemExit(f"rehearse: needs {', '.join(absent)}: install a C++ compiler and binutils")
+    site = Path(sysconfig.get_paths()["purelib"])
+    nvidia = [path for name in _SERVED for path in site.glob(f"nvidia/*/lib/{name}.*")]
+    if not nvidia:
+        raise SystemExit('rehearse: torch is no CUDA build here; `make rehearse` installs one ("torch===2.13.0")')
+    source = SOURCE.read_text()
+    stamp, key = FOLDER / "stamp", hashlib.sha256((source + str(site)).encode()).hexdigest()
+    if LIBRARY.exists() and stamp.exists() and stamp.read_text() == key:
+        return LIBRARY
+    (FOLDER / "include").mkdir(parents=True, exist_ok=True)
+    for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # nccl.h wants types of them that nobody uses here
+        (FOLDER / "include" / name).touch()
+    wanted = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
+    served = set().union(*(_nm(path, "--defined-only") for path in nvidia))
+    rest = FOLDER / "rest.c"
+    visible = '__attribute__((visibility("default")))'
+    rest.write_text("".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(wanted, served, source)))
+    folders = [FOLDER / "include", site / "triton/backends/nvidia/include", *site.glob("nvidia/*/include")]
+    include = [part for folder in folders for part in ("-I", str(folder))]
+    subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(rest), "-o", str(rest.with_suffix(".o"))], check=True)
+    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-O1", "-w", "-fno-strict-aliasing", *include, str(SOURCE)]
+    command += [str(rest.with_suffix(".o")), "-o", str(LIBRARY), "-Wl,-soname,libcuda.so.1", "-ldl"]
+    subprocess.run(command, check=True)
+    stamp.write_text(key)
+    return LIBRARY
+
+
+def under_it() -> None:
+    """Start this program again with the library in the place of CUDA's, unless it has it already."""
+    if str(LIBRARY) in os.environ.get("LD_PRELOAD", ""):
+        return
+    environment = os.environ | {
+        "LD_PRELOAD": str(build()),
+        "LD_LIBRARY_PATH": str(FOLDER),
+        "TRITON_LIBCUDA_PATH": str(FOLDER),
+        "TORCHINDUCTOR_CACHE_DIR": str(FOLDER / "inductor"),  # nobody else is to find what was tuned on nothing
+        "TRITON_CACHE_DIR": str(FOLDER / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment)

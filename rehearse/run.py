@@ -1,0 +1,277 @@
+"""Rehearses training on GPUs without one: PyTorch's CUDA build on a CUDA runtime that computes nothing.
+
+    make rehearse                                            # every case, and the mistakes that must be found
+    make rehearse REHEARSE_ARGS="--only 'stage 3 ranks 4'"   # some of them
+    make rehearse REHEARSE_ARGS=--write                      # new budgets: what is measured now
+
+See README.md for what is real and what is not. Ends with status 1 if a case is over its budget.
+"""
+
+from __future__ import annotations
+
+from library import under_it
+
+if __name__ == "__main__":
+    under_it()
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from alone import Alone, group_of
+from cases import BUDGETS, CASES, Case, Figures, collectives_of, over, sent_bytes
+from device import Device
+from order import unordered
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import compile_muon
+from compile_muon.config import FrameOptions, load_config
+from compile_muon.planning import capture_step
+from compile_muon.planning.machine import load_machine
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, LAYERS, BATCH, CONTEXT, VOCABULARY = 512, 4, 4, 256, 256
+WARM, TIMED = 3, 5
+
+
+def model_of() -> nn.Module:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_gpt import GPT
+
+    with torch.device("cuda"):  # nothing is copied there, so its memory takes none here
+        return GPT(LAYERS, WIDTH, CONTEXT)
+
+
+def planned_peak(case: Case) -> int:
+    """Bytes that the planner says a rank's step takes."""
+    config = load_config(case.config())
+    captured = capture_step(
+        model_of, batch_of(), world=case.world, rank=case.rank, config=config,
+        options=FrameOptions(codegen="inductor"), axes=case.more.get("mesh"), backend="nccl",
+    )  # fmt: skip
+    return captured.simulated(load_machine("h100")).peak.total
+
+
+def milliseconds(step: Callable[[], None]) -> float:
+    """Of the host, the least of some steps."""
+    found = []
+    for _ in range(TIMED):
+        began = time.perf_counter()
+        step()
+        found.append(1e3 * (time.perf_counter() - began))
+    return min(found)
+
+
+def batch_of() -> tuple[Tensor, Tensor]:
+    return tuple(torch.randint(VOCABULARY, (BATCH, CONTEXT), device="cuda") for _ in range(2))  # type: ignore[return-value]
+
+
+class Training:
+    """One rank's training with compile_muon."""
+
+    def __init__(self, case: Case, alone: Alone) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        self.model, self.optimizer = compile_muon.initialize(model_of(), case.config())
+        self._case, self._alone, self._batch = case, alone, batch_of()
+
+    def step(self, mistake: Callable[[Tensor], object] = lambda loss: None) -> None:
+        """Its micro-batches and the update; ``mistake`` is made with the loss ahead of the update."""
+        for _ in range(self._case.micro_batches):
+            loss = self.model(*self._batch)
+            loss.backward()
+        mistake(loss)
+        with self._alone.noting():
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def theirs(case: Case) -> float:
+    """Host milliseconds of a step with plain torch.compile, FSDP2 where there are several ranks, and AdamW."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.compiler.reset()
+    model: Any = model_of()
+    if case.world > 1:
+        sizes = case.more.get("mesh") or {"shard": case.world}
+        mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.dtype == "bf16" else MixedPrecisionPolicy()
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    else:
+        model.compile()
+    cast = (
+        contextlib.nullcontext() if case.world > 1 or case.dtype != "bf16" else torch.autocast("cuda", torch.bfloat16)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = batch_of()
+
+    def step() -> None:
+        for k in range(case.micro_batches):
+            if case.world > 1:
+                model.set_requires_gradient_sync(k == case.micro_batches - 1)
+            with cast:
+                loss = model(*batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM):
+        step()
+    return milliseconds(step)
+
+
+def measure(case: Case, device: Device, alone: Alone) -> Figures:
+    """Train some steps, and read the log of one."""
+    planned = planned_peak(case)
+    with group_of(case.world, case.rank), inductor(case):
+        training = Training(case, alone)
+        for _ in range(WARM):
+            training.step()
+        ours = milliseconds(training.step)
+        torch.cuda.reset_peak_memory_stats()
+        before = training.optimizer.traffic.bytes_sent
+        device.clear()
+        training.step()
+        waits, ops = dict(device.waits), device.ops()
+        counted = training.optimizer.traffic.bytes_sent - before
+        peak = torch.cuda.max_memory_allocated()
+        races = races_of(training, device, alone)
+        del training
+        plain = theirs(case)
+    kinds = [op.kind for op in ops]
+    return Figures(
+        waits=waits, unordered=races, kernels=sum(kinds.count(kind) for kind in ("kernel", "triton", "gemm")),
+        copies=kinds.count("copy") + kinds.count("memset"), collectives=collectives_of(ops), sent=sent_bytes(ops),
+        counted=counted, peak=peak, planned=planned, host_ms=ours, theirs_ms=plain,
+    )  # fmt: skip
+
+
+def races_of(training: Training, device: Device, alone: Alone) -> tuple[str, ...]:
+    """Accesses of one step that nothing orders, in words."""
+    device.clear()
+    with alone.touches_noted():
+        training.step()
+    pairs = [(a, b) for a, b in unordered(device.ops())]
+    told = [f"unordered: {a.name} on stream {a.stream} and {b.name} on stream {b.stream}" for a, b in pairs]
+    return tuple(dict.fromkeys(told))
+
+
+@contextlib.contextmanager
+def inductor(case: Case) -> Iterator[None]:
+    import torch._inductor.config as settings
+
+    with settings.patch(dict(case.inductor)):
+        yield
+
+
+# --- mistakes that must be found --------------------------------------------------------------------------------------
+
+
+def mistakes(device: Device, alone: Alone) -> dict[str, bool]:
+    """Mistakes by name, and whether they were found."""
+    case = Case(3, 4)
+    with group_of(case.world, case.rank):
+        training = Training(case, alone)
+        for _ in range(WARM):
+            training.step()
+        with device.without_waits(0):
+            found = {"waits of the main stream do nothing": bool(races_of(training, device, alone))}
+        training.step()
+        device.clear()
+        training.step(Tensor.item)
+        found["loss.item() in the step"] = sum(device.waits.values()) > 1
+    found["a buffer freed while another stream reads it"] = freed_too_early(device, alone)
+    found["a tensor map of memory that is not aligned"] = bool(misaligned_map(device))
+    return found
+
+
+def freed_too_early(device: Device, alone: Alone) -> bool:
+    side = torch.cuda.Stream()
+    target = torch.empty(1 << 20, device="cuda")
+    device.clear()
+    buffer = torch.zeros(1 << 20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        target.copy_(buffer)
+    del buffer  # and no record_stream
+    torch.zeros(1 << 20, device="cuda")
+    return any(unordered(device.ops()))
+
+
+def misaligned_map(device: Device) -> int:
+    """The status of a descriptor that Triton would ask for."""
+    x = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    sizes, strides = (ctypes.c_uint64 * 2)(64, 64), (ctypes.c_uint64 * 1)(128)
+    box, steps = (ctypes.c_uint32 * 2)(32, 32), (ctypes.c_uint32 * 2)(1, 1)
+    room = (ctypes.c_char * 128)()
+    bfloat16, address = 9, ctypes.c_void_p(x.data_ptr() + 2)
+    return device.lib.cuTensorMapEncodeTiled(room, bfloat16, 2, address, sizes, strides, box, steps, 0, 0, 0, 0)
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name has this; --list shows them")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--write", action="store_true", help="write what is measured into budgets.json")
+    parser.add_argument("--json", type=Path, help="all figures")
+    options = parser.parse_args()
+    cases = [case for case in CASES if options.only in case.name]
+    if options.list:
+        print("\n".join(case.name for case in CASES))
+        return 0
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
+    device = Device()
+    alone = Alone(device)
+    known = json.loads(BUDGETS.read_text())
+    console, problems, figures = Console(), {}, {}
+    table = Table("case", "waits", "unordered", "kernels", "copies", "NCCL", "MB sent", "peak MiB", "of plan", "host")
+    for case in cases:
+        console.print(f"{case.name} ...", end=" ", highlight=False)
+        found = figures[case.name] = measure(case, device, alone)
+        budget = known["cases"].get(case.name)
+        problems[case.name] = over(found, budget, known["limits"]) if budget else ["has no budget: --write"]
+        console.print("; ".join(problems[case.name]) or "within its budget", highlight=False)
+        table.add_row(
+            case.name, str(sum(found.waits.values())), str(len(found.unordered)), str(found.kernels),
+            str(found.copies), str(sum(found.collectives.values())), f"{found.sent / 1e6:.2f}",
+            f"{found.peak / 2**20:.0f}", f"{found.peak / found.planned:.3f}",
+            f"{found.host_ms:.1f} ms, {found.ratio:.2f} of plain",
+        )  # fmt: skip
+    console.print(table)
+    if not options.only:
+        for mistake, seen in mistakes(device, alone).items():
+            console.print(f"{'found' if seen else 'NOT FOUND'}: {mistake}", highlight=False)
+            if not seen:
+                problems[mistake] = ["was made on purpose and not found"]
+    if options.json:
+        options.json.write_text(json.dumps({name: found.to_json() for name, found in figures.items()}, indent=1) + "\n")
+    if options.write:
+        for name, found in figures.items():
+            known["cases"][name] = {
+                "kernels": found.kernels, "copies": found.copies, "ratio": round(found.ratio, 2),
+            }  # fmt: skip
+        BUDGETS.write_text(json.dumps(known, indent=1) + "\n")
+    return int(any(problems.values()))
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # NCCL's threads wait for ranks that are not there
