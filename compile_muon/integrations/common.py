@@ -1,4 +1,4 @@
-"""``"auto"`` in a configuration: what a trainer's own settings say of the same."""
+"""What trainers have in common: ``"auto"`` in a configuration is what their own settings say of the same, say."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
+
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.model.readers import accounts_of
 
-__all__ = ["filled", "refused_axes", "says"]
+__all__ = ["Source", "filled", "is_sharded", "refused_axes", "says", "take_those_of_rank_0"]
+
+#: what ``compile_muon.load_config`` takes
+Source = str | os.PathLike | Mapping[str, Any] | Config
+
+
+def is_sharded(model: object) -> bool:
+    """Whether a MuonZero has it, or a part of it."""
+    return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
+
+
+def take_those_of_rank_0(model: nn.Module) -> None:
+    """What is evaluated has the persistent buffers that a checkpoint has; collective over all ranks.
+
+    DDP does it before every forward; here ranks, which have batches of their own, are free between evaluations.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    saved = model.state_dict(keep_vars=True).keys()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            dist.broadcast(buffer, 0)
 
 
 def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
@@ -33,16 +58,10 @@ def says(values: object, *path: str) -> bool:
     return True
 
 
-def filled(
-    source: str | os.PathLike | Mapping[str, Any] | Config,
-    automatic: Mapping[tuple[str, ...], Any],
-    *,
-    defaults: Mapping[str, Any],
-) -> Any:
+def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:
     """``source`` with ``"auto"`` replaced at these paths.
 
     Args:
-        source: as ``compile_muon.load_config`` takes it.
         automatic: values by path of keys.
         defaults: of keys at the top that are not there.
     Returns:
