@@ -1,23 +1,9 @@
 """DeepSpeed's vocabulary: JSON or a dict with the keys DeepSpeed users know, read into a :class:`Config`.
 
-Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
-
-* ``optimizer.type`` is "Muon" (the default), or "AdamW" to train everything by AdamW; case does not matter.
-* ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
-  override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
-* ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
-* In a config of DeepSpeed, which always has a batch size, vectors decay as all else does; otherwise they do not.
-* Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
-* What is absent takes the default of :mod:`compile_muon.config.settings`, not DeepSpeed's
-  (``zero_optimization.stage`` is 2, not 0).
-* ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
-* ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
-* Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
-  have different rates is an error.
-* ``compile.deepcompile`` is ``compile.enabled``, ``communication_data_type`` is ``reduce_dtype``, and ``bfloat16`` is
-  ``bf16``.
-* DeepSpeed's other keys are accepted where they change nothing that is trained, and named in one warning; the rest are
-  errors (:mod:`compile_muon.config.foreign`). A key that DeepSpeed does not know either is one, too.
+docs/reference/configuration.md has the rules. Halves of the optimizer are told apart as DeepSpeed does
+(``_muon_param_groups`` in ``runtime/engine.py``); what is absent takes the default of
+:mod:`compile_muon.config.settings`, not DeepSpeed's. Its other keys are accepted where they change nothing that is
+trained, and named in one warning; the rest are errors (:mod:`compile_muon.config.foreign`).
 """
 
 from __future__ import annotations
@@ -31,7 +17,7 @@ import torch
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
-from compile_muon.config.sections import PARAM_ALIASES, Given, parameters, read_json, section
+from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
@@ -123,16 +109,17 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
             _remark_on_defaults(given)
     for key, value in section(given, "zero_optimization", top.get("zero_optimization", {})).items():
         given.put(key, value, f"zero_optimization.{key}")
-    for key in ("gradient_clipping", "gradient_accumulation_steps", "machine"):
+    for key in AT_THE_TOP:
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)
+    experts = _built(given, ExpertParallelConfig, "expert_parallel", top.get("expert_parallel", {}))
     config = given.best(
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
-        mesh=_read(given, top, "mesh", MeshConfig) if "mesh" in top else None,
-        expert_parallel=_read(given, top, "expert_parallel", ExpertParallelConfig) or ExpertParallelConfig(),
+        mesh=_built(given, MeshConfig, "mesh", top["mesh"]) if "mesh" in top else None,
+        expert_parallel=experts or ExpertParallelConfig(),
     )
     remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
@@ -261,13 +248,12 @@ def _read_compile(given: Given, value: object) -> CompileConfig:
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
 
 
-def _read(given: Given, top: Mapping[str, Any], key: str, kind: type[C]) -> C | None:
-    """The section ``key`` as a dataclass; None where it contradicts itself."""
-    return _built(given, kind, section(given, key, top.get(key, {})), key)
+def _built(given: Given, kind: type[C], path: str, value: object) -> C | None:
+    """The section at ``path`` as a dataclass; None where its values contradict each other or lack one."""
+    return _of_values(given, kind, section(given, path, value), path)
 
 
-def _built(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
-    """A dataclass of these values, which are found at ``path``; None where they contradict each other or lack one."""
+def _of_values(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
     good = kind.canonical(values, given.mistakes, lambda name: f"{path}.{name}")
     try:
         return kind(**good)
@@ -302,7 +288,7 @@ def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConf
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
                 _put_rates(given, rates, f"scheduler.params.{kind.rate_key}", algorithm)
-    return _built(given, kind, params, "scheduler.params")
+    return _of_values(given, kind, params, "scheduler.params")
 
 
 def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:

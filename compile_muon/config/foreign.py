@@ -1,10 +1,9 @@
 """DeepSpeed's keys that nothing here reads: hints, which are noted, and requests, which are refused.
 
 A hint changes how fast DeepSpeed trains, or what it prints, not what it trains: it is accepted with any value. A
-request asks for something that is not here (offload, loss scaling, another optimizer) or that would change the result;
-it is refused, unless its value says that it is off. The names are those of DeepSpeed's ``runtime/config.py``,
-``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026, deprecated ones
-among them.
+request asks for something that is not here or that would change the result; it is refused, unless its value says that
+it is off. The names are those of DeepSpeed of August 2026 (``runtime/config.py``, ``runtime/zero/config.py``,
+``runtime/precision_config.py``, ``compile/config.py``), deprecated ones among them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["FOREIGN", "refusal"]
+__all__ = ["FOREIGN", "full_name", "refusal"]
 
 
 def _off(value: object) -> bool:
@@ -245,6 +244,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 }
 
 
+def full_name(section: str, key: str) -> str:
+    """The path of a key, as errors give it."""
+    return f"{section}.{key}" if section else key
+
+
 def refusal(section: str, key: str, value: object) -> ConfigError | None:
     """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
 
@@ -255,5 +259,5 @@ def refusal(section: str, key: str, value: object) -> ConfigError | None:
     request = _REFUSALS.get((section, key))
     if request is None or request.off(value):
         return None
-    path = f"{section}.{key}" if section else key
+    path = full_name(section, key)
     return config_error(path, value, request.problem, f"remove it: {request.advice}" if request.advice else "remove it")
