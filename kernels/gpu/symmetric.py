@@ -4,10 +4,9 @@
     C = α L R + β P       L, R, P, C [b, k, k]
 
 where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Accumulated in float32, rounded once.
-Squares below the diagonal are computed, of P too, and written twice. A square on the diagonal is written as it comes
-out, symmetric to rounding: mirroring it in registers as well would double the instructions behind the loop. So R Z and
-Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z, which
-is the order that iterations.py warns of: twice the error where the squares are half of the matrix.
+Squares below the diagonal are computed and written twice. One on the diagonal is written as it comes out: mirroring it
+in registers would double the instructions behind the loop. So R Z and Z S have to be computed as they stand: with Z Sᵀ
+for Z S the diagonal squares would follow Z² R instead of Z R Z, the order that iterations.py warns of.
 """
 
 import triton
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .model import Tile, ceildiv
-from .operands import constants, load_tile, operand, place_of, store_square
+from .operands import constants, load_tile, operand, place_of, store_triangle
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
 
@@ -79,14 +78,7 @@ def symmetric_kernel(
         sums = tl.dot(a, b, sums, input_precision="ieee")
 
     value = (alpha * sums).to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
-    if COLS == ROWS:
-        store_square(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-    else:
-        tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
-        one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        store_square(out, one, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-        col += ROWS
-        store_square(out, two, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+    store_triangle(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, COLS, DESCRIPTORS)
 
 
 def symmetric_product(
@@ -105,10 +97,8 @@ def symmetric_product(
         left: [b, k, d] with unit last stride.
         right: [b, k, k] likewise; then d = k.
         out: [b, k, k] with unit last stride; shares no memory with the others.
-        tile: of the result.
         alpha: not 0.
         plus: [b, k, k] with unit last stride, or None.
-        beta: multiplies ``plus``.
     """
     matrices, size, depth = left.shape
     summand = left if plus is None else plus
