@@ -32,7 +32,6 @@ class ReducedGrad:
     """One parameter whose gradient a backward graph produces.
 
     Args:
-        spec: its static facts.
         state_index: position of its state tensor among the graph's inputs.
         speculates: whether SPECULATE may be asked for: it is a Muon matrix, and all the graph does with its averaged
             gradient is return it.
@@ -123,11 +122,6 @@ class BackwardRequest:
     def carried_inputs(self) -> tuple[int, ...]:
         """Indices whose ``.grad`` so far is an input: the next extra inputs."""
         return tuple(i for i, given in enumerate(self.carried) if given)
-
-    @property
-    def extra_inputs(self) -> int:
-        """How many inputs stand behind the graph's own."""
-        return len(self.unreduced_inputs) + len(self.carried_inputs)
 
     @property
     def extra_outputs(self) -> int:

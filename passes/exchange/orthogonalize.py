@@ -1,8 +1,6 @@
-"""Gather ahead of Newton-Schulz, scatter behind it.
+"""Gather ahead of Newton-Schulz, scatter behind it: momentum, exchange, Newton-Schulz and exchange of many parameters.
 
-``orthogonalize_group`` is the Muon direction of many parameters at once: momentum, the exchange that brings whole
-matrices together, Newton-Schulz, and the exchange that brings each rank's rows back. Routing is static: splits and
-owners follow from the specs, so nothing is negotiated at run time. One file a strategy:
+Routing is static: splits and owners follow from the specs, so nothing is negotiated at run time. One file a strategy:
 
 ========== ============================================= ===================== ==========================
 strategy   bytes sent per rank, matrix of S bytes, W     Newton-Schulz work    used for
@@ -31,10 +29,7 @@ __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], list[Tensor]]
 
 #: what ``MuonSpec.exchange`` names: (updates, specs, owners) -> directions
-STRATEGIES: dict[str, _Strategy] = {
-    "local": local,
-    "owner": owner,
-}
+STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
 def route(spec: ParamSpec) -> tuple[object, ...]:
