@@ -23,8 +23,6 @@ class Candidate:
     """One way to shard.
 
     Args:
-        stage: of ZeRO.
-        axes: size by name, in order.
         asked: whether it is what the config says.
     """
 

@@ -30,7 +30,6 @@ class Visit:
     Args:
         played: it, lowered.
         source: it ahead of that.
-        ctx: what it was lowered with.
         states: name of the parameter by the position of its state tensor among the inputs.
     """
 
@@ -45,7 +44,6 @@ class Recorder:
     """A :data:`~compile_muon.runtime.frame.Lowering` that compiles nothing.
 
     Args:
-        visits: in the order they ran in.
         tensors: a context in which results are made: that of a fake mode makes fake ones.
     """
 

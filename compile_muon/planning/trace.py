@@ -1,9 +1,9 @@
 """One trace of a model, of which the graphs of every stage, mesh and algorithm are made without tracing it again.
 
-Tracing is most of what a capture takes, and what it makes hardly depends on the ranks: a parameter stands in the graphs
-as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
-a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
-its shards into the inputs, and the half passes lower that. The result is what :func:`~.capture.capture_step` finds.
+Tracing is most of what a capture takes, and what it makes hardly depends on the ranks. So the model is traced once,
+sharded over two ranks at stage 1, where a marker has all inputs that any stage has; then the specs of another sharding
+are put into the markers, the shapes of its shards into the inputs, and the half passes lower that. The result is what
+:func:`~.capture.capture_step` finds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
@@ -32,6 +32,7 @@ from compile_muon.planning.capture import (
     captured,
     fresh_compiler,
     run_micro_batches,
+    shard,
     simulated_job,
 )
 from compile_muon.planning.recorder import Recorder, Visit
@@ -46,10 +47,8 @@ class Target:
     """What a step is captured for.
 
     Args:
-        world: ranks.
         config: as it was traced with, but for stage, mesh and algorithm.
         axes: sizes of the axes of the mesh, as of :func:`~.capture.capture_step`.
-        backend: that the ranks communicate by.
     """
 
     world: int
@@ -63,9 +62,6 @@ class Trace:
     """The graphs of a step ahead of lowering; made by :func:`trace_step`.
 
     Args:
-        model_factory, batch: as given.
-        options: of torch.compile.
-        visits: of forward and backward graphs.
         trained: names of the parameters that get a gradient.
     """
 
@@ -77,13 +73,13 @@ class Trace:
 
     def captured(self, target: Target, *, rank: int = 0) -> Captured:
         """The step of one rank."""
-        if self._traced_anew(target.config):
+        if target.config.zero.stage == 3 and not self.options.reshard_after_forward:  # partitioned otherwise
             return capture_step(
                 self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
                 options=self.options, axes=target.axes, backend=target.backend,
             )  # fmt: skip
-        with simulated_job(target.world, rank) as job:
-            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+        with simulated_job(target.world, rank):
+            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
@@ -103,8 +99,8 @@ class Trace:
 
     def bucket_work(self, target: Target) -> list[list[float]]:
         """The same of each exchange: of each rank, in the order of the ranks."""
-        with simulated_job(target.world, 0) as job:
-            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+        with simulated_job(target.world, 0):
+            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
             made: dict[str, None] = {}
             found = []
@@ -132,10 +128,6 @@ class Trace:
             found.append(work)
         return found
 
-    def _traced_anew(self, config: Config) -> bool:
-        """Whether the partition of the graphs would be another than what was traced."""
-        return config.zero.stage == 3 and not self.options.reshard_after_forward
-
 
 def trace_step(
     model_factory: Callable[[], nn.Module],
@@ -151,16 +143,11 @@ def trace_step(
     options = FrameOptions() if options is None else options
     config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard"), mesh=None)
     recorder = Recorder()
-    with simulated_job(2, 0) as job, fresh_compiler():
-        sharded = job.sharded(model_factory(), config, axes={"shard": 2}, backend=None)
+    with simulated_job(2, 0), fresh_compiler():
+        sharded = shard(model_factory(), config, axes={"shard": 2}, backend=None)
         run_micro_batches(sharded, batch, options, recorder)
         trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
     return Trace(model_factory, batch, options, tuple(recorder.visits), trained)
-
-
-def _states(visit: Visit, gm: GraphModule, named: Mapping[str, Account]) -> dict[Node, Account]:
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return {inputs[i]: named[name] for i, name in visit.states.items()}
 
 
 def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
@@ -200,7 +187,8 @@ def _lowered(
 ) -> Played:
     """The graph of ``visit`` for the shards and specs of these accounts."""
     gm = copy.deepcopy(visit.source)
-    states = _states(visit, gm, named)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    states = {inputs[i]: named[name] for i, name in visit.states.items()}
     for state, account in states.items():
         _reshape(state, account.momentum)
     for read in Unshard.all(gm):

@@ -2,11 +2,8 @@
 
 Nodes are issued in graph order. A kernel starts when the one before it is done; a collective when it is issued and its
 stream is free, and nothing is computed between a wait and the end of what it waits for. Each process group has a
-stream, as NCCL and Gloo serve them, or all have one.
-
-Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
-same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
-for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
+stream, as NCCL and Gloo serve them, or all have one. Of n collectives that send bytes over the same link at a time each
+gets an n-th of it, and their hops go on side by side. The link of a group is the outermost that its ranks need.
 """
 
 from __future__ import annotations
@@ -42,7 +39,6 @@ class Played:
     """A lowered graph and its part in the step.
 
     Args:
-        half: its role.
         frame: name that forward and backward of a frame share.
         user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
         drops: categories of memory that are let go ahead of it.
@@ -305,7 +301,7 @@ class _Player:
     def _issue(self, node: Node, kind: str, title: str) -> _Sent:
         axis, ranks = self.groups[node.args[-1]]
         nbytes = bytes_sent(node, kind, axis)
-        if _is_all_to_all(node):
+        if "all_to_all" in str(node.target):
             # A reduction that is made of one has its sum in the graph. Who owns nothing still waits for what it takes.
             received = bytes_received(node, axis)
             # Ranks of one machine send over the same loopback, where what one takes more another takes less.
@@ -357,10 +353,6 @@ def _finishing(played: Played) -> dict[Node, int]:
             # A gather over a second axis starts behind the wait for the first.
             found[work.bucket] = [node] if is_wait(node) else [*found[work.bucket], node]
     return {node: number for number, nodes in found.items() for node in nodes}
-
-
-def _is_all_to_all(node: Node) -> bool:
-    return "all_to_all" in str(node.target)
 
 
 def _cause(work: Work | None) -> str:
