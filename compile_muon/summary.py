@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +27,6 @@ class Row:
     """One parameter.
 
     Args:
-        name, shape, algorithm, reason: as assigned.
         decays: whether its weight decay is that of the configuration, and not 0.
         exchange: strategy of the Muon update, "-" otherwise.
         bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
@@ -46,10 +46,7 @@ class Row:
     @property
     def numel(self) -> int:
         """Elements of the full parameter."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class Summary:
 
     Args:
         rows: one per parameter, in model order.
-        stage, world_size: ZeRO stage and ranks.
         axes: name and size of each, where there are several.
         update: "backward" where backward may carry the update, else "step".
     """

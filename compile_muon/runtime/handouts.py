@@ -5,13 +5,11 @@ Outside compiled graphs ``module.weight`` is a copy, gathered for the reader. Wh
 read outside every forward, where people initialize and operate on models, is *handed out*: its content is
 fingerprinted, and compared when it dies, or at the next forward, step, save or load if it lives on.
 
-A module that writes to its weight inside its own forward (a renormalization, a clamp, a quantizer) does it every time.
-So inside forwards the content is compared the first times alone, and after them only what PyTorch counts. In graphs
-:func:`compile_muon.backend.muon_zero` looks for such writes.
+A module that writes to its weight inside its own forward does it every time. So inside forwards the content is compared
+the first times alone, and after them only what PyTorch counts. Of graphs :func:`compile_muon.backend.muon_zero` asks.
 
-A watch holds the copy's memory through an alias, and drops it with the copy. Only where something else still holds that
-memory then (``m.weight.data`` outlives ``m.weight``), it is kept until the next copy is handed out, or the next check.
-Nothing here waits for a device but :meth:`Handouts.check`, and that only while something was handed out.
+A watch holds the copy's memory through an alias, and drops it with the copy, or where something else holds that memory
+(``m.weight.data`` outlives ``m.weight``) at the next check. Nothing here waits for a device but :meth:`Handouts.check`.
 """
 
 from __future__ import annotations
@@ -53,9 +51,6 @@ class _Watch:
     """One copy that was handed out.
 
     Attributes:
-        name: of the parameter.
-        copy: the tensor the reader got.
-        alias: the same memory.
         before: its fingerprint then; None where only the edits that PyTorch counts are looked at.
         version: edits PyTorch had counted.
         holders: of the memory, while the copy and nothing else of the reader's holds it.
@@ -164,7 +159,7 @@ class Handouts:
                 continue
             if thoroughly or not watch.compared or watch.alias._version != watch.version:
                 watch.compared, watch.version = True, watch.alias._version
-                self._note(watch.name, watch.redirected() or watch.differs())
+                _note(self._edited, watch.name, watch.redirected() or watch.differs())
         if written := _taken(self._written, names):
             raise written_in_forward(written)
         if edited := _taken(self._edited, names):
@@ -173,14 +168,11 @@ class Handouts:
                     del self._watches[number]
             raise _edited_copy(edited)
 
-    def _note(self, name: str, edited: Tensor | bool) -> None:
-        _note(self._edited, name, edited)
-
     def _sweep(self) -> None:
         """Let go of memory whose copy has died since, and that nothing else holds any more."""
         for number, watch in list(self._watches.items()):
             if watch.copy() is None:
-                self._note(watch.name, watch.differs())
+                _note(self._edited, watch.name, watch.differs())
                 if storage_holders(watch.alias) < watch.holders:
                     self._watches.pop(number, None)
 
@@ -192,7 +184,7 @@ class Handouts:
         holders = storage_holders(watch.alias)
         if holders <= watch.holders:
             # Fewer, where the copy holds other memory now: `m.weight.data = x`.
-            self._note(watch.name, holders < watch.holders or watch.differs())
+            _note(self._edited, watch.name, holders < watch.holders or watch.differs())
             del self._watches[number]
 
     def _close_forward(self, watch: _Watch) -> None:

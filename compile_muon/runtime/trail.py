@@ -54,11 +54,7 @@ class Visit(NamedTuple):
 
 @dataclass
 class Trail:
-    """Visits since the last step.
-
-    Args:
-        count: of all of them.
-    """
+    """Visits since the last step."""
 
     count: int = 0
     _last: deque[tuple[str, str, Sequence[Account], Sequence[str]]] = field(
