@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from compile_muon.checkpoint.randomness import random_state, set_random_state
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.errors import CheckpointError, DamagedError, ranks_named, warn_user
-from compile_muon.model.setup_agreement import installed
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.boxes import read_tensors, write_tensors
@@ -376,7 +376,7 @@ def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) 
         world=ranks.world,
         stage=optimizer.config.zero.stage,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        versions={"compile_muon": installed("compile_muon"), "torch": torch.__version__},
+        versions={"compile_muon": _our_version(), "torch": torch.__version__},
         configuration=configuration,
         fingerprint=fingerprint,
         tensors=contents.facts(),
@@ -384,6 +384,13 @@ def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) 
         placements=contents.placements(),
         aliases=contents.aliases,
     )
+
+
+def _our_version() -> str:
+    try:
+        return version("compile_muon")
+    except PackageNotFoundError:  # a source tree on the path
+        return "unknown"
 
 
 def _values_of(rank: int) -> str:

@@ -58,7 +58,11 @@ class CompileOptions(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameOptions(PassOptions):
-    """What the compiler of one frame reads: the options of the passes, and what compiles the graphs they leave."""
+    """What the compiler of one frame reads: the options of the passes, and what compiles the graphs they leave.
+
+    Args:
+        codegen: as in :class:`CompileOptions`.
+    """
 
     codegen: str = CompileOptions.codegen
 

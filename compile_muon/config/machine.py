@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from compile_muon.config.checks import check_boolean, check_integer, check_real
 from compile_muon.errors import config_error
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 
@@ -41,6 +40,8 @@ def read_record(name_or_path: str | os.PathLike, field: str = "machine") -> obje
 
     A name is what has neither a folder nor a suffix.
 
+    Args:
+        field: how the user calls the setting.
     Raises:
         ConfigError: no such machine or file, or a file that is not JSON.
     """
@@ -92,6 +93,7 @@ def read_machine(
 
     Args:
         kind: :class:`Costs`, or one that has more.
+        readers: of its fields, each by name.
         where: how the user calls the file.
         required: fields that the file must have, beside those of :class:`Costs`.
         passed_over: those that it may have, and that nobody reads.
@@ -146,16 +148,37 @@ def text(path: str, value: object) -> str:
     return value
 
 
-number = check_real
-_positive = partial(check_real, positive=True)
-count = partial(check_integer, low=1)
+def number(path: str, value: object) -> float:
+    """At least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise config_error(path, value, f"must be a number, not {type(value).__name__}", "write a plain number")
+    if not 0 <= value < math.inf:
+        raise config_error(path, value, "is negative or not finite", "use a finite number of at least 0")
+    return float(value)
+
+
+def _positive(path: str, value: object) -> float:
+    if number(path, value) == 0:
+        raise config_error(path, value, "is not positive", "use a number above 0")
+    return number(path, value)
 
 
 def fraction(path: str, value: object) -> float:
-    found = _positive(path, value)
-    if found > 1:
+    if _positive(path, value) > 1:
         raise config_error(path, value, "is more than all", "use a fraction in (0, 1]")
-    return found
+    return _positive(path, value)
+
+
+def count(path: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise config_error(path, value, "is not a positive integer", "use an integer of at least 1")
+    return value
+
+
+def _flag(path: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise config_error(path, value, "is no truth value", "use true or false")
+    return value
 
 
 def _pair(path: str, value: object, entry: Reader = _positive) -> tuple[float, float]:
@@ -254,7 +277,7 @@ _PROTOCOL: dict[str, Reader] = {
     "start_seconds": number,
     "latencies": _latencies,
     "fraction": fraction,
-    "tree": check_boolean,
+    "tree": _flag,
 }
 READERS: dict[str, Reader] = {
     "memory_bandwidth": _positive,

@@ -4,8 +4,10 @@
     model, optimizer = compile_muon.initialize(model.to(accelerator.device), "config.json")
     model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler)
 
-Everything else is Accelerate's. What changes: the model is not wrapped in DDP; ``accumulate`` keeps gradients on their
-rank; and what reads or writes the model as a whole knows that it is sharded (docs/how-to/accelerate.md).
+Everything else is Accelerate's: its loop, loaders, schedulers, trackers and folders. What changes: the model is not
+wrapped in DDP; ``accumulate`` keeps gradients on their rank; and what reads or writes the model as a whole
+(``get_state_dict``, ``save_model``, ``save_state``, ``load_state``, the norm that ``clip_grad_norm_`` returns) knows
+that it is sharded. Plain models and optimizers beside it stay Accelerate's.
 """
 
 from __future__ import annotations
@@ -61,7 +63,12 @@ _TOGETHER = ("reduce", "join_uneven_inputs")
 
 
 class AcceleratedMuonZero(AcceleratedOptimizer):
-    """Accelerate's wrapper of an optimizer: steps and drops gradients only where an accumulation ends."""
+    """Accelerate's wrapper of an optimizer: steps and drops gradients only where an accumulation ends.
+
+    Args:
+        optimizer: stays there as ``optimizer``.
+        model: that it trains; sharded.
+    """
 
     optimizer: MuonZero
 

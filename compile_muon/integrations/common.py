@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
-__all__ = ["Source", "filled", "is_sharded", "refused_axes", "says", "take_those_of_rank_0"]
+__all__ = ["Source", "filled", "is_sharded", "refused_axes", "says"]
 
 #: what ``compile_muon.load_config`` takes
 Source = str | os.PathLike | Mapping[str, Any] | Config
@@ -25,19 +24,6 @@ Source = str | os.PathLike | Mapping[str, Any] | Config
 def is_sharded(model: object) -> bool:
     """Whether a MuonZero has it, or a part of it."""
     return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
-
-
-def take_those_of_rank_0(model: nn.Module) -> None:
-    """What is evaluated has the persistent buffers that a checkpoint has; collective over all ranks.
-
-    DDP does it before every forward; here ranks, which have batches of their own, are free between evaluations.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    saved = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in saved:
-            dist.broadcast(buffer, 0)
 
 
 def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:

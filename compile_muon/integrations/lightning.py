@@ -48,7 +48,8 @@ from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
-from compile_muon.integrations.common import Source, filled, is_sharded, refused_axes, take_those_of_rank_0
+from compile_muon.integrations.buffers import take_those_of_rank_0
+from compile_muon.integrations.common import Source, filled, is_sharded, refused_axes
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor

@@ -265,6 +265,7 @@ class MuonOptimizers(OptimizersContainer):
         config: ``muon_config`` is what ``compile_muon.initialize`` takes. ``"auto"`` in it for
             ``gradient_accumulation_steps``, ``gradient_clipping`` and ``bf16.enabled`` is what torchtitan's own
             settings say, as is leaving them out.
+        model_parts: the one model.
     Raises:
         ConfigError, UnsupportedModelError: nothing is changed then.
     """

@@ -31,7 +31,8 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
-from compile_muon.integrations.common import Source, filled, refused_axes, says, take_those_of_rank_0
+from compile_muon.integrations.buffers import take_those_of_rank_0
+from compile_muon.integrations.common import Source, filled, refused_axes, says
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]

@@ -4,27 +4,39 @@
     plan.apply(mesh)                          # a 1-D mesh of 4 ranks whose dimension is called "expert"
 
 Of every stack of experts a rank keeps its own, ``[r E/size, (r + 1) E/size)``, and the experts' forward, nothing else
-of the model, becomes ours. The router is the model's own: it hands over ``top_k_index`` and ``top_k_weights``.
+of the model, becomes ours. The router is the model's own: it hands over ``top_k_index`` and ``top_k_weights``, with
+whatever groups, score-correction bias and scaling it has. Each rank has tokens of its own.
 
 Dropless, the default: (token, slot) pairs are sorted by expert, travel to the experts' rank by one all-to-all, go
 through grouped products and back by another one; weights are applied and summed over the slots on the token's rank, in
-the dtype in which Transformers' ``grouped_mm`` does it. Backward sends the same rows the other way. In compiled graphs
-sizes that depend on data must be traced (``fullgraph=True``, or ``torch.compiler.config.capture_scalar_outputs``);
-otherwise there is a graph break around each experts module, whose forward then runs eagerly.
+the dtype in which Transformers' ``grouped_mm`` does it. Backward sends the same rows the other way.
 
 With ``capacity_factor`` c shapes are static: of its T tokens a rank keeps at most C = ceil(c T k / E) for each expert,
 those with the largest routing weight (among equals the earlier tokens), as Megatron's ``drop_policy="probs"`` does.
-What is dropped adds nothing, and its weight gets no gradient. All ranks of the group need the same T; in eager mode
+What is dropped adds nothing, and its weight gets no gradient. "Probable" means that weight, as the router hands it
+over: softmax before or after top-k, a sigmoid, scaled or not. All ranks of the group need the same T; in eager mode
 another one is an error on every rank, inside a compiled graph it is not looked for.
 
 Gradients: that of a rank's experts is the sum over the group's losses; what is not a stack (``post_expert_norm``) stays
 whole everywhere, and its gradients must be summed over the group as those of all other parameters.
 
+Under ``torch.compile``:
+
+==============  ===================================================================================================
+capacity        one graph
+dropless        one graph where sizes that depend on data may be traced: ``fullgraph=True``, or
+                ``torch.compiler.config.capture_scalar_outputs`` (both are torch's own switches). Otherwise one
+                graph break around each experts module, whose forward then runs eagerly; all else compiles.
+==============  ===================================================================================================
+
+Seen with torch 2.13, aot_eager, Inductor and ``backend="muon_zero"``, forward and backward. What a dropless graph sends
+is not in ``optimizer.traffic``: only the data say how much.
+
 The switch is made through Transformers' own interface: each experts module reads ``config._experts_implementation``,
-so it gets a shallow copy of its config that names ours, while the model's config stays as it was. The one thing that is
-global is the entry of a function without state in ``ALL_EXPERTS_FUNCTIONS``; what differs between modules is in an
-:class:`ExpertDispatch` on each. Classes and ``forward`` attributes are left alone: models can still be copied, and
-equal layers share compiled code.
+so it gets a shallow copy of its config that names ours, while the model's config, which ``save_pretrained`` writes and
+``set_experts_implementation`` changes, stays as it was. The one thing that is global is the entry of a function without
+state in ``ALL_EXPERTS_FUNCTIONS``; what differs between modules is in an :class:`ExpertDispatch` on each. Classes and
+``forward`` attributes are left alone: models can still be copied, and equal layers share compiled code.
 """
 
 from __future__ import annotations
@@ -43,7 +55,6 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from compile_muon.config.checked import Mistakes
-from compile_muon.config.checks import check_integer, check_real
 from compile_muon.errors import ConfigError, config_error, listed
 
 __all__ = ["ExpertDispatch", "ExpertModule", "ExpertPlan", "plan_experts"]
@@ -78,6 +89,8 @@ class ExpertModule:
     """One module of experts.
 
     Args:
+        path: its name in the model.
+        experts: how many it holds.
         stacks: its parameters that are cut, by local name; biases included.
         whole: names of its other parameters, which every rank keeps.
     """
@@ -93,7 +106,9 @@ class ExpertPlan:
     """What will be cut, and how; making one changes nothing.
 
     Args:
+        size: ranks that share the experts.
         capacity_factor: None is dropless.
+        modules: of the model, in its order.
     """
 
     size: int
@@ -165,16 +180,13 @@ def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None =
 
     Args:
         model: on any device; all of its modules whose forward goes through Transformers' experts interface are taken.
+        size: ranks that share them.
         capacity_factor: of a rank's tokens per expert, see the module's text; None to drop none.
     Raises:
         ConfigError: everything that cannot be done, by module and parameter.
     """
     mistakes = Mistakes()
-    with mistakes.collected():
-        check_integer(f"{_FIELD}.size", size, low=1)
-    with mistakes.collected():
-        if capacity_factor is not None:
-            check_real(f"{_FIELD}.capacity_factor", capacity_factor, positive=True)
+    mistakes.found += _wrong_settings(size, capacity_factor)
     mistakes.raise_all()
     found = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
     if not found:
@@ -198,6 +210,22 @@ _NEEDED = (
     "take a model of Transformers 5 whose experts are one module under @use_experts_implementation, without "
     f"trust_remote_code, or leave {_FIELD} out"
 )
+
+
+def _wrong_settings(size: int, capacity_factor: float | None) -> list[ConfigError]:
+    errors = []
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        errors.append(config_error(f"{_FIELD}.size", size, "is not a number of ranks", "use a whole number from 1 on"))
+    if capacity_factor is not None:
+        number = isinstance(capacity_factor, (int, float)) and not isinstance(capacity_factor, bool)
+        if not number or not 0 < capacity_factor < math.inf:
+            errors.append(
+                config_error(
+                    f"{_FIELD}.capacity_factor", capacity_factor, "is not a factor",
+                    "use a number above 0, 1.25 say, or leave it out to drop no token",
+                )
+            )  # fmt: skip
+    return errors
 
 
 def _interface(module: nn.Module) -> Any:

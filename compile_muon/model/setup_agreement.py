@@ -23,7 +23,7 @@ from compile_muon.passes.costs import Costs
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.heartbeat import Heartbeat, gather_objects
 
-__all__ = ["agree", "installed"]
+__all__ = ["agree"]
 
 #: what each rank has for itself: its place, its names of the group and of the machine's file, and settings that change
 #: no number
@@ -32,17 +32,14 @@ _ORDER = "order of parameters"
 _ABSENT = "(absent)"
 
 
-def installed(name: str) -> str:
-    """The version of a distribution; "none" where it is not there, or a source tree on the path."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
-
-
 def _versions() -> dict[str, str]:
     found = {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
-    return found | {name: installed(name) for name in ("compile_muon", "triton")}
+    for name in ("compile_muon", "triton"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
 
 
 def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -593,8 +593,8 @@ def refused() -> list[str]:
 REFUSED = (
     "expert_parallel.size = 3: model.layers.0.mlp.experts: 8 experts cannot be divided among 3 ranks on the axis "
     '"expert"; use one of 1, 2, 4, 8',
-    "expert_parallel.size = 0: is out of range; use an integer of at least 1",
-    "expert_parallel.capacity_factor = -1.0: lies outside (0, inf); choose a number",
+    "expert_parallel.size = 0: is not a number of ranks",
+    "expert_parallel.capacity_factor = -1.0: is not a factor; use a number above 0",
     "expert_parallel = 2: the model has no experts; ",
     "expert_parallel = 2: the model has no experts behind Transformers' experts interface, but experts (ModuleList of "
     "4 Linear)",
