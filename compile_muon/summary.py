@@ -27,6 +27,7 @@ class Row:
     """One parameter.
 
     Args:
+        name, shape, algorithm, reason: as assigned.
         decays: whether its weight decay is that of the configuration, and not 0.
         exchange: strategy of the Muon update, "-" otherwise.
         bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
@@ -55,6 +56,7 @@ class Summary:
 
     Args:
         rows: one per parameter, in model order.
+        stage, world_size: ZeRO stage and ranks.
         axes: name and size of each, where there are several.
         update: "backward" where backward may carry the update, else "step".
     """

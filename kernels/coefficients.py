@@ -4,10 +4,10 @@ Sources: jordan, KellerJordan/Muon; you, YouJiacheng (as in Dao-AILab/gram-newto
 2505.16932 (as in modded-nanogpt, which divides X by 1.02 ‖X‖ so that rounding cannot push a singular value above one);
 cans, NVIDIA Emerging-Optimizers; deepseek_v4, eight jordan steps and two that contract towards one.
 
-cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision, for the
-first step sends 1 to 1.99 and the next ones diverge above 1.995. It sends 0.367 there too, which no factor helps: with
-seven singular values near that the largest ends at 2e8 in bfloat16, which is therefore refused, and at up to 9.7 in
-float16. Prefer float32, where it ends at 1.12.
+cans has the same 1.02 here, which its source lacks: without it a matrix of rank one diverges in half precision (largest
+singular value 700 in float16, 4e23 in bfloat16), for the first step sends 1 to 1.99 and the next ones diverge above
+1.995. It sends 0.367 there too, which no factor helps: with seven singular values near 0.367 of the norm the largest
+ends at 2e8 in bfloat16, which is therefore refused, and at up to 9.7 in float16. Prefer float32, where it ends at 1.12.
 """
 
 import difflib

@@ -51,6 +51,8 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float) -> Te
     Args:
         x: [m, n] or [b, m, n] of a floating dtype, unmodified.
         dtype: of the result.
+        eps: smallest norm.
+        safety: multiplies the norm.
     Returns:
         A new tensor of x's shape.
     """

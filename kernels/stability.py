@@ -5,11 +5,14 @@ The gram form iterates on R = XXᵀ and Q alone, and rounding hurts it at both e
 Small eigenvalues of R move by about ±``perturbation``, so some turn negative, and a negative eigenvalue never comes
 back: each step sends r to r(a + br + cr²)², with factors that grow as r falls, while Q picks up a + br + cr² where
 exact arithmetic has a. A restart (X ← QX, R ← XXᵀ, Q ← I) makes R positive again. The damage of a segment is the
-ratio of Q at r = -perturbation to Q at r = 0; ``choose_restarts`` places restarts by it. How much is tolerated is
-measured (``python tests/kernels/test_accuracy.py restarts``), in units of ``roundoff`` beyond 1, with which the
-standard form's own error grows too: up to 128 units the gram form's is within 3.2 times that, if
-``factors_are_accurate``; at 180 it is 6 to 8 times as large where singular values fall as 1/i, and at 245 deepseek_v4
-diverges.
+ratio of Q at r = -perturbation to Q at r = 0; ``choose_restarts`` places restarts by it.
+
+How much damage is tolerated is measured, in units of ``roundoff`` beyond 1: the standard form's own relative error
+grows with the same unit, and so the comparison comes out the same in float16 and bfloat16. Up to 128 units the gram
+form's error is within 3.2 times the standard form's on the spectra tried, if ``factors_are_accurate``; at 180 (jordan,
+three steps) it is 6 to 8 times as large where singular values fall as 1/i, and at 245 (the same in bfloat16)
+deepseek_v4 diverges.
+``python tests/kernels/test_accuracy.py restarts`` prints the comparison for every placement.
 
 Large singular values move by a relative a·roundoff when Q = aI + Z is rounded. A schedule whose steps send them to the
 edge of what the next step still contracts is thrown over it; ``survives_rounding`` tells.
@@ -112,6 +115,10 @@ def factors_are_accurate(triples: Sequence[Triple], precision: Precision) -> boo
     Measured in bfloat16: jordan (1.3 %) and you (1.6 %) are within 1.6 times the standard form's error with their
     restarts; polar_express (3.2 %) is at 4.3 times, at 3.9 still with a restart after every step, and diverges on two
     clusters of singular values with restarts after 2 and 4, which ``amplification`` finds harmless.
+
+    Args:
+        triples: (a, b, c) of every step.
+        precision: that the factors are rounded to.
     """
     return all(abs(a) * precision.roundoff <= 0.02 for a, _, _ in triples)
 
@@ -121,6 +128,11 @@ def survives_rounding(triples: tuple[Triple, ...], safety: float, precision: Pre
     """Whether every singular value in [0, 1/safety] ends below 1.5 though each step rounds it up by a·roundoff.
 
     Not so for cans, whose first step sends 0.367 and 1 to 1.99 and whose next steps diverge from 1.995 on.
+
+    Args:
+        triples: (a, b, c) of every step.
+        safety: that the norm is multiplied by.
+        precision: that the factors are rounded to.
     """
     for i in range(1, 1001):
         s = i / 1000 / safety

@@ -65,6 +65,7 @@ class Traffic:
 
     Args:
         bytes_sent: bytes this rank sends (ring or pairwise algorithms).
+        collectives: number of collectives by kind.
         matrices: matrices that this rank puts through Newton-Schulz.
         by_axis: ``bytes_sent`` by axis of the mesh.
     """

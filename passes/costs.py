@@ -96,6 +96,7 @@ class Protocol:
     """Another way to do a collective than in a ring whose hops are :attr:`Link.latency`: taken where it is faster.
 
     Args:
+        name: as its library calls it.
         start_seconds: before its first hop.
         latencies: seconds of a hop over each link, innermost first.
         fraction: of what a ring sends over the same links.

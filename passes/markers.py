@@ -122,6 +122,7 @@ class Unshard(_Marker):
 
     Args:
         node: the marker; ``spec.layout.shape``, ``spec.compute_dtype``.
+        spec: static facts of the parameter.
         shard, state, hyper: nodes of its tensor arguments.
         replica: node of the resident copy, or None.
     """
@@ -157,6 +158,7 @@ class ReduceGrad(_GradientMarker):
 
     Args:
         node: the marker; ``spec.layout.local_shape``, ``spec.dtype``.
+        spec: static facts of the parameter.
         grad: node of the gradient of the whole weight, ``spec.layout.shape``.
         state, hyper: nodes of the parameter's state and of ``(1 - momentum, momentum)``.
     """

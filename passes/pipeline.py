@@ -66,6 +66,7 @@ class PassContext:
 
     Args:
         half: the graph's role.
+        frame: name for dumps.
         options: the caller's.
         costs: what the machine costs that the graph is for.
         request: backward graphs only: what to do with each gradient.
@@ -99,8 +100,10 @@ class GraphPass:
 
     Args:
         name: shown in dumps, timings and errors.
+        rewrite: the transform.
         requires: names of passes that must have run before.
         conflicts: names of passes that must not have run before.
+        halves: graphs it applies to.
     """
 
     name: str

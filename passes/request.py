@@ -32,6 +32,7 @@ class ReducedGrad:
     """One parameter whose gradient a backward graph produces.
 
     Args:
+        spec: its static facts.
         state_index: position of its state tensor among the graph's inputs.
         speculates: whether SPECULATE may be asked for: it is a Muon matrix, and all the graph does with its averaged
             gradient is return it.

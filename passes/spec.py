@@ -37,11 +37,13 @@ class MuonSpec:
 
     Args:
         batch, rows, cols: the parameter seen as ``batch`` matrices of ``rows x cols``.
+        nesterov: look ahead along the momentum.
         method: ``"standard"`` or ``"gram"`` (already resolved, never ``"auto"``).
         coefficients: flattened ``(a, b, c)`` triples, one per Newton-Schulz step.
         safety: factor on the Frobenius norm before the first step.
         restarts: gram-form restart points (steps after which R is recomputed).
         dtype: compute dtype of Newton-Schulz, and of the matrices on the wire.
+        eps: lower bound of the norm.
         memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results.
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
@@ -78,6 +80,7 @@ class ParamSpec:
     """Everything static about one parameter.
 
     Args:
+        layout: where its parts are.
         dtype: dtype of the master shard and of its gradient.
         compute_dtype: dtype the model sees.
         reduce_dtype: dtype gradients travel in.

@@ -113,6 +113,7 @@ class HostCopies:
     """Copies in host memory, whose memory the next copy uses again.
 
     Args:
+        ranks: that hold them.
         keep: copy even what is on the CPU, because training goes on while it is written.
     """
 

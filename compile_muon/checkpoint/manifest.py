@@ -1,8 +1,9 @@
 """The manifest: what a checkpoint holds, and the size and SHA-256 of every file, written when all else is on the disk.
 
-SHA-256 because ``sha256sum`` says the same where a checkpoint is verified far from where it was written, and because at
-0.3 to 2 GB/s per core it is seldom slower than the disk. It tells damage, not malice: who can edit a file can edit its
-sum. Against malice there is nothing in the format that runs, and no name that leaves the folder.
+SHA-256 because a checkpoint is verified far from where it was written, too: ``sha256sum`` says the same, no two flips
+cancel, and at 0.3 to 2 GB/s per core it is seldom slower than the disk. It also covers the manifest itself. It tells
+damage, not malice: who can edit a file can edit its sum. Against malice there is nothing in the format that runs, and
+no name that leaves the folder.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Manifest:
     """What is known of a checkpoint without opening its other files.
 
     Args:
+        step, world, stage: of the run that saved it.
         written: time in UTC, ISO 8601.
+        versions: of compile_muon and torch.
         configuration: every setting; ``fingerprint`` is its SHA-256.
         tensors: ``model/NAME`` and ``optimizer/NAME/SLOT`` to shape and dtype.
         algorithms: parameter to "muon", "adamw" or "frozen".

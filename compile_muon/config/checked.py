@@ -40,6 +40,7 @@ def setting(default: object, check: Callable[..., Any], *, none: bool = False, *
     """A field of a :class:`Checked` dataclass.
 
     Args:
+        default: as in ``dataclasses.field``.
         check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
         none: whether None is a value as well.
     """

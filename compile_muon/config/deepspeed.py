@@ -1,9 +1,23 @@
 """DeepSpeed's vocabulary: JSON or a dict with the keys DeepSpeed users know, read into a :class:`Config`.
 
-docs/reference/configuration.md has the rules. Halves of the optimizer are told apart as DeepSpeed does
-(``_muon_param_groups`` in ``runtime/engine.py``); what is absent takes the default of
-:mod:`compile_muon.config.settings`, not DeepSpeed's. Its other keys are accepted where they change nothing that is
-trained, and named in one warning; the rest are errors (:mod:`compile_muon.config.foreign`).
+Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
+
+* ``optimizer.type`` is "Muon" (the default), or "AdamW" to train everything by AdamW; case does not matter.
+* ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
+  override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
+* ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
+* In a config of DeepSpeed, which always has a batch size, vectors decay as all else does; otherwise they do not.
+* Under "AdamW" ``lr`` and ``weight_decay`` are AdamW's, and keys that only Muon reads are errors.
+* What is absent takes the default of :mod:`compile_muon.config.settings`, not DeepSpeed's
+  (``zero_optimization.stage`` is 2, not 0).
+* ``gradient_clipping: 0`` is off, ``gradient_accumulation_steps: null`` is unknown.
+* ``"compile": {...}`` means enabled unless the object says ``"enabled": false``.
+* Absolute rates in ``scheduler.params`` win over those of ``optimizer.params``; one number for both halves where they
+  have different rates is an error.
+* ``compile.deepcompile`` is ``compile.enabled``, ``communication_data_type`` is ``reduce_dtype``, and ``bfloat16`` is
+  ``bf16``.
+* DeepSpeed's other keys are accepted where they change nothing that is trained, and named in one warning; the rest are
+  errors (:mod:`compile_muon.config.foreign`). A key that DeepSpeed does not know either is one, too.
 """
 
 from __future__ import annotations

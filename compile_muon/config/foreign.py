@@ -1,9 +1,10 @@
 """DeepSpeed's keys that nothing here reads: hints, which are noted, and requests, which are refused.
 
 A hint changes how fast DeepSpeed trains, or what it prints, not what it trains: it is accepted with any value. A
-request asks for something that is not here or that would change the result; it is refused, unless its value says that
-it is off. The names are those of DeepSpeed of August 2026 (``runtime/config.py``, ``runtime/zero/config.py``,
-``runtime/precision_config.py``, ``compile/config.py``), deprecated ones among them.
+request asks for something that is not here (offload, loss scaling, another optimizer) or that would change the result;
+it is refused, unless its value says that it is off. The names are those of DeepSpeed's ``runtime/config.py``,
+``runtime/zero/config.py``, ``runtime/precision_config.py`` and ``compile/config.py`` of August 2026, deprecated ones
+among them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """DeepSpeed's learning rate schedules, under its names and with its parameters, as schedulers of torch.
 
 The formulas are those of ``deepspeed/runtime/lr_schedules.py`` in DeepSpeed 0.19.8. There the constructor sets the
-rates of iteration -1, so step n, from 0, is made with those of iteration n - 1. What a schedule leads up to
-(``warmup_max_lr``, ``cycle_max_lr``) is no setting here: it is the rate of each half of the optimizer.
+rates of iteration -1, and the engine goes on to the next after each step of the optimizer: step n, from 0, is made with
+the rates of iteration n - 1. The first two steps of a warm-up are therefore made with its lowest rate.
+
+What a schedule leads up to (``warmup_max_lr``, ``cycle_max_lr``; for the range test what it starts from) is no setting
+here: it is the rate of each half of the optimizer, and the reader puts it there.
 """
 
 from __future__ import annotations

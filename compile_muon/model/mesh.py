@@ -258,6 +258,8 @@ def resolve_mesh(
     Args:
         mesh, process_group: at most one of the two; default: all ranks of the default process group. A :class:`Mesh`
             says beside its dimensions what backend to plan for.
+        device: of the model.
+        sizes: of the axes.
         experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
         state_over_all: see ``Layout.state_over_all``.
         communicators: see :class:`Mesh`.

@@ -21,7 +21,12 @@ _REMEDY = "change the model before MuonZero shards it, or build a new MuonZero o
 
 
 class Ownership:
-    """Who holds which parameter, as it was when ``model`` was sharded."""
+    """Who holds which parameter, as it was when ``model`` was sharded.
+
+    Args:
+        model: the sharded model.
+        accounts: of all its parameters.
+    """
 
     def __init__(self, model: nn.Module, accounts: Sequence[Account]) -> None:
         self._model = model

@@ -146,7 +146,10 @@ def shard_model(
 
     Args:
         model: the module; all its parameters on one device, or on the meta device.
+        assignments: algorithm per parameter name.
+        config: resolved configuration.
         mesh: the ranks by axis, None for one process.
+        roles: of each parameter, by name.
         ledger: where the parameters keep their accounts.
         hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer; its device is the shards'.
         spread: of experts over ranks, to be done once everything is known to fit.

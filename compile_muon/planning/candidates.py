@@ -23,6 +23,8 @@ class Candidate:
     """One way to shard.
 
     Args:
+        stage: of ZeRO.
+        axes: size by name, in order.
         asked: whether it is what the config says.
     """
 

@@ -1,8 +1,9 @@
 """The lowered graphs of one rank's training step, without the other ranks and without running them.
 
 The model is sharded and compiled as in training, under a process group that sends nothing. Where generated code would
-run, a stand-in notes the graph and returns zeros. ``optimizer.step()`` is not called, for it would ask the other ranks;
-what it does beside the directions is, and noted by :mod:`.eager_graph`.
+run, a stand-in notes the graph and returns zeros; so what is between the graphs, and outside of them in the model,
+happens as in training, but for its values. ``optimizer.step()`` is not called: it would ask the other ranks. What it
+does beside the directions, the survey, the writes and the refresh, is called, and noted by :mod:`.eager_graph`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Captured:
     Args:
         graphs: in the order they run in.
         groups: the process groups of their collectives, and the ranks in each.
+        ranks: of the job.
         resident: bytes that are live all the time: "parameters" and "optimizer".
+        codegen: that graphs were made for.
     """
 
     graphs: tuple[Played, ...]
@@ -133,6 +136,8 @@ class Sharded:
     """A model as one rank has it.
 
     Args:
+        model: it.
+        optimizer: its MuonZero.
         mesh: the ranks; None for one.
     """
 

@@ -34,6 +34,7 @@ class Machine(Costs):
     """The devices of a job and what joins them; every rank has the same.
 
     Args:
+        name: as users call it.
         device: "cuda" or "cpu".
         memory_bytes: of one rank's device.
         attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for

@@ -61,6 +61,7 @@ class Subject:
     """A model that can be built as often as needed.
 
     Args:
+        name: as given.
         build: a new one, of fake tensors.
         batch: arguments of its forward by name, fake too.
     """

@@ -35,7 +35,12 @@ class Question:
     """What is asked.
 
     Args:
+        subject: the model.
+        batch: of a rank at a time.
         config: as the plan is to follow it, see :func:`~.candidates.planned_for`.
+        options: of torch.compile.
+        machine: that every rank has.
+        worlds: numbers of ranks.
     """
 
     subject: Subject
@@ -52,6 +57,7 @@ class Figures:
 
     Args:
         stage, mesh, asked: see :class:`~.candidates.Candidate`.
+        rank: that was simulated.
         fits: whether ``peak_bytes`` are no more than ``limit_bytes``, what the device has.
         memory: bytes by category, where most are live; ``largest`` of them what is the largest of the intermediates.
         sent: bytes by axis.
@@ -63,6 +69,7 @@ class Figures:
         owners_uneven: the most that a rank has to orthogonalize, over the mean.
         adamw_seconds, adamw_exposed_seconds: of the step with AdamW for every parameter.
         price_seconds, price_exposed_seconds: what Muon adds to those; ``price_share`` as a fraction of AdamW's step.
+        warnings: in words.
     """
 
     stage: int
@@ -102,6 +109,7 @@ class World:
 
     Args:
         choice: which of them to take; None if none fits.
+        why: that one, in a sentence.
     """
 
     ranks: int
@@ -124,6 +132,9 @@ class Plan:
     Args:
         parameters: elements.
         tokens, sequence: of a rank and micro-batch, and of them in one sequence.
+        micro_batches: of a step.
+        memory_bytes: of a device.
+        took_seconds: to make it.
         timelines: of the candidate shown of each world.
     """
 

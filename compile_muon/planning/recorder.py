@@ -30,6 +30,7 @@ class Visit:
     Args:
         played: it, lowered.
         source: it ahead of that.
+        ctx: what it was lowered with.
         states: name of the parameter by the position of its state tensor among the inputs.
     """
 
@@ -44,6 +45,7 @@ class Recorder:
     """A :data:`~compile_muon.runtime.frame.Lowering` that compiles nothing.
 
     Args:
+        visits: in the order they ran in.
         tensors: a context in which results are made: that of a fake mode makes fake ones.
     """
 

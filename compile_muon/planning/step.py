@@ -38,6 +38,7 @@ def step_graphs(
     Args:
         trained: the parameters that have a gradient.
         ready: names of those whose directions backward has made.
+        options: of torch.compile.
     """
     with fake_mode_of([account.local for account in trained]):
         for account in trained:

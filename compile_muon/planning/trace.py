@@ -1,9 +1,9 @@
 """One trace of a model, of which the graphs of every stage, mesh and algorithm are made without tracing it again.
 
-Tracing is most of what a capture takes, and what it makes hardly depends on the ranks. So the model is traced once,
-sharded over two ranks at stage 1, where a marker has all inputs that any stage has; then the specs of another sharding
-are put into the markers, the shapes of its shards into the inputs, and the half passes lower that. The result is what
-:func:`~.capture.capture_step` finds.
+Tracing is most of what a capture takes, and what it makes hardly depends on the ranks: a parameter stands in the graphs
+as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
+a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
+its shards into the inputs, and the half passes lower that. The result is what :func:`~.capture.capture_step` finds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class Target:
     """What a step is captured for.
 
     Args:
+        world: ranks.
         config: as it was traced with, but for stage, mesh and algorithm.
         axes: sizes of the axes of the mesh, as of :func:`~.capture.capture_step`.
+        backend: that the ranks communicate by.
     """
 
     world: int
@@ -62,6 +64,9 @@ class Trace:
     """The graphs of a step ahead of lowering; made by :func:`trace_step`.
 
     Args:
+        model_factory, batch: as given.
+        options: of torch.compile.
+        visits: of forward and backward graphs.
         trained: names of the parameters that get a gradient.
     """
 

@@ -5,11 +5,13 @@ Outside compiled graphs ``module.weight`` is a copy, gathered for the reader. Wh
 read outside every forward, where people initialize and operate on models, is *handed out*: its content is
 fingerprinted, and compared when it dies, or at the next forward, step, save or load if it lives on.
 
-A module that writes to its weight inside its own forward does it every time. So inside forwards the content is compared
-the first times alone, and after them only what PyTorch counts. Of graphs :func:`compile_muon.backend.muon_zero` asks.
+A module that writes to its weight inside its own forward (a renormalization, a clamp, a quantizer) does it every time.
+So inside forwards the content is compared the first times alone, and after them only what PyTorch counts. In graphs
+:func:`compile_muon.backend.muon_zero` looks for such writes.
 
-A watch holds the copy's memory through an alias, and drops it with the copy, or where something else holds that memory
-(``m.weight.data`` outlives ``m.weight``) at the next check. Nothing here waits for a device but :meth:`Handouts.check`.
+A watch holds the copy's memory through an alias, and drops it with the copy. Only where something else still holds that
+memory then (``m.weight.data`` outlives ``m.weight``), it is kept until the next copy is handed out, or the next check.
+Nothing here waits for a device but :meth:`Handouts.check`, and that only while something was handed out.
 """
 
 from __future__ import annotations
@@ -51,6 +53,9 @@ class _Watch:
     """One copy that was handed out.
 
     Attributes:
+        name: of the parameter.
+        copy: the tensor the reader got.
+        alias: the same memory.
         before: its fingerprint then; None where only the edits that PyTorch counts are looked at.
         version: edits PyTorch had counted.
         holders: of the memory, while the copy and nothing else of the reader's holds it.

@@ -1,8 +1,10 @@
 """The heartbeat: every rank's status, in the store of the process group.
 
-A thread of each rank publishes its status through a connection of its own. Whoever is stopped reads everyone's twice, a
-few beats apart, so that the living can be told from the silent. Under Gloo a collective that fails raises, and what the
-others' statuses say is part of the error; NCCL ends the process: there the thread logs it, shortly before the time-out.
+A thread of each rank publishes its status, ten times a second in a small world, through a connection of its own.
+Whoever is stopped reads everyone's twice, a few beats apart, so that the living can be told from the silent.
+
+Under Gloo a collective that fails raises, and what the others' statuses say is part of the error. NCCL ends the process
+instead: there the thread logs it, shortly before the group's time-out.
 """
 
 from __future__ import annotations
@@ -87,6 +89,8 @@ class Heartbeat:
 
     Args:
         store: of the process group; a connection of its own, so that whoever waits in the other stops nobody.
+        group: whose ranks these are.
+        device: that the group works on.
     Attributes:
         number: which of the group's optimizers this is, going by this rank; see :meth:`meet`.
         interval: seconds between beats.
@@ -247,6 +251,7 @@ def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) ->
     """Who is where, those first for whom the others wait.
 
     Args:
+        world: how many ranks there are.
         statuses: by rank; none for those who have published none.
         alive: ranks that have published something just now.
 

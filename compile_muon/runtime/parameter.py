@@ -1,8 +1,9 @@
 """The parameter that users see where it is sharded: a DTensor whose edits all count, and which meets plain losses.
 
 PyTorch counts edits in place of a DTensor, but not those through ``.data``, and not those of ``torch._foreach_*``; what
-is assigned to its ``.data`` goes nowhere. Loops that swap averages of weights in and out do all three. Here they count
-(:func:`compile_muon.runtime.shards.edits_of`), on all ranks alike, since the operators of a DTensor run on all of them.
+is assigned to its ``.data`` goes nowhere. Loops that swap averages of weights in and out do all three. Here they count,
+on all ranks alike, since the operators of a DTensor run on all of them: so whoever keeps a copy of the weight knows
+that it is old (:func:`compile_muon.runtime.shards.edits_of`).
 
 What is computed of a sharded parameter is of this class, too. So the gradient of ``model(x) + penalty(parameters)``
 becomes the plain tensor that the rest of the model expects.

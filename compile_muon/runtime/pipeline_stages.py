@@ -1,9 +1,12 @@
 """Pipeline stages decide as one: the gradient norm is over all of them, and what one refuses or leaves out, all do.
 
 Each stage has an optimizer of its own, whose ranks have agreed before (:mod:`compile_muon.runtime.survey`). Then one
-rank of each stage gathers a few numbers from one of each other. How many gathers a step has must not hang on what one
-stage has, so each says in the first what follows for it if the norm is over the limit of ``gradient_clipping``, and
-what if it is not. There is a second exactly if some stage goes on to make directions.
+rank of each stage gathers a few numbers from one of each other.
+
+How many gathers a step has must not hang on what one stage has: its matrices may all have a direction from backward
+while another's make theirs in the step, and are checked after. So each stage says in the first what follows for it if
+the norm is over the limit of ``gradient_clipping``, and what if it is not: which of the two is known only then. There
+is a second exactly if some stage goes on to make directions.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class _Told(NamedTuple):
     Args:
         step: which one, from 1.
         refused: 1 if it raises.
+        norm: of its gradients.
         under, over: :class:`Outlook` if the norm of all stages is under the limit, and if it is over it.
     """
 
@@ -66,6 +70,7 @@ class PipelineStages:
 
     Args:
         group: one rank of each stage.
+        device: that ``group`` works on.
     Attributes:
         wrong: stages with something that is not finite, by the latest gather.
     """

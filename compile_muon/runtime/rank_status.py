@@ -38,6 +38,7 @@ class RankStatus:
 
     Args:
         group: of the optimizer; None for one process, which has nobody to tell.
+        device: that the group works on.
     Attributes:
         step: the step under way, from 1.
         collectives: how many were started before.

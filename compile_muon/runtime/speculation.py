@@ -88,6 +88,7 @@ def differ(speculations: Sequence[Speculation], grads: Sequence[Tensor]) -> Tens
     """1.0 where a gradient is not what the direction was made from, else 0.0; fp32, not waited for.
 
     Args:
+        speculations: one or more.
         grads: shards as they are now, in the same order.
     """
     then = torch.stack([speculation.fingerprint for speculation in speculations])

@@ -1,7 +1,8 @@
 """What every rank must bring to a step alike: its hyperparameters, its visits, and what it holds a copy of.
 
 A digest of the first two, and one of the copies every ``check_replicas`` steps, ride on the step's all-reduce in a
-place of each rank's own. Only where they differ do the ranks exchange what is behind them; nothing is written then.
+place of each rank's own, so that every rank reads every rank's. Only where they differ do the ranks exchange what is
+behind them, to say what differs and where; nothing has been written then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Copies:
     """What all ranks hold alike, by fingerprint: not experts and tensor slices, of which they have different ones.
 
     Args:
+        names: of the tensors.
         fingerprints: ``[len(names), FINGERPRINT_WORDS]`` int64, on the device.
     """
 
@@ -86,6 +88,7 @@ class Agreement:
         step: which one, from 1.
         settings: hyperparameters that the host knows, by name.
         scalars: those that are tensors.
+        trail: visits since the last step.
         copies: what to compare in this step beside.
     """
 

@@ -54,7 +54,11 @@ class Visit(NamedTuple):
 
 @dataclass
 class Trail:
-    """Visits since the last step."""
+    """Visits since the last step.
+
+    Args:
+        count: of all of them.
+    """
 
     count: int = 0
     _last: deque[tuple[str, str, Sequence[Account], Sequence[str]]] = field(

@@ -97,6 +97,7 @@ class Box:
 
     Args:
         stored: the tensor's name.
+        offsets: of the part.
         target: of the part's shape and any dtype; is written in place.
     """
 

@@ -25,6 +25,7 @@ class Ranks:
 
     Args:
         group: the optimizer's process group, None for one process. Collective over it. Its time-out is ours.
+        device: that ``group`` works on.
         status: of the optimizer; says where the others are when one does not come.
         apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
             by ``status``.

@@ -28,6 +28,8 @@ class Block:
     """Where in a tensor of the model a stored one is.
 
     Args:
+        stored: its name in the folder.
+        start, shape: of the block.
         expert: whether it has no dim for the experts, which the block has.
     """
 
@@ -136,6 +138,7 @@ class _Table:
     Args:
         rename: a stored name to the model's, and the pattern of the converter that made it; None of none.
         prepare: a stored name to what converters see.
+        converters: by pattern.
         order: of names, in which a group of renamings expects them.
     """
 
@@ -151,6 +154,8 @@ def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Ori
     Args:
         module: a Transformers model has a table; of others, and where the folder has the model's names only, a name
             stands for itself.
+        stored: names in the folder.
+        known: all names in the model.
     """
     stored = list(stored)
     expected = _expected(module)

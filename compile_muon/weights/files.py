@@ -1,8 +1,9 @@
 """Hugging Face's layout on the disk: safetensors files, written tensor by tensor; how they are named; an index.
 
 safetensors writes a file from a dictionary of whole tensors, and torch's HuggingFaceStorageWriter builds a rank's file
-in memory and cannot consolidate integer buffers (torch 2.13). Only the header is made here:
-https://huggingface.co/docs/safetensors, a length of 8 bytes, JSON padded with spaces to a multiple of 8, the data.
+in memory, wants a folder that all ranks share, and cannot consolidate integer buffers (``torch.finfo`` of int64, torch
+2.13). Only the header is made here: https://huggingface.co/docs/safetensors, a length of 8 bytes, JSON padded with
+spaces to a multiple of 8, the data.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | 
     """Whole tensors on rank 0, an empty dictionary elsewhere; collective.
 
     Args:
+        ranks: that have met.
         names: of those to gather, the same on every rank; None for all.
     Raises:
         CheckpointError: rank 0 has no room; on every rank.

@@ -39,6 +39,7 @@ class Values:
 
     Args:
         meta: whether the model is on the meta device.
+        weights: a folder, or None.
         init: of one module's own parameters and buffers, or None.
         dtypes: of the parameters before they are sharded, in which ``init`` draws the numbers it always draws.
     """

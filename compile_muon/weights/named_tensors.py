@@ -72,8 +72,10 @@ class Weights:
         entries: by name, in the order of ``state_dict()``; tied ones by their first name.
         aliases: further names of tied ones to the first.
         others: what is in ``state_dict()`` and is no tensor.
+        accounts: of the parameters.
         group: the process group that shares them; None for one process.
         status: of their optimizer, for errors.
+        device: of the parameters.
     """
 
     module: nn.Module

@@ -39,6 +39,7 @@ class Wire:
 
     Args:
         group: None for one process.
+        device: that the group works on.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -74,6 +74,8 @@ def apply_updates(
         params: tensors of one dtype on one device, changed.
         updates: one for each, of one dtype; every pair is one that :func:`takes` takes.
         lr: a number or a one-element tensor.
+        weight_decay: multiplies the unscaled lr.
+        scales: one for each.
     """
     start = 0
     while start < len(params):

@@ -70,6 +70,7 @@ class Matrices:
     """The matrices of a list: in an arena, or each tensor of results by itself.
 
     Args:
+        layout: of the list.
         flat: the arena, one-dimensional; None for results.
         square: these are k × k.
         results: [matrices, k, l] with any strides, in the order of :meth:`Layout.shapes`; one or more tensors a shape.
@@ -122,6 +123,8 @@ def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize:
     Args:
         k, l: smaller and larger dim.
         method: "standard" or "gram".
+        steps, restarts: how many.
+        itemsize: bytes of an entry.
     """
     square, wide = _elements(1, k, k), _elements(1, k, l)
     if method == "standard":

@@ -98,6 +98,7 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz
         xs: [..., m, n], none empty, in float16, bfloat16 or float32, any strides, on one device, unmodified.
         plan: with method "standard" or "gram", dtype float16 or bfloat16. Matrices are worked on in chunks that stay
             under its ``memory_limit``; one matrix that exceeds it by itself is a chunk.
+        products: of the device.
     Returns:
         New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
     """

@@ -118,6 +118,8 @@ def grouped_launch(
     Args:
         kernel: takes these arenas, the tables, the number of shapes, and ``numbers``.
         square, triangle: as for ``schedule.results_of``.
+        tile: of all results.
+        processors: of the device.
     """
     assert left.flat is not None and right.flat is not None and out.flat is not None
     found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)

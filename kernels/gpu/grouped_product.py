@@ -88,7 +88,10 @@ def grouped_product(
         left: an arena of a layout's k × k matrices.
         right: an arena of its k × l or its k × k matrices.
         out: an arena like ``right``; shares no memory with the others.
+        tile: of all results.
+        processors: of the device.
         plus: an arena like ``right``, or None.
+        beta: multiplies ``plus``.
     """
     return grouped_launch(
         grouped_product_kernel, left, right, plus, out, (beta,), right.square, tile, processors, triangle=False

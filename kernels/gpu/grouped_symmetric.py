@@ -102,8 +102,11 @@ def grouped_symmetric(
         left: an arena.
         right: an arena of the same layout, k × k as left is; left itself where that is k × l.
         out: an arena of its k × k matrices; shares no memory with the others.
+        tile: of all results.
+        processors: of the device.
         alpha: not 0.
         plus: an arena of its k × k matrices, or None.
+        beta: multiplies ``plus``.
     """
     numbers = (alpha, beta / alpha)
     return grouped_launch(

@@ -16,6 +16,10 @@ class Launch:
     """``kernel[(programs,)](*arguments, **constants)`` on the device of ``on``.
 
     Args:
+        kernel: a Triton kernel.
+        programs: how many.
+        on: a tensor of the device.
+        arguments: of the kernel, at run time.
         constants: its constexprs and Triton's num_warps and num_stages.
         scratch: the kernel makes tensor descriptors, for which Triton asks for memory at every launch.
     """

@@ -7,9 +7,13 @@ tiles and runs up to ``tile.resident`` of them side by side:
     rate(r) = device.rate · tile.rate · (solo + (1 - solo) (r - 1) / (resident - 1)),   rate · tile.rate if resident = 1
 
 So a block alone on its multiprocessor runs at a part ``solo`` of the rate, because nothing fills the gaps between its
-loads, products and stores; and what a block does before and after its loop is hidden behind the blocks beside it.
-Memory is no limit: from 512 up each operand is read from L2. What is assumed stands in ``tiles.json`` under ``device``,
-and is **estimated**, from published figures; ``benchmarks/tune_tiles.py`` measures rates.
+loads, products and stores; and what a block does before and after its loop, ``overhead``, is hidden behind the blocks
+beside it. Memory is no limit of these kernels: from 512 up each of their operands is read from L2.
+
+What is assumed, and by what it would be replaced, stands in ``tiles.json`` under ``device``; for all three
+architectures it is **estimated**: rates from published figures of Triton and cuBLAS on large products, overhead and
+launch from the latencies of a pipeline's first loads and of a graph's kernel nodes. ``benchmarks/tune_tiles.py``
+measures rates.
 """
 
 from collections.abc import Sequence
@@ -105,6 +109,8 @@ def seconds(tile: Tile, device: Device, results: Sequence[Result], processors: i
     tiles, where 128 × 128 are 528, four each: two thirds of the work.
 
     Args:
+        tile: of all results.
+        device: assumptions.
         results: (matrices, rows, columns, summed dimension), in order.
         processors: multiprocessors that share the tiles.
         triangle: counts only the tiles that hold some of a square result's lower triangle.

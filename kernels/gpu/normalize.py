@@ -149,6 +149,8 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: 
     Args:
         x: [b, k, l] in float16, bfloat16 or float32, any strides, unmodified.
         dtype: of the result.
+        eps: smallest norm.
+        safety: multiplies the norm.
         out: takes the result; of x's shape and ``dtype`` with unit last stride, no memory shared with x.
     Returns:
         ``out``, or a new tensor like it.

@@ -87,7 +87,9 @@ def product(
         left: [b, k, k] with unit last stride.
         right: [b, k, l] with unit last stride.
         out: [b, k, l], any strides; shares no memory with the others.
+        tile: of the result.
         plus: [b, k, l] with unit last stride, or None.
+        beta: multiplies ``plus``.
     """
     matrices, rows, cols = right.shape
     summand = right if plus is None else plus

@@ -4,9 +4,10 @@
     C = α L R + β P       L, R, P, C [b, k, k]
 
 where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Accumulated in float32, rounded once.
-Squares below the diagonal are computed and written twice. One on the diagonal is written as it comes out: mirroring it
-in registers would double the instructions behind the loop. So R Z and Z S have to be computed as they stand: with Z Sᵀ
-for Z S the diagonal squares would follow Z² R instead of Z R Z, the order that iterations.py warns of.
+Squares below the diagonal are computed, of P too, and written twice. A square on the diagonal is written as it comes
+out, symmetric to rounding: mirroring it in registers as well would double the instructions behind the loop. So R Z and
+Z S have to be computed as they stand. With Z Sᵀ for Z S the diagonal squares would follow Z² R instead of Z R Z, which
+is the order that iterations.py warns of: twice the error where the squares are half of the matrix.
 """
 
 import triton
@@ -97,8 +98,10 @@ def symmetric_product(
         left: [b, k, d] with unit last stride.
         right: [b, k, k] likewise; then d = k.
         out: [b, k, k] with unit last stride; shares no memory with the others.
+        tile: of the result.
         alpha: not 0.
         plus: [b, k, k] with unit last stride, or None.
+        beta: multiplies ``plus``.
     """
     matrices, size, depth = left.shape
     summand = left if plus is None else plus

@@ -1,9 +1,12 @@
 """In which order the tiles of a list's results are made, and by which program: tables that the grouped kernels read.
 
-Tile t of the list belongs to program t modulo the number of programs, so that a matrix's last tiles run beside the
-first ones of the next. The order is written out, (matrix, row, column) of every tile: a kernel would have to take a
-square root to find a row in a triangle. It goes column by column within groups of tile rows, so that operands stay in
-the L2 cache. Tables are made once and kept for good: a captured CUDA graph reads them again at every replay.
+Tile t of the list belongs to program t modulo the number of programs: dealt out in a fixed order, so that a matrix's
+last tiles run beside the first ones of the next. The order is written out, (matrix, row, column) of every tile, made
+here by plain integer arithmetic: a kernel would have to take a square root to find a row in a triangle, and a list can
+have any order. This one goes column by column within groups of tile rows, so that operands stay in the L2 cache.
+
+Tables depend on shapes and tiles alone. They are made once and kept for good: a CUDA graph that was captured reads them
+again at every replay.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +34,7 @@ class Tables:
     Args:
         shapes: [number of shapes, FIELDS] int64.
         places: [tiles, 3] int32: number of the matrix within its shape, row and column in tiles.
+        tiles: how many.
     """
 
     shapes: Tensor

@@ -31,6 +31,7 @@ class Table:
 
     Args:
         source: what the numbers were taken on, when and how.
+        device: what the model assumes.
         symmetric, product: tiles of either kernel, from the largest to the smallest.
         cublas: tiles of a product in cuBLAS, as far as the model needs them.
     """
@@ -42,7 +43,12 @@ class Table:
     cublas: tuple[Tile, ...]
 
     def triton_seconds(self, shapes: Sequence[Shape], processors: int) -> float:
-        """Expected time of one standard step, ``XXᵀ``, ``bA + cA²`` and ``aX + BX``, all matrices in three launches."""
+        """Expected time of one standard step, ``XXᵀ``, ``bA + cA²`` and ``aX + BX``, of all matrices in three launches.
+
+        Args:
+            shapes: of the matrices.
+            processors: of the device.
+        """
         return sum(
             self._seconds(self.symmetric if triangle else self.product, results, processors, triangle=triangle)
             for results, triangle in _products_of(shapes)

@@ -22,6 +22,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
 
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
+        specs: their static facts.
         owners: as :func:`~.owner.owner` has them; who begins, since of fewer experts than ranks the last get none.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.

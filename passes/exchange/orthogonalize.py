@@ -1,6 +1,8 @@
-"""Gather ahead of Newton-Schulz, scatter behind it: momentum, exchange, Newton-Schulz and exchange of many parameters.
+"""Gather ahead of Newton-Schulz, scatter behind it.
 
-Routing is static: splits and owners follow from the specs, so nothing is negotiated at run time. One file a strategy:
+``orthogonalize_group`` is the Muon direction of many parameters at once: momentum, the exchange that brings whole
+matrices together, Newton-Schulz, and the exchange that brings each rank's rows back. Routing is static: splits and
+owners follow from the specs, so nothing is negotiated at run time. One file a strategy:
 
 ========== ============================================= ===================== ==========================
 strategy   bytes sent per rank, matrix of S bytes, W     Newton-Schulz work    used for

@@ -121,6 +121,7 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
+        owners: owner of each.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """

@@ -40,6 +40,8 @@ def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, 
 
     Args:
         xs: tensors of up to ``widths[i]`` elements, padded to that.
+        dtype: of the bucket.
+        pairwise: as ``Layout.pairwise``.
     """
     if not pairwise:
         flat = pack(xs, widths, dtype=dtype)
@@ -50,7 +52,11 @@ def all_gather(xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, 
 
 
 def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
-    """The sum over ``axis`` of one's own row of ``flat``, which has a row for each of its ranks."""
+    """The sum over ``axis`` of one's own row of ``flat``, which has a row for each of its ranks.
+
+    Args:
+        pairwise: as ``Layout.pairwise``.
+    """
     if not pairwise:
         return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "sum", axis.size, axis.group))
     splits = [flat.numel() // axis.size] * axis.size
@@ -69,6 +75,7 @@ def hand_round(
         mine: this rank's, in order.
         holders: who has each of all.
         numels: elements of each of all.
+        pairwise: as ``Layout.pairwise``.
         like: a tensor of the dtype and device of all of them.
     Returns:
         All of them, 1-D, each with storage of its own.
@@ -119,6 +126,7 @@ def gather(
         slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
         specs: of parameters that share a mesh and compute dtype.
         dtype: to send them in; default: compute dtype.
+        category: of what they are gathered for.
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
     # Cast before the gather: half the bytes, and the same numbers as casting behind it.

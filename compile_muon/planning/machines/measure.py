@@ -162,7 +162,11 @@ class _Clock:
 
 
 def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
-    """Collective over the default process group; what every rank returns is its own, and rank 0's is the result."""
+    """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
+
+    Args:
+        note: is told what comes next.
+    """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.set_num_threads(1)

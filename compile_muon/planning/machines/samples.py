@@ -122,6 +122,10 @@ class StepSample(Sample):
     """A training step of so little that the host is what takes time: ``parameters`` of a few numbers each.
 
     Its seconds are CPU time of the rank: what it waits for are late ranks, a sample of their own.
+
+    Args:
+        ranks: that train together.
+        collectives: of the step.
     """
 
     ranks: int

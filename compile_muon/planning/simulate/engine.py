@@ -2,8 +2,11 @@
 
 Nodes are issued in graph order. A kernel starts when the one before it is done; a collective when it is issued and its
 stream is free, and nothing is computed between a wait and the end of what it waits for. Each process group has a
-stream, as NCCL and Gloo serve them, or all have one. Of n collectives that send bytes over the same link at a time each
-gets an n-th of it, and their hops go on side by side. The link of a group is the outermost that its ranks need.
+stream, as NCCL and Gloo serve them, or all have one.
+
+Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
+same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
+for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Played:
     """A lowered graph and its part in the step.
 
     Args:
+        half: its role.
         frame: name that forward and backward of a frame share.
         user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
         drops: categories of memory that are let go ahead of it.

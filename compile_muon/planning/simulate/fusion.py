@@ -1,9 +1,10 @@
 """Which nodes run as one kernel.
 
 Under Inductor: a pointwise node whose result has one reader, itself pointwise or a reduction, runs in that reader's
-kernel, and its result is never written. So a kernel is a tree that ends in its *root*. What several nodes read is
-written once and read by each. Inductor also joins kernels side by side, recomputes cheap results, and goes on behind a
-reduction: it moves somewhat fewer bytes than this says. Under "eager" every node is a kernel of its own.
+kernel, and its result is never written. So a kernel is a tree that ends in its *root*: the last pointwise node, a
+reduction, or whatever else runs by itself. What several nodes read is written once and read by each. Inductor also
+joins kernels side by side, recomputes cheap results for each of their readers, and goes on behind a reduction; none of
+it is modelled, so it moves somewhat fewer bytes than this says. Under "eager" every node is a kernel of its own.
 """
 
 from __future__ import annotations

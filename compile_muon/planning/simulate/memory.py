@@ -76,6 +76,7 @@ class Memory:
 
     Args:
         resident: bytes by category that are there all the time.
+        machine: what runs Newton-Schulz.
     Attributes:
         peak: the most so far.
     """
