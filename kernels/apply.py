@@ -1,13 +1,19 @@
-"""The last line of a Muon step: decay the parameters, then move them along their directions."""
+"""The last line of a Muon step: decay the parameters, then move them along their directions.
+
+Plain aten wherever it is traced, so that compilers fuse it with its neighbours; a kernel of ours only outside of that.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .eager import may_launch
+# torch 2.11 to 2.13; private: no public function tells whether a dispatch mode (fake tensors, make_fx) is active.
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = ["muon_apply"]
+from .dispatch import triton_kernels
+
+__all__ = ["may_launch", "muon_apply", "not_traced"]
 
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
 _HALF = (torch.float16, torch.bfloat16)
@@ -51,6 +57,20 @@ def muon_apply(
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, weight_decay, scales)
+
+
+def may_launch(tensors: list[Tensor]) -> bool:
+    """Whether nothing traces these tensors, and Triton's kernels cover the devices of all."""
+    if not not_traced(tensors):  # first, so that tracing never looks for kernels
+        return False
+    gpu = triton_kernels()
+    return gpu is not None and all(gpu.products_on(x.device) is not None for x in tensors)
+
+
+def not_traced(tensors: list[Tensor]) -> bool:
+    """Whether nothing observes what is done to these tensors: no torch.compile, no mode, no subclass."""
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def _launch(

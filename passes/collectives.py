@@ -17,6 +17,7 @@ from .work import Category, work_of
 
 __all__ = [
     "Traffic",
+    "axis_of_group",
     "bytes_received",
     "bytes_sent",
     "collectives",
@@ -110,7 +111,7 @@ def _sent(node: Node, kind: str, axis: Axis) -> float:
     raise ValueError(f"no formula for {kind}")
 
 
-def _axis(name: str) -> Axis:
+def axis_of_group(name: str) -> Axis:
     """Of a collective in a group that no parameter names, as the model makes itself."""
     group = group_named(name)
     return Axis("other", group.size(), group.rank(), name)
@@ -122,7 +123,7 @@ def bytes_sent(node: Node, kind: str, axis: Axis | None = None) -> int:
     Args:
         axis: of its group; default: asked of the group itself.
     """
-    return round(_sent(node, kind, _axis(node.args[-1]) if axis is None else axis))
+    return round(_sent(node, kind, axis_of_group(node.args[-1]) if axis is None else axis))
 
 
 def bytes_received(node: Node, axis: Axis) -> int:
@@ -148,7 +149,7 @@ def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
     counts: dict[str, int] = {}
     for node, kind in collectives(gm):
         name = node.args[-1]  # the group comes last in each of them
-        axis = known[name] if name in known else _axis(name)
+        axis = known[name] if name in known else axis_of_group(name)
         counts[kind] = counts.get(kind, 0) + 1
         sent[axis.name] = sent.get(axis.name, 0.0) + _sent(node, kind, axis)
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)

@@ -22,9 +22,7 @@ __all__ = [
     "activation_bytes",
     "bucket_bytes",
     "bytes_by_axis",
-    "bytes_sent",
     "padded_rows",
-    "weight_bytes",
     "weight_bytes_by_axis",
 ]
 
@@ -109,25 +107,11 @@ def bytes_by_axis(
     return _by_axis(BYTES_SENT[strategy], rows, cols, shards, replicas, itemsize)
 
 
-def bytes_sent(strategy: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
-    """The same over all axes, of ``world`` ranks in all."""
-    shards = world // replicas
-    return sum(bytes_by_axis(strategy, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values())
-
-
 def weight_bytes_by_axis(
     collective: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
 ) -> dict[str, float]:
     """Bytes one rank sends over each axis for one unshard or one gradient reduction of a ``rows x cols`` parameter."""
     return _by_axis(WEIGHT_BYTES[collective], rows, cols, shards, replicas, itemsize)
-
-
-def weight_bytes(collective: str, rows: int, cols: int, *, world: int, replicas: int = 1, itemsize: int) -> float:
-    """The same over all axes, of ``world`` ranks in all."""
-    shards = world // replicas
-    return sum(
-        weight_bytes_by_axis(collective, rows, cols, shards=shards, replicas=replicas, itemsize=itemsize).values()
-    )
 
 
 @functools.cache

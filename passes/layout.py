@@ -370,10 +370,6 @@ class Layout:
         first, last = _part(stop - start, self.replicate.size, replica)  # as Shard(0) of a Shard(0) has it
         return start + first, start + last
 
-    def piece_rows(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the piece of ``rank`` of :attr:`everyone`, of a sharded parameter; may be empty."""
-        return self._rows(self.shape[0], rank)
-
     def owner_of(self, shape: tuple[int, ...]) -> str | None:
         """``"rank 0 of 4"``: the first whose piece has this shape, of a parameter whose whole has another."""
         if not (self.sharded or self.parted) or shape == self.whole:
@@ -393,21 +389,21 @@ class Layout:
         """Elements that ``rank`` of :attr:`everyone` holds."""
         if not self.sharded:
             return self.numel
-        start, stop = self.piece_rows(rank)
+        start, stop = self._rows(self.shape[0], rank)
         return (stop - start) * self.row_numel
 
     @property
     def local_rows(self) -> slice:
         """This rank's rows of a sharded parameter: its piece."""
-        return slice(*self.piece_rows(self.everyone.index))
+        return slice(*self._rows(self.shape[0], self.everyone.index))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's piece."""
         if not self.sharded:
             return self.shape
-        start, stop = self.piece_rows(self.everyone.index)
-        return (stop - start, *self.shape[1:])
+        rows = self.local_rows
+        return (rows.stop - rows.start, *self.shape[1:])
 
     @property
     def local_numel(self) -> int:

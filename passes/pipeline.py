@@ -21,7 +21,7 @@ from .errors import PassContractError
 from .request import BackwardRequest
 from .torch_private import trace_artifact
 
-__all__ = ["PASS_KEY", "GraphPass", "Half", "PassContext", "PassOptions", "readable", "run_passes", "tensor_value"]
+__all__ = ["LOWERED", "PASS_KEY", "GraphPass", "Half", "PassContext", "PassOptions", "run_passes", "tensor_value"]
 
 #: key of node.meta under which the runner notes the name of the pass that made a node
 PASS_KEY = "muon_zero_pass"
@@ -35,6 +35,10 @@ class Half(str, Enum):
     BACKWARD = "backward"
     INFERENCE = "inference"
     STEP = "step"
+
+
+#: graphs that are lowered: all but joint ones
+LOWERED = (Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +129,11 @@ def readable(gm: GraphModule) -> str:
 
 
 def _dump(gm: GraphModule, ctx: PassContext, stage: str) -> None:
-    def text() -> str:  # an eighth of all compile time, so only where someone reads it
-        return readable(gm)
-
-    trace_artifact(f"muon_zero.{ctx.title}.{stage}", text)
+    # Readable graphs are an eighth of all compile time, so they are made only where someone reads them.
+    trace_artifact(f"muon_zero.{ctx.title}.{stage}", lambda: readable(gm))
     if ctx.options.dump is not None:
         ctx.options.dump.mkdir(parents=True, exist_ok=True)
-        (ctx.options.dump / f"{ctx.title}.{stage}.py").write_text(text())
+        (ctx.options.dump / f"{ctx.title}.{stage}.py").write_text(readable(gm))
 
 
 def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -> GraphModule:

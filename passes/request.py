@@ -125,11 +125,6 @@ class BackwardRequest:
         return tuple(i for i, given in enumerate(self.carried) if given)
 
     @property
-    def extra_inputs(self) -> int:
-        """How many inputs stand behind the graph's own."""
-        return len(self.unreduced_inputs) + len(self.carried_inputs)
-
-    @property
     def extra_outputs(self) -> int:
         """How many outputs stand behind the graph's own."""
         return len(self.accumulated) + self.speculation_outputs

@@ -18,10 +18,9 @@ from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.ranks import Ranks
+from compile_muon.weights.named_tensors import named_state
 
 __all__ = ["Contents", "Fit", "HostCopies", "contents_of", "described", "empty_like", "fit"]
-
-_EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
 
 
 @dataclass
@@ -80,21 +79,13 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         found.groups[group["name"]] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    names: dict[int, str] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        # torch.compile(model) is the same model, by other names.
-        name = key.replace("_orig_mod.", "")
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
-            found.module_state[name] = value
-            continue
+    tensors, found.aliases, found.module_state = named_state(model)
+    for name, value in tensors.items():
         if id(value) not in live:
             raise CheckpointError(
                 f"{name}: is in model.state_dict(), and is neither a parameter nor a buffer: it could not be loaded in "
                 "place; give it to save() among the extra values"
             )
-        if names.setdefault(id(value), name) != name:
-            found.aliases[name] = names[id(value)]
-            continue
         found.tensors[f"model/{name}"] = value.detach()
         if id(value) in sharded:
             found.algorithms[name] = algorithm.get(id(value), "frozen")
@@ -106,7 +97,8 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                 found.tensors[f"optimizer/{name}/{slot}"] = state.detach()
         else:
             found.buffers.append(f"model/{name}")
-    if foreign := [name for key, name in sharded.items() if key not in names]:
+    held = {id(value) for value in tensors.values()}
+    if foreign := [name for key, name in sharded.items() if key not in held]:
         raise CheckpointError(
             f"model: does not hold {listed(foreign)}, which the optimizer trains; give the model that the optimizer "
             "was made with, outside of full_parameters()"

@@ -1,12 +1,10 @@
 """From a checkpoint to one Hugging Face-style folder of whole weights: no GPU, no model, no process group.
 
-Tensors go through a window over the file that is written, some at a time, so memory does not grow with the model.
+Tensors are read and written some at a time, so memory does not grow with the model.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.storage.boxes import TensorFacts, read_tensors
-from compile_muon.weights.files import FILE, header, nbytes, ordered
+from compile_muon.weights.files import FILE, TensorFile, batches, nbytes, ordered
 
 __all__ = ["export"]
 
@@ -43,39 +41,18 @@ def export(checkpoint: Path, out: Path) -> tuple[int, int]:
     weights |= {alias: f"model/{name}" for alias, name in manifest.aliases.items()}
     facts = {name: manifest.tensors[key] for name, key in weights.items()}
     facts = {name: facts[name] for name in ordered(facts)}
-    start, places, total = header(facts)
     out.mkdir(parents=True, exist_ok=True)
     unfinished = out / f"{FILE}.tmp"
-    unfinished.write_bytes(start)
-    os.truncate(unfinished, total)
-    window = torch.from_file(str(unfinished), shared=True, size=total, dtype=torch.uint8)
-    for batch in _batches(facts):
-        found = _read(checkpoint, {name: weights[name] for name in batch}, facts)
-        for name, tensor in found.items():
-            first, last = places[name]
-            window[first:last].copy_(tensor.reshape(-1).view(torch.uint8))
-    del window
-    with open(unfinished, "rb+") as file:
-        os.fsync(file.fileno())
+    file = TensorFile(unfinished, facts)
+    for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
+        for tensor in _read(checkpoint, {name: weights[name] for name in batch}, facts).values():
+            file.write(tensor.reshape(-1).view(torch.uint8))
+    file.close()
     unfinished.rename(out / FILE)
-    return len(facts), total
+    return len(facts), file.size
 
 
 def _read(checkpoint: Path, sources: dict[str, str], facts: dict[str, TensorFacts]) -> dict[str, Tensor]:
     staged = {key: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n, key in sources.items()}
     read_tensors(checkpoint / TENSORS, staged)
     return {name: staged[key] for name, key in sources.items()}
-
-
-def _batches(facts: dict[str, TensorFacts]) -> Iterator[list[str]]:
-    """Names in order, as many at a time as fit."""
-    batch: list[str] = []
-    size = 0
-    for name, fact in facts.items():
-        if batch and size + nbytes(fact) > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += nbytes(fact)
-    if batch:
-        yield batch

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from compile_muon.checkpoint.folder import STATE, TENSORS
-from compile_muon.checkpoint.values import write_bytes
 from compile_muon.errors import CheckpointError, DamagedError, listed
 from compile_muon.storage.boxes import TensorFacts
+from compile_muon.storage.disk import write_bytes
 
 __all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 

@@ -7,7 +7,6 @@ be a folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
@@ -26,16 +24,7 @@ __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 _NOT_SETTINGS = ("params", "param_names")
 
 
-@dataclass(frozen=True)
-class _Slot(Entry):
-    """One tensor of the state of a parameter, cut as the parameter is where it is a DTensor too."""
-
-    @property
-    def local(self) -> Tensor:
-        return local_tensor(self.tensor).detach()
-
-
-def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, _Slot]]:
+def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, Entry]]:
     """Parameter, slot, tensor; the same on every rank."""
     accounts = {id(account.param): account for account in optimizer._ledger.accounts}
     for group in optimizer.param_groups:
@@ -43,7 +32,7 @@ def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, _Slot]]:
             account = accounts[id(param)]
             for slot, value in optimizer.state[param].items():
                 cut = account if isinstance(value, DTensor) else None  # a step count is not
-                yield account.name, slot, _Slot(f"{account.name}/{slot}", value, cut)
+                yield account.name, slot, Entry(f"{account.name}/{slot}", value, cut)
 
 
 def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
@@ -112,7 +101,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
-def _checked(optimizer: MuonZero, slots: list[tuple[str, str, _Slot]], saved: Any) -> list[dict[str, Any]]:
+def _checked(optimizer: MuonZero, slots: list[tuple[str, str, Entry]], saved: Any) -> list[dict[str, Any]]:
     """The hyperparameters of each group of ``optimizer``, if ``saved`` fits it.
 
     Raises:

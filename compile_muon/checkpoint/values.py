@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError
+from compile_muon.storage.disk import write_bytes
 
-__all__ = ["Values", "write_bytes"]
+__all__ = ["Values"]
 
 _MARK = "!"
 _DICTS = (dict, OrderedDict, defaultdict)
 _SHOWN = 80  # characters of a value in an error
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new file and have it on the disk before this returns."""
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @dataclass

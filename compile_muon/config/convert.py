@@ -16,16 +16,15 @@ import torch
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
+from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
 from compile_muon.config.settings import ARGUMENTS, AdamWConfig, CompileConfig, Config, MuonConfig, NSConfig, ZeroConfig
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = ["convert", "run"]
 
 #: MuonZero's arguments that have another name, or another place, in a config.
-_IN_PARAMS = {"lr": "muon_lr", "adamw_lr": "adam_lr", "adamw_betas": "betas", "adamw_eps": "eps"}
+_IN_PARAMS = {argument: key for key, argument in PARAM_ALIASES.items()}
 _ORDER = ("lr", "muon_lr", "adam_lr", *(_IN_PARAMS.get(argument, argument) for argument in ARGUMENTS))
-_IN_ZERO = ("stage", "shard_state_over")
-_AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
 
 
 def convert(source: str | os.PathLike | Mapping[str, Any] | Config) -> dict[str, Any]:
@@ -93,8 +92,8 @@ def _written(config: Config) -> dict[str, Any]:
         raise config_error("NSConfig.eps", config.muon.ns.eps, "is no key of a config", "leave it out")
     if callable(config.muon_params):
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
-    top = {key: given.pop(key) for key in _AT_THE_TOP if key in given}
-    zero = {key: given.pop(key) for key in _IN_ZERO if key in given}
+    top = {key: given.pop(key) for key in AT_THE_TOP if key in given}
+    zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
     experts, bf16 = config.expert_parallel, {}
     if config.zero.param_dtype is torch.bfloat16:
         bf16 = {"enabled": True}

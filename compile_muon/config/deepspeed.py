@@ -31,7 +31,7 @@ import torch
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
-from compile_muon.config.sections import PARAM_ALIASES, Given, parameters, read_json, section
+from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
@@ -123,16 +123,17 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
             _remark_on_defaults(given)
     for key, value in section(given, "zero_optimization", top.get("zero_optimization", {})).items():
         given.put(key, value, f"zero_optimization.{key}")
-    for key in ("gradient_clipping", "gradient_accumulation_steps", "machine"):
+    for key in AT_THE_TOP:
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)
+    experts = _built(given, ExpertParallelConfig, "expert_parallel", top.get("expert_parallel", {}))
     config = given.best(
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
-        mesh=_read(given, top, "mesh", MeshConfig) if "mesh" in top else None,
-        expert_parallel=_read(given, top, "expert_parallel", ExpertParallelConfig) or ExpertParallelConfig(),
+        mesh=_built(given, MeshConfig, "mesh", top["mesh"]) if "mesh" in top else None,
+        expert_parallel=experts or ExpertParallelConfig(),
     )
     remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
@@ -261,13 +262,12 @@ def _read_compile(given: Given, value: object) -> CompileConfig:
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
 
 
-def _read(given: Given, top: Mapping[str, Any], key: str, kind: type[C]) -> C | None:
-    """The section ``key`` as a dataclass; None where it contradicts itself."""
-    return _built(given, kind, section(given, key, top.get(key, {})), key)
+def _built(given: Given, kind: type[C], path: str, value: object) -> C | None:
+    """The section at ``path`` as a dataclass; None where its values contradict each other or lack one."""
+    return _of_values(given, kind, section(given, path, value), path)
 
 
-def _built(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
-    """A dataclass of these values, which are found at ``path``; None where they contradict each other or lack one."""
+def _of_values(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
     good = kind.canonical(values, given.mistakes, lambda name: f"{path}.{name}")
     try:
         return kind(**good)
@@ -302,7 +302,7 @@ def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConf
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
                 _put_rates(given, rates, f"scheduler.params.{kind.rate_key}", algorithm)
-    return _built(given, kind, params, "scheduler.params")
+    return _of_values(given, kind, params, "scheduler.params")
 
 
 def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:

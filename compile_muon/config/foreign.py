@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["FOREIGN", "refusal"]
+__all__ = ["FOREIGN", "full_name", "refusal"]
 
 
 def _off(value: object) -> bool:
@@ -245,6 +245,11 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 }
 
 
+def full_name(section: str, key: str) -> str:
+    """The path of a key, as errors give it."""
+    return f"{section}.{key}" if section else key
+
+
 def refusal(section: str, key: str, value: object) -> ConfigError | None:
     """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
 
@@ -255,5 +260,5 @@ def refusal(section: str, key: str, value: object) -> ConfigError | None:
     request = _REFUSALS.get((section, key))
     if request is None or request.off(value):
         return None
-    path = f"{section}.{key}" if section else key
+    path = full_name(section, key)
     return config_error(path, value, request.problem, f"remove it: {request.advice}" if request.advice else "remove it")

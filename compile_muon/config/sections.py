@@ -9,27 +9,27 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from compile_muon.config.foreign import FOREIGN, refusal
+from compile_muon.config.foreign import FOREIGN, full_name, refusal
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, Arguments, CompileConfig, ExpertParallelConfig, MeshConfig
 from compile_muon.errors import config_error
 
-__all__ = ["PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
+__all__ = ["AT_THE_TOP", "PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
 
+#: MuonZero's arguments that are keys of no section
+AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
 _TOP = (
     "compile",
     "optimizer",
     "scheduler",
     "zero_optimization",
-    "gradient_clipping",
-    "gradient_accumulation_steps",
+    *AT_THE_TOP,
     "bf16",
     "bfloat16",
     "fp16",
     "communication_data_type",
     "mesh",
     "expert_parallel",
-    "machine",
 )
 #: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
 PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
@@ -78,7 +78,7 @@ def section(given: Given, path: str, value: object) -> Mapping[str, Any]:
     for key in value:
         if key in SECTIONS[path]:
             continue
-        name = _full(path, str(key))
+        name = full_name(path, str(key))
         if str(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
             given.hints.append(name)
         elif key not in FOREIGN.get(path, ()):
@@ -91,20 +91,16 @@ def section(given: Given, path: str, value: object) -> Mapping[str, Any]:
     return {key: entry for key, entry in value.items() if key in SECTIONS[path]}
 
 
-def _full(section: str, name: str) -> str:
-    return f"{section}.{name}" if section else name
-
-
 def _nearest_key(section: str, key: str) -> str:
     """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere."""
     names = {place: (*own, *FOREIGN.get(place, ())) for place, own in SECTIONS.items()}
     for place in SECTIONS:
         if place != section and key in names[place] and key != "enabled":
-            return f"did you mean {_full(place, key)}?"
+            return f"did you mean {full_name(place, key)}?"
     near = difflib.get_close_matches(key, names[section], n=1)
     if near:
-        return f"did you mean {_full(section, near[0])}?"
-    paths = {name: _full(place, name) for place in SECTIONS for name in names[place]}
+        return f"did you mean {full_name(section, near[0])}?"
+    paths = {name: full_name(place, name) for place in SECTIONS for name in names[place]}
     near = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
     if near:
         return f"did you mean {paths[near[0]]}?"

@@ -30,9 +30,9 @@ from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
 from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
-from compile_muon.integrations.automatic import refused_axes
-from compile_muon.model.readers import accounts_of
+from compile_muon.integrations.common import is_sharded, refused_axes
 from compile_muon.optimizer import MuonZero
+from compile_muon.storage.disk import write_bytes
 from compile_muon.storage.ranks import Ranks
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
@@ -131,10 +131,6 @@ def _no_sync(optimizer: MuonZero) -> Callable[[], contextlib.AbstractContextMana
 # ------------------------------------------------------------------------------------------- what cannot be honoured
 
 
-def _sharded(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
-
-
 def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]:
     """Each MuonZero with its model.
 
@@ -144,7 +140,7 @@ def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]
         ConfigError: one of a pair is missing.
     """
     remedy = "give prepare() both that compile_muon.initialize(model, config) returned"
-    modules = [thing for thing in objects if _sharded(thing)]
+    modules = [thing for thing in objects if is_sharded(thing)]
     errors, pairs = [], []
     for optimizer in (thing for thing in objects if isinstance(thing, MuonZero)):
         trained = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -287,7 +283,7 @@ class _Sharded:
         Raises:
             ConfigError: of a sharded one.
         """
-        if any(_sharded(model) for model in joinables):
+        if any(is_sharded(model) for model in joinables):
             raise config_error(
                 "accelerator.join_uneven_inputs", "a sharded model", "a rank without a batch gathers nothing for any",
                 "leave it out: prepared loaders give every rank as many batches (even_batches)",
@@ -298,7 +294,7 @@ class _Sharded:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Whole weights on rank 0, nothing elsewhere; collective."""
-        if _sharded(model):
+        if is_sharded(model):
             return full_state_dict(self._accelerator.unwrap_model(model, keep_torch_compile=False))
         return self._plain["get_state_dict"](model, unwrap)
 
@@ -311,7 +307,7 @@ class _Sharded:
     ) -> None:
         """Whole weights by all ranks together, streamed; gathered on rank 0 where ``save_pretrained`` writes others."""
         bare = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-        if _sharded(model) and safe_serialization and not has_adapters(bare):
+        if is_sharded(model) and safe_serialization and not has_adapters(bare):
             save_pretrained(bare, save_directory, max_shard_size=max_shard_size)
         else:
             self._plain["save_model"](model, save_directory, max_shard_size, safe_serialization)
@@ -409,10 +405,7 @@ def _write_record(folder: Path, step: int, record: dict[str, Any]) -> None:
     """Say which files belong to the checkpoint of ``step`` that comes next: a state saved over another has both."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f"accelerate-{step}.json.tmp"
-    with open(beside, "w") as file:
-        json.dump(record, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(beside, json.dumps(record, indent=2).encode(), replace=True)
     os.replace(beside, _record(folder, step))
 
 

@@ -22,11 +22,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
@@ -42,22 +37,19 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
+from compile_muon.config.checked import Mistakes
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
-from compile_muon.integrations.automatic import filled, refused_axes
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.model.readers import accounts_of
+from compile_muon.integrations.common import Source, filled, is_sharded, refused_axes
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
@@ -92,8 +84,10 @@ _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
 }
 
 
-class MuonZeroStrategy(ParallelStrategy):
+class MuonZeroStrategy(DDPStrategy):
     """A Lightning strategy over a sharded LightningModule and :class:`compile_muon.MuonZero`.
+
+    Processes, and what they tell each other, are those of Lightning's own ``DDPStrategy``; nothing is wrapped in DDP.
 
     Args:
         config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the Trainer says. The optimizer made
@@ -114,7 +108,7 @@ class MuonZeroStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        config: str | os.PathLike | Mapping[str, Any] | Config | None = None,
+        config: Source | None = None,
         *,
         init: Callable[[nn.Module], Any] | None = None,
         process_group_backend: str | None = None,
@@ -125,12 +119,12 @@ class MuonZeroStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin,
+            process_group_backend=process_group_backend, timeout=timeout,
+        )  # fmt: skip
         self.config = config
-        self.num_nodes = 1
         self._init = init
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
         self._resolved: Config | None = None
         self._muon: MuonZero | None = None
         self._settings: list[dict[str, Any]] = []
@@ -151,75 +145,19 @@ class MuonZeroStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ processes
 
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether data is dealt to ranks, and logs reduced."""
-        return True
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """As given, and what was chosen once the process group is there."""
-        return self._process_group_backend
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Every rank its own share of the data."""
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     def setup_environment(self) -> None:
         """Refuse what cannot be honoured, then connect the ranks."""
         assert self.lightning_module is not None and self.cluster_environment is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._resolved = self._read_and_refuse(self.lightning_module.trainer)
         super().setup_environment()
+
+    def setup_distributed(self) -> None:
+        """One process alone has no process group."""
         reset_seed()
         self.set_world_ranks()
         if self.world_size > 1:
-            backend = self._process_group_backend or _get_default_process_group_backend_for_device(self.root_device)
-            self._process_group_backend = backend
-            device = self.root_device if self.root_device.type != "cpu" else None
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device)
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment, and Lightning's messages, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            index = self.root_device.index
-            dist.barrier(device_ids=[index] if dist.get_backend() == "nccl" and index is not None else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src``, on every rank."""
-        if not dist.is_initialized():
-            return obj
-        several = [obj]
-        dist.broadcast_object_list(several, src)
-        return several[0]
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The mean (or what ``reduce_op`` says) over all ranks of a tensor; anything else as it is."""
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+            super().setup_distributed()
 
     def teardown(self) -> None:
         """The module stays sharded, and where it is: one can fit again, evaluate and save."""
@@ -237,14 +175,11 @@ class MuonZeroStrategy(ParallelStrategy):
         Raises:
             ConfigError: about all settings of config, Trainer and module that would train something else than they say.
         """
-        errors = list(self._refusals(trainer))
-        config: Config | None = None
-        try:
+        mistakes, config = Mistakes(), None
+        mistakes.found += self._refusals(trainer)
+        with mistakes.collected():
             config = self._read(trainer)
-        except ConfigError as error:
-            errors += error.errors
-        if errors:
-            raise join_errors(errors)
+        mistakes.raise_all()
         return config
 
     def _read(self, trainer: pl.Trainer) -> Config | None:
@@ -261,23 +196,12 @@ class MuonZeroStrategy(ParallelStrategy):
         errors = refused_axes(config.mesh)
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
         if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
-            errors.append(
-                config_error(
-                    "gradient_accumulation_steps",
-                    steps,
-                    f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})",
-                    'leave it out of the config, or write "auto"',
-                )  # fmt: skip
-            )
+            problem = f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+            remedy = 'leave it out of the config, or write "auto"'
+            errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
         if limit is not None and trainer.gradient_clip_val not in (None, limit):
-            errors.append(
-                config_error(
-                    "gradient_clipping",
-                    limit,
-                    f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})",
-                    "give one of them",
-                )  # fmt: skip
-            )
+            problem = f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})"
+            errors.append(config_error("gradient_clipping", limit, problem, "give one of them"))
         if errors:
             raise join_errors(errors)
         # Lightning says which micro-batch is not the last: block_backward_sync.
@@ -326,11 +250,6 @@ class MuonZeroStrategy(ParallelStrategy):
         place = torch.device("meta") if empty_init else nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
-
-    def model_to_device(self) -> None:
-        """To this rank's device."""
-        assert self.model is not None
-        self.model.to(self.root_device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module and make its optimizer, to fit; to evaluate alone, every rank has it whole."""
@@ -410,19 +329,10 @@ class MuonZeroStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         """BatchNorm's statistics are rank 0's, as they are in a checkpoint."""
-        self._take_buffers()
-
-    def on_test_start(self) -> None:
-        """See :meth:`on_validation_start`."""
-        self._take_buffers()
-
-    def on_predict_start(self) -> None:
-        """See :meth:`on_validation_start`."""
-        self._take_buffers()
-
-    def _take_buffers(self) -> None:
         assert self.lightning_module is not None
         take_those_of_rank_0(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -533,11 +443,6 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 # ---------------------------------------------------------------------------------------- of a module
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether a MuonZero has it, or a part of it."""
-    return any(accounts_of(inner) for inner in module.modules())
 
 
 def _ranks() -> Ranks:

@@ -11,7 +11,6 @@ only there it is sharded, and gets its values shard by shard, so that no rank ev
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
@@ -29,14 +28,13 @@ from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
 from compile_muon.config import Config, load_config
+from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
-from compile_muon.integrations.automatic import filled
+from compile_muon.integrations.common import Source, filled
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
-
-Source = str | os.PathLike | Mapping[str, Any] | Config
 
 _PENDING = "_pending_optimizer"
 
@@ -50,15 +48,14 @@ def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
     """
-    errors = _problems(config.training, config.parallelism, config.compile, config.activation_checkpoint)
-    errors += _problems_of_trainer(config)
-    try:
+    mistakes = Mistakes()
+    mistakes.found += _problems(config.training, config.parallelism, config.compile, config.activation_checkpoint)
+    mistakes.found += _problems_of_trainer(config)
+    with mistakes.collected():
         _read(muon_config, config.training, None)
-    except ConfigError as error:
-        errors += error.errors
-    if errors or config.model_spec is None:
-        nothing = config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
-        raise join_errors(errors or [nothing])
+    mistakes.raise_all()
+    if config.model_spec is None:
+        raise config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
     spec = replace(config.model_spec, parallelize_fn=parallelize)
     return replace(config, model_spec=spec, optimizer=MuonOptimizers.Config(muon_config=muon_config))
 

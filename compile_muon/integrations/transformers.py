@@ -27,11 +27,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import Config, load_config
+from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
-from compile_muon.integrations.automatic import filled, refused_axes, says
 from compile_muon.integrations.buffers import take_those_of_rank_0
+from compile_muon.integrations.common import Source, filled, refused_axes, says
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
@@ -54,7 +55,7 @@ _AUTO = {
 }
 
 
-def _read(source: str | os.PathLike | Mapping[str, Any] | Config, args: TrainingArguments, steps: int = 1) -> Config:
+def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
     """The configuration, with ``"auto"`` filled in and micro-batches counted as the arguments say.
 
     Args:
@@ -176,22 +177,15 @@ class MuonTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(
-        self,
-        *args: Any,
-        muon_config: str | os.PathLike | Mapping[str, Any] | Config,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, muon_config: Source, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._muon_source = muon_config
-        errors = _refuse(self.args, self.accelerator, kwargs)
-        try:
+        mistakes = Mistakes()
+        mistakes.found += _refuse(self.args, self.accelerator, kwargs)
+        with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
-            errors += _contradictions(self.args, self.muon_config) + refused_axes(self.muon_config.mesh)
-        except ConfigError as error:
-            errors += error.errors
-        if errors:
-            raise join_errors(errors)
+            mistakes.found += _contradictions(self.args, self.muon_config) + refused_axes(self.muon_config.mesh)
+        mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(

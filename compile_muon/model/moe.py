@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,7 +54,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-from compile_muon.errors import ConfigError, config_error, join_errors, listed
+from compile_muon.config.checked import Mistakes
+from compile_muon.errors import ConfigError, config_error, listed
 
 __all__ = ["ExpertDispatch", "ExpertModule", "ExpertPlan", "plan_experts"]
 
@@ -184,23 +185,22 @@ def plan_experts(model: nn.Module, size: int, *, capacity_factor: float | None =
     Raises:
         ConfigError: everything that cannot be done, by module and parameter.
     """
-    errors = _wrong_settings(size, capacity_factor)
-    if errors:
-        raise join_errors(errors)
+    mistakes = Mistakes()
+    mistakes.found += _wrong_settings(size, capacity_factor)
+    mistakes.raise_all()
     found = [(path, module) for path, module in model.named_modules() if _interface(module) is not None]
     if not found:
         raise config_error(_FIELD, size, f"the model has {_what_there_is(model)}", _NEEDED)
     holders = _holders(model)
     modules = []
     for path, module in found:
-        wrong = _wrong_module(path, module) or _wrong_stacks(path, module, size, holders)
-        errors += wrong
+        wrong = _wrong_module(path, module) or [*_wrong_stacks(path, module, size, holders)]
+        mistakes.found += wrong
         if not wrong:
             stacks = _stack_names(module)
             whole = tuple(name for name, _ in module.named_parameters() if name not in stacks)
             modules.append(ExpertModule(path, getattr(module, stacks[0]).shape[0], stacks, whole))
-    if errors:
-        raise join_errors(errors)
+    mistakes.raise_all()
     return ExpertPlan(size, capacity_factor, tuple(modules), model)
 
 
@@ -270,23 +270,19 @@ def _wrong_module(path: str, module: Any) -> list[ConfigError]:
     if hasattr(module, _RECORD):
         return [config_error(path, kind, "has its experts shared already", f"apply {_FIELD} once, to a new model")]
     if module._is_expert_parallel or "forward" in vars(module):
-        return [
-            config_error(
-                path, kind, "has a forward that something else put there (Transformers' own expert or tensor "
-                "parallelism, hooks of Accelerate)", f"load the model without it (no ep_size, tp_plan or device_map), "
-                f"or leave {_FIELD} out",
-            )
-        ]  # fmt: skip
+        problem = (
+            "has a forward that something else put there (Transformers' own expert or tensor parallelism, hooks of "
+        )
+        problem += "Accelerate)"
+        remedy = f"load the model without it (no ep_size, tp_plan or device_map), or leave {_FIELD} out"
+        return [config_error(path, kind, problem, remedy)]
     if _interface(module) is not ALL_EXPERTS_FUNCTIONS:
         return [config_error(path, kind, "holds quantized experts", "load the model without quantization")]
     missing = [name for name in _stack_names(module) if module._parameters.get(name) is None]
     if missing:
-        return [
-            config_error(
-                path, kind, f"has no parameter {listed(missing)} of its own (a parametrization, an adapter, pruning?)",
-                "share the experts of the model itself, before anything is put around its parameters",
-            )
-        ]  # fmt: skip
+        problem = f"has no parameter {listed(missing)} of its own (a parametrization, an adapter, pruning?)"
+        remedy = "share the experts of the model itself, before anything is put around its parameters"
+        return [config_error(path, kind, problem, remedy)]
     return []
 
 
@@ -298,60 +294,36 @@ def _stack_names(module: Any) -> tuple[str, ...]:
 
 def _wrong_stacks(
     path: str, module: Any, size: int, holders: dict[nn.Parameter, list[tuple[str, nn.Module]]]
-) -> list[ConfigError]:
+) -> Iterator[ConfigError]:
     names = _stack_names(module)
     experts = getattr(module, "num_experts", None) or module._parameters[names[0]].shape[0]
-    errors = []
     if experts % size:
-        fitting = [str(n) for n in range(1, experts + 1) if experts % n == 0]
-        errors.append(
-            config_error(
-                f"{_FIELD}.size", size, f'{path}: {experts} experts cannot be divided among {size} ranks on the axis '
-                f'"{AXIS}"', f"use one of {', '.join(fitting)}",
-            )
-        )  # fmt: skip
+        fitting = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        problem = f'{path}: {experts} experts cannot be divided among {size} ranks on the axis "{AXIS}"'
+        yield config_error(f"{_FIELD}.size", size, problem, f"use one of {fitting}")
     for name in names:
         param = module._parameters[name]
-        full = _joined(path, name)
+        full, shape = _joined(path, name), list(param.shape)
         if isinstance(param, DTensor):
             axes = ", ".join(map(str, param.device_mesh.mesh_dim_names or ("an axis without a name",)))
-            errors.append(
-                config_error(
-                    full, f"{list(param.placements)} on {axes}",
-                    f'is placed on other ranks already and cannot be Shard(0) on the axis "{AXIS}" too',
-                    "leave the experts out of the other plan (tensor, sequence or data parallel)",
-                )
-            )  # fmt: skip
+            problem = f'is placed on other ranks already and cannot be Shard(0) on the axis "{AXIS}" too'
+            remedy = "leave the experts out of the other plan (tensor, sequence or data parallel)"
+            yield config_error(full, f"{list(param.placements)} on {axes}", problem, remedy)
             continue
         if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
-            errors.append(config_error(full, param.dtype, "is quantized", "load the model without quantization"))
+            yield config_error(full, param.dtype, "is quantized", "load the model without quantization")
         elif param.shape[0] != experts:
-            errors.append(
-                config_error(
-                    full, list(param.shape), f"is no stack of {experts} experts", "share the experts of a whole model"
-                )
-            )  # fmt: skip
+            yield config_error(full, shape, f"is no stack of {experts} experts", "share the experts of a whole model")
         others = [other for other, holder in holders[param] if _interface(holder) is None]
         if others:
-            errors.append(
-                config_error(
-                    full, list(param.shape), f'is tied to {listed(others)}, which is not on the axis "{AXIS}"',
-                    "untie it",
-                )
-            )  # fmt: skip
-    extra = [
-        name for name, param in module._parameters.items()
-        if param is not None and name not in names and param.ndim and param.shape[0] == experts
-    ]  # fmt: skip
-    if extra:
-        errors.append(
-            config_error(
-                _joined(path, extra[0]), list(module._parameters[extra[0]].shape),
-                "looks like a stack of experts, and Transformers' experts interface does not read it",
-                f"take a released model of Transformers, or leave {_FIELD} out",
-            )
-        )  # fmt: skip
-    return errors
+            problem = f'is tied to {listed(others)}, which is not on the axis "{AXIS}"'
+            yield config_error(full, shape, problem, "untie it")
+    for name, param in module._parameters.items():
+        if param is not None and name not in names and param.ndim and param.shape[0] == experts:
+            problem = "looks like a stack of experts, and Transformers' experts interface does not read it"
+            remedy = f"take a released model of Transformers, or leave {_FIELD} out"
+            yield config_error(_joined(path, name), list(param.shape), problem, remedy)
+            break
 
 
 def _check_mesh(mesh: DeviceMesh, size: int) -> None:
@@ -408,8 +380,7 @@ def _dropless(module: Any, dispatch: ExpertDispatch, hidden: Tensor, index: Tens
     chosen = index.reshape(-1)
     chosen_sorted, order = torch.sort(chosen)  # as Transformers does: one rank alone has its numbers bit for bit
     rows = hidden[order // slots]
-    counts = torch.zeros(dispatch.experts, dtype=torch.long, device=chosen.device)
-    counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    counts = _counts(chosen, dispatch.experts)
     if dispatch.size == 1:
         out = _grouped(module, dispatch, rows, chosen_sorted, counts)
     else:
@@ -485,6 +456,12 @@ def _summed(out: Tensor, weights: Tensor, hidden: Tensor) -> Tensor:
     return out.sum(dim=1).to(hidden.dtype)
 
 
+def _counts(chosen: Tensor, experts: int) -> Tensor:
+    """How many pairs each expert gets; unlike ``torch.bincount`` of a size that is known when it is traced."""
+    counts = torch.zeros(experts, dtype=torch.long, device=chosen.device)
+    return counts.scatter_add(0, chosen, torch.ones_like(chosen))
+
+
 def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
 
@@ -531,8 +508,7 @@ def _places(chosen: Tensor, weights: Tensor, experts: int, capacity: int) -> Ten
     order = torch.argsort(weights, descending=True, stable=True)
     order = order[torch.argsort(chosen[order], stable=True)]
     sorted_experts = chosen[order]
-    counts = torch.zeros(experts, dtype=torch.long, device=chosen.device)
-    counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    counts = _counts(chosen, experts)
     first = counts.cumsum(0) - counts
     position = torch.arange(chosen.shape[0], device=chosen.device) - first[sorted_experts]
     place = torch.where(position < capacity, sorted_experts * capacity + position, experts * capacity)

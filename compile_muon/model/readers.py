@@ -146,12 +146,9 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
     """
     if not isinstance(value, DTensor):
         return account.spec.layout.owner_of(tuple(value.shape))
-    owner_place = place_of_another(value, gathered=not _same_mesh(account.param, value))
+    ours = isinstance(account.param, DTensor) and account.param.device_mesh == value.device_mesh
+    owner_place = place_of_another(value, gathered=not ours)
     return None if owner_place is None else f"rank {owner_place}"
-
-
-def _same_mesh(param: Tensor, value: DTensor) -> bool:
-    return isinstance(param, DTensor) and param.device_mesh == value.device_mesh
 
 
 def place_of_another(value: DTensor, *, gathered: bool = False) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_muon.errors import UnsupportedModelError
@@ -60,9 +61,10 @@ def check_modules(model: nn.Module) -> None:
                 f"{where}: is already data-parallel ({kind}); pass the module before wrapping, compile_muon shards it"
             )
         if isinstance(module, nn.RNNBase):
+            cell = {"LSTM": "nn.LSTMCell", "GRU": "nn.GRUCell"}.get(module.mode, "nn.RNNCell")
             raise UnsupportedModelError(
                 f"{where}: {type(module).__name__} keeps its own references to its weights (_flat_weights), so they "
-                f"cannot be sharded; build the recurrence from {_cell_name(module)}, or train it outside compile_muon"
+                f"cannot be sharded; build the recurrence from {cell}, or train it outside compile_muon"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             _check_embedding(f"{name + '.' if name else ''}weight", module)
@@ -78,18 +80,11 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
         )
 
 
-def _cell_name(module: nn.RNNBase) -> str:
-    return {"LSTM": "nn.LSTMCell", "GRU": "nn.GRUCell"}.get(module.mode, "nn.RNNCell")
-
-
 def wrapper_types() -> tuple[type, ...]:
     """Modules that are data-parallel by themselves: DataParallel, DDP, FSDP and FSDP2."""
-    kinds: list[type] = [nn.DataParallel]
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-        kinds += [nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule]
-    return tuple(kinds)
+    return nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule
 
 
 def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bool) -> None:
@@ -120,10 +115,6 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bo
 
 
 def _is_dtensor(param: nn.Parameter) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
     return isinstance(param, DTensor) or isinstance(param.data, DTensor)
 
 

@@ -25,7 +25,7 @@ from compile_muon.config import Config, FrameOptions
 from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes.collectives import collectives
+from compile_muon.passes.collectives import axis_of_group, collectives
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
@@ -40,12 +40,12 @@ from compile_muon.runtime.replicas import gathers
 
 __all__ = [
     "Captured",
-    "Job",
     "Sharded",
     "capture_step",
     "captured",
     "fresh_compiler",
     "run_micro_batches",
+    "shard",
     "simulated_job",
 ]
 
@@ -121,8 +121,8 @@ def capture_step(
     """
     config = Config() if config is None else config
     recorder, options = Recorder(), FrameOptions() if options is None else options
-    with simulated_job(world, rank) as job, fresh_compiler():
-        sharded = job.sharded(model_factory(), config, axes=axes, backend=backend, init=init)
+    with simulated_job(world, rank), fresh_compiler():
+        sharded = shard(model_factory(), config, axes=axes, backend=backend, init=init)
         run_micro_batches(sharded, batch, options, recorder)
         accounts = sharded.accounts
         trained = [account for account in accounts if account.param.grad is not None]
@@ -156,38 +156,27 @@ class Sharded:
         return self.optimizer._ledger.costs
 
 
-@dataclass(frozen=True)
-class Job:
-    """Ranks that are not there, in place of this process' default group.
-
-    Args:
-        world: how many.
-    """
-
-    world: int
-
-    def sharded(
-        self,
-        model: nn.Module,
-        config: Config,
-        *,
-        axes: Mapping[str, int] | None,
-        backend: str | None,
-        init: Callable[..., Any] | None = None,
-    ) -> Sharded:
-        """``model``, sharded in place; arguments as of :func:`capture_step`."""
-        device = next(model.parameters()).device.type
-        device = "cpu" if device == "meta" else device
-        shape = {"shard": self.world} if axes is None else axes
-        given = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        mesh = Mesh.of(given)
-        if mesh is not None:
-            mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
-        return Sharded(model, MuonZero.from_config(model, config, mesh=mesh or given, init=init), mesh)
+def shard(
+    model: nn.Module,
+    config: Config,
+    *,
+    axes: Mapping[str, int] | None,
+    backend: str | None,
+    init: Callable[..., Any] | None = None,
+) -> Sharded:
+    """``model``, sharded in place over the ranks of a :func:`simulated_job`; arguments as of :func:`capture_step`."""
+    device = next(model.parameters()).device.type
+    device = "cpu" if device == "meta" else device
+    shape = {"shard": dist.get_world_size()} if axes is None else axes
+    given = init_device_mesh(device, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    mesh = Mesh.of(given)
+    if mesh is not None:
+        mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
+    return Sharded(model, MuonZero.from_config(model, config, mesh=mesh or given, init=init), mesh)
 
 
 @contextmanager
-def simulated_job(world: int, rank: int) -> Iterator[Job]:
+def simulated_job(world: int, rank: int) -> Iterator[None]:
     """Inside this block this process is ``rank`` of ``world`` ranks, of which the others do not exist.
 
     Raises:
@@ -196,7 +185,7 @@ def simulated_job(world: int, rank: int) -> Iterator[Job]:
     if dist.is_initialized():
         raise MuonZeroError("a plan simulates a process group, and this process has one; make it ahead of that")
     with fake_group(rank, world):
-        yield Job(world)
+        yield
 
 
 @contextmanager
@@ -278,7 +267,5 @@ def _groups(accounts: Sequence[Account], graphs: Sequence[Played]) -> dict[Axis,
     axes = {served.group: served for axis in own for served in map(axis.serving, Category)}
     for played in graphs:
         for node, _ in collectives(played.gm):
-            name = node.args[-1]
-            group = group_named(name)
-            axes.setdefault(name, Axis("other", group.size(), group.rank(), name))
+            axes.setdefault(node.args[-1], axis_of_group(node.args[-1]))
     return {axis: tuple(dist.get_process_group_ranks(group_named(name))) for name, axis in axes.items()}

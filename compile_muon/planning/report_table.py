@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -63,9 +63,6 @@ def report(plan: Plan) -> RenderableType:
             table.add_column(title, justify="left" if title in WORDS else "right")
         for place, cells in enumerate(rows(world)):
             table.add_row(*cells, style="bold" if place == world.choice else "")
-        parts += [table, Text(f"→ {world.why}"), *_warnings(world), Text("")]
+        warnings = [Text(f"  {warning}", style="yellow") for warning in world.candidates[world.shown].warnings]
+        parts += [table, Text(f"→ {world.why}"), *warnings, Text("")]
     return Group(*parts, Text(LEGEND, style="dim"))
-
-
-def _warnings(world: World) -> Sequence[Text]:
-    return [Text(f"  {warning}", style="yellow") for warning in world.candidates[world.shown].warnings]

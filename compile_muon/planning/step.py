@@ -45,7 +45,10 @@ def step_graphs(
             if account.param.grad is None:
                 account.add_gradient(torch.zeros_like(account.local))
         muon = [account for account in trained if account.spec.muon is not None]
-        directions = {account.name: _direction(account) for account in muon}
+        directions = {
+            account.name: torch.zeros_like(account.local, dtype=decode_dtype(account.spec.muon_settings.dtype))
+            for account in muon
+        }
         survey, surveyed = _survey(optimizer, {name: directions[name] for name in ready})
         found = [surveyed]
         late = [account for account in muon if account.name not in ready]
@@ -55,10 +58,9 @@ def step_graphs(
             found += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
             found.append(_check(survey, {account.name: directions[account.name] for account in late}))
         for account in trained:
-            if (
-                "step" in optimizer.state[account.param]
-            ):  # of AdamW, which reads it: fake tensors know what they are made of
-                optimizer.state[account.param]["step"] = torch.tensor(0.0)
+            state = optimizer.state[account.param]
+            if "step" in state:  # of AdamW, which reads it: fake tensors know what they are made of
+                state["step"] = torch.tensor(0.0)
         with EagerGraph() as graph:
             optimizer._commit({account.name: directions[account.name] for account in muon})
         found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))
@@ -67,10 +69,6 @@ def step_graphs(
 
 def _played(gm: GraphModule, name: str, *, counted: bool = True) -> Played:
     return Played(gm, Half.STEP, name, eager=True, counted=counted)
-
-
-def _direction(account: Account) -> Tensor:
-    return torch.zeros_like(account.local, dtype=decode_dtype(account.spec.muon_settings.dtype))
 
 
 def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:

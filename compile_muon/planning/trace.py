@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
@@ -32,6 +32,7 @@ from compile_muon.planning.capture import (
     captured,
     fresh_compiler,
     run_micro_batches,
+    shard,
     simulated_job,
 )
 from compile_muon.planning.recorder import Recorder, Visit
@@ -77,13 +78,13 @@ class Trace:
 
     def captured(self, target: Target, *, rank: int = 0) -> Captured:
         """The step of one rank."""
-        if self._traced_anew(target.config):
+        if target.config.zero.stage == 3 and not self.options.reshard_after_forward:  # partitioned otherwise
             return capture_step(
                 self.model_factory, self.batch, world=target.world, rank=rank, config=target.config,
                 options=self.options, axes=target.axes, backend=target.backend,
             )  # fmt: skip
-        with simulated_job(target.world, rank) as job:
-            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+        with simulated_job(target.world, rank):
+            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
@@ -103,8 +104,8 @@ class Trace:
 
     def bucket_work(self, target: Target) -> list[list[float]]:
         """The same of each exchange: of each rank, in the order of the ranks."""
-        with simulated_job(target.world, 0) as job:
-            sharded = job.sharded(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+        with simulated_job(target.world, 0):
+            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
             made: dict[str, None] = {}
             found = []
@@ -132,10 +133,6 @@ class Trace:
             found.append(work)
         return found
 
-    def _traced_anew(self, config: Config) -> bool:
-        """Whether the partition of the graphs would be another than what was traced."""
-        return config.zero.stage == 3 and not self.options.reshard_after_forward
-
 
 def trace_step(
     model_factory: Callable[[], nn.Module],
@@ -151,16 +148,11 @@ def trace_step(
     options = FrameOptions() if options is None else options
     config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard"), mesh=None)
     recorder = Recorder()
-    with simulated_job(2, 0) as job, fresh_compiler():
-        sharded = job.sharded(model_factory(), config, axes={"shard": 2}, backend=None)
+    with simulated_job(2, 0), fresh_compiler():
+        sharded = shard(model_factory(), config, axes={"shard": 2}, backend=None)
         run_micro_batches(sharded, batch, options, recorder)
         trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
     return Trace(model_factory, batch, options, tuple(recorder.visits), trained)
-
-
-def _states(visit: Visit, gm: GraphModule, named: Mapping[str, Account]) -> dict[Node, Account]:
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return {inputs[i]: named[name] for i, name in visit.states.items()}
 
 
 def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
@@ -200,7 +192,8 @@ def _lowered(
 ) -> Played:
     """The graph of ``visit`` for the shards and specs of these accounts."""
     gm = copy.deepcopy(visit.source)
-    states = _states(visit, gm, named)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    states = {inputs[i]: named[name] for i, name in visit.states.items()}
     for state, account in states.items():
         _reshape(state, account.momentum)
     for read in Unshard.all(gm):

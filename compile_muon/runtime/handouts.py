@@ -164,7 +164,7 @@ class Handouts:
                 continue
             if thoroughly or not watch.compared or watch.alias._version != watch.version:
                 watch.compared, watch.version = True, watch.alias._version
-                self._note(watch.name, watch.redirected() or watch.differs())
+                _note(self._edited, watch.name, watch.redirected() or watch.differs())
         if written := _taken(self._written, names):
             raise written_in_forward(written)
         if edited := _taken(self._edited, names):
@@ -173,14 +173,11 @@ class Handouts:
                     del self._watches[number]
             raise _edited_copy(edited)
 
-    def _note(self, name: str, edited: Tensor | bool) -> None:
-        _note(self._edited, name, edited)
-
     def _sweep(self) -> None:
         """Let go of memory whose copy has died since, and that nothing else holds any more."""
         for number, watch in list(self._watches.items()):
             if watch.copy() is None:
-                self._note(watch.name, watch.differs())
+                _note(self._edited, watch.name, watch.differs())
                 if storage_holders(watch.alias) < watch.holders:
                     self._watches.pop(number, None)
 
@@ -192,7 +189,7 @@ class Handouts:
         holders = storage_holders(watch.alias)
         if holders <= watch.holders:
             # Fewer, where the copy holds other memory now: `m.weight.data = x`.
-            self._note(watch.name, holders < watch.holders or watch.differs())
+            _note(self._edited, watch.name, holders < watch.holders or watch.differs())
             del self._watches[number]
 
     def _close_forward(self, watch: _Watch) -> None:

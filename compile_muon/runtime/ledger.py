@@ -107,7 +107,7 @@ class Ledger:
             evaluates: whether it keeps nothing for a backward. While one is owed it is training all the same:
                 activation checkpointing of old runs blocks without gradients first.
         """
-        return EVALUATION if evaluates and not any(account.visits.owed for account in self.accounts) else TRAINING
+        return EVALUATION if evaluates and not self.balance() else TRAINING
 
     # ------------------------------------------------------------------ backward
 

@@ -33,12 +33,6 @@ _MAX_COMPILED = 8
 _MAX_KEPT = 64
 
 
-@dataclass
-class _Compiled:
-    run: Callable[[list[Any]], Any]
-    traffic: Traffic
-
-
 def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
     """Placeholders (gradients, momenta, the shared hyper tensor), one marker each, directions as outputs."""
     graph = Graph()
@@ -69,7 +63,7 @@ class StepGraphs:
     """
 
     lowering: Lowering | None = None
-    _compiled: dict[tuple[object, ...], _Compiled] = field(default_factory=dict)
+    _compiled: dict[tuple[object, ...], tuple[Callable[[list[Any]], Any], Traffic]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -89,19 +83,21 @@ class StepGraphs:
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.popitem()
             self._compiled[key] = self._compile(accounts, options)
-        compiled = self._compiled[key]
+        run, traffic = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        results = compiled.run([*grads, *(account.momentum for account in accounts), accounts[0].hyper])
-        return list(results), compiled.traffic
+        results = run([*grads, *(account.momentum for account in accounts), accounts[0].hyper])
+        return list(results), traffic
 
-    def _compile(self, accounts: Sequence[Account], options: FrameOptions) -> _Compiled:
+    def _compile(
+        self, accounts: Sequence[Account], options: FrameOptions
+    ) -> tuple[Callable[[list[Any]], Any], Traffic]:
         fake = FakeTensorMode()
         with fresh_context(fake):
             gm, inputs = _build(accounts, fake)
             ctx = PassContext(Half.STEP, f"step{len(self._compiled)}", options, accounts[0].ledger.costs)
             lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
-            return _Compiled(*lowering(gm, inputs, ctx))
+            return lowering(gm, inputs, ctx)
 
 
 def _inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

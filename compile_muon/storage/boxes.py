@@ -8,7 +8,8 @@ this storage. One file per rank, written and flushed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,20 @@ class _Writer(HuggingFaceStorageWriter):
         return future
 
 
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    """One line for each rank, instead of their tracebacks; a BaseException would pass by who catches errors."""
+    # catch_warnings is not for threads.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        yield
+    except CheckpointException as error:
+        said = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())}
+        alone = list(said) == [0]
+        text = "; ".join(text if alone else f"rank {rank}: {text}" for rank, text in said.items())
+        raise CheckpointError(text) from error
+
+
 def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> list[Path]:
     """Write ``tensors`` (on the CPU; DTensors by their shards); collective over ``group``.
 
@@ -51,11 +66,8 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
         CheckpointError: on every rank, naming those that failed.
     """
     writer = _Writer(folder)
-    _say_nothing_of_one_process()
-    try:
+    with _our_errors():
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        raise _ours(error) from error
     return [folder / name for name in sorted(writer.written)]
 
 
@@ -67,11 +79,8 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     """
     if not tensors:
         return
-    _say_nothing_of_one_process()
-    try:
+    with _our_errors():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except CheckpointException as error:
-        raise _ours(error) from error
 
 
 @dataclass(frozen=True)
@@ -128,20 +137,5 @@ def read_boxes(boxes: Sequence[Box], reader: HuggingFaceStorageReader) -> None:
     """
     if not boxes:
         return
-    _say_nothing_of_one_process()
-    try:
+    with _our_errors():
         dcp.load({}, storage_reader=reader, planner=_BoxPlanner(boxes), no_dist=True)
-    except CheckpointException as error:
-        raise _ours(error) from error
-
-
-def _ours(error: CheckpointException) -> CheckpointError:
-    """One line for each rank, instead of their tracebacks; a BaseException would pass by who catches errors."""
-    said = {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in sorted(error.failures.items())}
-    alone = list(said) == [0]
-    return CheckpointError("; ".join(text if alone else f"rank {rank}: {text}" for rank, text in said.items()))
-
-
-def _say_nothing_of_one_process() -> None:
-    # catch_warnings is not for threads.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

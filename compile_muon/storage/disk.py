@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["sync_folder"]
+__all__ = ["sync_folder", "write_bytes"]
+
+
+def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a new file, or over another with ``replace``, and have it on the disk before this returns."""
+    with open(path, "wb" if replace else "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

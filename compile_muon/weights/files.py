@@ -13,9 +13,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,12 +26,25 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
-from compile_muon.storage.disk import sync_folder
+from compile_muon.storage.disk import sync_folder, write_bytes
 
-__all__ = ["FILE", "INDEX", "TensorFile", "TensorFolder", "header", "nbytes", "ordered", "parse_size", "place", "split"]
+__all__ = [
+    "FILE",
+    "INDEX",
+    "TensorFile",
+    "TensorFolder",
+    "batches",
+    "nbytes",
+    "ordered",
+    "parse_size",
+    "place",
+    "split",
+]
 
 #: what Hugging Face's loaders look for
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
@@ -56,19 +69,16 @@ def ordered(facts: Mapping[str, TensorFacts]) -> list[str]:
     return sorted(facts, key=lambda name: (-decode_dtype(facts[name].dtype).itemsize, name))
 
 
-def header(facts: Mapping[str, TensorFacts]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """The start of a file with these tensors in their order, where each one's bytes go, and the size of the whole."""
+def header(facts: Mapping[str, TensorFacts]) -> tuple[bytes, int]:
+    """The start of a file with these tensors in their order, and the size of the whole."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    spans, end = {}, 0
+    end = 0
     for name, fact in facts.items():
-        spans[name] = (end, end + nbytes(fact))
-        end = spans[name][1]
-        entries[name] = {"dtype": _code(fact.dtype), "shape": list(fact.shape), "data_offsets": spans[name]}
+        start, end = end, end + nbytes(fact)
+        entries[name] = {"dtype": _code(fact.dtype), "shape": list(fact.shape), "data_offsets": (start, end)}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    places = {name: (first + start, last + start) for name, (first, last) in spans.items()}
-    return len(text).to_bytes(8, "little") + text, places, start + end
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + end
 
 
 class TensorFile:
@@ -76,11 +86,12 @@ class TensorFile:
 
     Args:
         path: is replaced.
-        facts: of the tensors.
+    Attributes:
+        size: bytes of the whole.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
-        start, _, self._size = header(facts)
+        start, self.size = header(facts)
         self._file = open(path, "wb")  # noqa: SIM115, close() and abandon() do
         self._file.write(start)
 
@@ -98,8 +109,8 @@ class TensorFile:
         os.fsync(self._file.fileno())
         written = self._file.tell()
         self._file.close()
-        if written != self._size:
-            raise CheckpointError(f"{self._file.name}: has {written} bytes instead of {self._size}")
+        if written != self.size:
+            raise CheckpointError(f"{self._file.name}: has {written} bytes instead of {self.size}")
 
     def abandon(self) -> None:
         """Close it as it is."""
@@ -125,21 +136,28 @@ def parse_size(size: int | str) -> int:
     return found
 
 
+def batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """``items`` in their order, as many at a time as have up to ``limit`` bytes, or one that is larger."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + size_of(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += size_of(item)
+    if batch:
+        yield batch
+
+
 def split(facts: Mapping[str, TensorFacts], limit: int) -> dict[str, list[str]]:
     """Which tensors go into which file: in their order, up to ``limit`` bytes each or one that is larger.
 
     As huggingface_hub's ``split_torch_state_dict_into_shards``, which wants the tensors themselves.
     """
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, fact in facts.items():
-        if files[-1] and size + nbytes(fact) > limit:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += nbytes(fact)
-    if len(files) == 1:
-        return {FILE: files[0]}
+    files = list(batches(facts, lambda name: nbytes(facts[name]), limit))
+    if len(files) <= 1:
+        return {FILE: [*facts]}
     stem, _, suffix = FILE.rpartition(".")
     return {f"{stem}-{i:05d}-of-{len(files):05d}.{suffix}": names for i, names in enumerate(files, 1)}
 
@@ -155,10 +173,8 @@ def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> N
     """
     files = list(files)
     if index is not None:
-        with open(folder / f"{INDEX}.tmp", "w") as file:
-            file.write(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_bytes(folder / f"{INDEX}.tmp", text.encode(), replace=True)
     (folder / INDEX).unlink(missing_ok=True)
     if FILE not in files:
         (folder / FILE).unlink(missing_ok=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
@@ -102,7 +103,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
             if not wire.goes_on(error):
                 break
             wire.deal(entry, whole)
-        weights.refresh()
+        start_refresh_by_owner(weights.accounts)
         ranks.agree("loading stopped halfway, and the model holds old and new weights: load again", error)
         if others:
             weights.module.load_state_dict(others, strict=False)

@@ -25,7 +25,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.weights.files import TensorFolder
 from compile_muon.weights.named_tensors import Entry, shared_accounts
-from compile_muon.weights.pretrained import load_whole, tied_names
+from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Wire
 
 __all__ = ["Values"]
@@ -93,7 +93,7 @@ class Values:
         if self.init is not None and self.meta:
             _initialize(model, self.init, device, None if self.weights is None else needing, self.dtypes)
         if self.weights is not None:
-            load_whole(model, self.weights)
+            load_folder(model, self.weights, strict=True, adapters=False)
 
 
 def _per_module(init: Callable[..., Any]) -> Init:
@@ -250,12 +250,5 @@ def _set_random_state(device: torch.device, state: list[Tensor]) -> None:
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
     """As ``nn.Module.apply`` goes, each module once."""
-    found: dict[int, nn.Module] = {}
-
-    def visit(inner: nn.Module) -> None:
-        for child in inner.children():
-            visit(child)
-        found.setdefault(id(inner), inner)
-
-    visit(module)
-    return list(found.values())
+    inside = [inner for child in module.children() for inner in _children_first(child)]
+    return list(dict.fromkeys([*inside, module]))

@@ -17,10 +17,10 @@ from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.rank_status import RankStatus
-from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.ranks import Ranks
 
-__all__ = ["Entry", "Weights", "shared_accounts", "weights_of"]
+__all__ = ["Entry", "Weights", "named_state", "shared_accounts", "weights_of"]
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
 
@@ -52,7 +52,7 @@ class Entry:
     @property
     def local(self) -> Tensor:
         """What this rank holds of it."""
-        return (self.tensor if self.account is None else self.account.local).detach()
+        return local_tensor(self.tensor).detach()
 
     @property
     def spec(self) -> ParamSpec | None:
@@ -135,9 +135,26 @@ class Weights:
                 "into it"
             )
 
-    def refresh(self) -> None:
-        """Shards were written: gather the resident weights anew; collective."""
-        start_refresh_by_owner(self.accounts)
+
+def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """``module.state_dict()`` by the names it has without torch.compile; live, nothing is copied.
+
+    Returns:
+        Each tensor by its first name, the further names of tied ones to the first, and what is no tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    others: dict[str, Any] = {}
+    seen: dict[int, str] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        name = key.replace("_orig_mod.", "")
+        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
+            others[name] = value
+        elif seen.setdefault(id(value), name) != name:
+            aliases[name] = seen[id(value)]
+        else:
+            tensors[name] = value
+    return tensors, aliases, others
 
 
 def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:
@@ -174,19 +191,10 @@ def weights_of(model: nn.Module) -> Weights:
     module = getattr(model, "_orig_mod", model)  # torch.compile(model)
     accounts, group = shared_accounts(module)
     by_id = {id(account.param): account for account in accounts}
-    entries: dict[str, Entry] = {}
-    aliases: dict[str, str] = {}
-    others: dict[str, Any] = {}
-    seen: dict[int, str] = {}
-    for key, value in module.state_dict(keep_vars=True).items():
-        name = key.replace("_orig_mod.", "")
-        if not isinstance(value, Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
-            others[name] = value
-        elif isinstance(value, DTensor) and id(value) not in by_id:
+    tensors, aliases, others = named_state(module)
+    for name, value in tensors.items():
+        if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
-        elif seen.setdefault(id(value), name) != name:
-            aliases[name] = seen[id(value)]
-        else:
-            entries[name] = Entry(name, value, by_id.get(id(value)))
+    entries = {name: Entry(name, value, by_id.get(id(value))) for name, value in tensors.items()}
     first = accounts[0]
     return Weights(module, entries, aliases, others, accounts, group, first.ledger.status, first.hyper.device)

@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,16 @@ from torch import nn
 
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
+from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.boxes import Box, TensorFacts
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
-from compile_muon.weights.files import TensorFile, TensorFolder, nbytes, ordered, parse_size, place, split
+from compile_muon.weights.files import TensorFile, TensorFolder, batches, nbytes, ordered, parse_size, place, split
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 
-__all__ = ["load_pretrained", "load_whole", "save_pretrained", "tied_names"]
+__all__ = ["load_folder", "load_pretrained", "save_pretrained", "tied_names"]
 
 _BATCH_BYTES = 64 << 20  # of this rank's rows read at once, or one tensor's that are more
 
@@ -188,15 +189,11 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool
             way.
         PeerError: a rank does not come.
     """
-    _load(model, folder, strict, adapters=True)
+    load_folder(model, folder, strict, adapters=True)
 
 
-def load_whole(model: nn.Module, folder: str | os.PathLike) -> None:
-    """The same for a model without values yet, which adapters alone do not give."""
-    _load(model, folder, strict=True, adapters=False)
-
-
-def _load(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters: bool) -> None:
+def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters: bool) -> None:
+    """The same; without ``adapters`` for a model without values yet, which adapters alone do not give."""
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
     with weights.status.at("load_pretrained"):
@@ -212,10 +209,11 @@ def _load(model: nn.Module, folder: str | os.PathLike, strict: bool, *, adapters
             raise CheckpointError(f"folder = {folder}: ranks see different weights in it; nothing was loaded")
         try:
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
-                for batch in _batches(_boxes(weights, blocks, ranks.rank)):
+                # Headers are looked through at each reading, and a file is mapped while it is read.
+                for batch in batches(_boxes(weights, blocks, ranks.rank), lambda box: box.target.nbytes, _BATCH_BYTES):
                     stored.read(batch)
         finally:
-            weights.refresh()
+            start_refresh_by_owner(weights.accounts)
 
 
 def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, list[Block]]:
@@ -263,18 +261,3 @@ def _boxes(weights: Weights, blocks: Mapping[str, list[Block]], rank: int) -> It
         layout = None if entry.spec is None else entry.spec.layout
         region = [slice(0, size) for size in entry.shape] if layout is None else layout.region(rank)
         yield from boxes(origins, region, entry.local)
-
-
-def _batches(wanted: Iterable[Box]) -> Iterator[list[Box]]:
-    """What to read at once: headers are looked through each time, and a file is mapped while it is read."""
-    batch: list[Box] = []
-    size = 0
-    for box in wanted:
-        own = box.target.numel() * box.target.element_size()
-        if batch and size + own > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(box)
-        size += own
-    if batch:
-        yield batch

@@ -40,20 +40,15 @@ class GroupedProducts:
 
     def outer(self, x: Matrices) -> Matrices:
         """``x xᵀ``, k × k, new."""
-        return self._symmetric(x, x, alpha=1.0, plus=None, beta=0.0)
+        return self.symmetric(x, x)
 
     def symmetric(
-        self, left: Matrices, right: Matrices, *, plus: Matrices, beta: float, alpha: float = 1.0
+        self, left: Matrices, right: Matrices, *, plus: Matrices | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Matrices:
-        """``alpha left right + beta plus``, k × k, new: the lower triangles, mirrored."""
+        """``alpha left right + beta plus``, k × k, new: the lower triangles, mirrored; ``left leftᵀ`` of k × l ones."""
         if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
-            assert plus.flat is not None
+            assert plus is not None and plus.flat is not None
             return replace(plus, flat=plus.flat * beta)
-        return self._symmetric(left, right, alpha=alpha, plus=plus, beta=beta)
-
-    def _symmetric(
-        self, left: Matrices, right: Matrices, *, alpha: float, plus: Matrices | None, beta: float
-    ) -> Matrices:
         out = left.new(square=True)
         tile = self._tile(self.alone.table.symmetric, left, triangle=True)
         grouped_symmetric(left, right, out, tile, self.alone.processors, alpha=alpha, plus=plus, beta=beta).run()

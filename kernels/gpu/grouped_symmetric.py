@@ -3,9 +3,8 @@
     C = α X Xᵀ            for each shape (k, l): X [b, k, l], C [b, k, k]
     C = α L R + β P       L, R, P, C [b, k, k]
 
-as in ``symmetric``, where it is said why it is L R and not L Rᵀ: squares below the diagonal are computed and mirrored,
-accumulated in float32, rounded once. Here programs stay, each going through every so-manieth tile of all triangles in
-the order of ``schedule.places``, which has none above a diagonal.
+as in ``symmetric``, where it is said why it is L R and not L Rᵀ. Here programs stay, each going through every
+so-manieth tile of all triangles in the order of ``tile_order.places``, which has none above a diagonal.
 
 On 9.0 and 10.0 results leave through descriptors too: next to the state of a program that stays, the addresses of two
 stores, straight and mirrored, spilled 40 to 240 bytes a thread.
@@ -18,7 +17,7 @@ from .arena import Matrices
 from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
 from .launch import Launch
 from .model import Tile
-from .operands import store_square
+from .operands import store_triangle
 
 __all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
 
@@ -80,20 +79,9 @@ def grouped_symmetric_kernel(
                 _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 stride = size.to(tl.int64) * square_pitch
-                if COLS == ROWS:
-                    store_square(
-                        target, value, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
-                    )
-                else:
-                    tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
-                    one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-                    store_square(
-                        target, one, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
-                    )
-                    col += ROWS
-                    store_square(
-                        target, two, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, DESCRIPTORS
-                    )
+                store_triangle(
+                    target, value, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, COLS, DESCRIPTORS
+                )
             first += tl.cdiv(end - first, programs) * programs
 
 

@@ -18,7 +18,7 @@ from .product import product
 from .symmetric import symmetric_product
 from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-__all__ = ["Products", "orthogonalize", "orthogonalize_into", "products_on", "serves"]
+__all__ = ["Products", "orthogonalize_into", "products_on", "serves"]
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Products:
 
     def outer(self, x: Tensor) -> Tensor:
         """``x xᵀ``, [b, k, k], new."""
-        return self._symmetric(x, None, alpha=1.0, plus=None, beta=0.0)
+        return self.symmetric(x, None)
 
-    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
-        """``alpha left right + beta plus``, [b, k, k], new: the squares below the diagonal, mirrored."""
-        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
-            out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
-            return torch.mul(plus, beta, out=out)
-        return self._symmetric(left, right, alpha=alpha, plus=plus, beta=beta)
-
-    def _symmetric(
-        self, left: Tensor, right: Tensor | None, *, alpha: float, plus: Tensor | None, beta: float
+    def symmetric(
+        self, left: Tensor, right: Tensor | None, *, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> Tensor:
+        """``alpha left right + beta plus``, [b, k, k], new: the squares below the diagonal, mirrored.
+
+        Without ``right``, which then is ``leftᵀ``, ``left`` may be [b, k, l].
+        """
         out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
+        if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
+            assert plus is not None
+            return torch.mul(plus, beta, out=out)
         tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
         symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta).run()
         return out
@@ -96,33 +96,14 @@ def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
     return [pays.get(i, False) for i in range(len(xs))]
 
 
-def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
-    """Newton-Schulz of one matrix or one batch. Allocates and launches only, so a CUDA graph can capture it.
+def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -> None:
+    """out ← Newton-Schulz of x. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
-        x: [m, n] or [b, m, n] in float16, bfloat16 or float32, any strides, unmodified.
+        x: [b, k, l] with k ≤ l in float16, bfloat16 or float32, any strides, unmodified.
+        out: of x's shape in ``plan.dtype``, any strides, no memory shared with x.
         plan: with method "standard" or "gram", dtype float16 or bfloat16.
         products: of x's device.
-    Returns:
-        A new contiguous tensor of x's shape in ``plan.dtype``.
-    """
-    tall = x.shape[-2] > x.shape[-1]
-    result = torch.empty(x.shape, dtype=plan.dtype, device=x.device)
-    batch = x if x.ndim == 3 else x[None]
-    out = result if x.ndim == 3 else result[None]
-    if tall:
-        batch, out = batch.mT, out.mT
-    orthogonalize_into(batch, out, plan, products)
-    return result
-
-
-def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -> None:
-    """out ← Newton-Schulz of x.
-
-    Args:
-        x: [b, k, l] with k ≤ l, as for :func:`orthogonalize`.
-        out: of x's shape in ``plan.dtype``, any strides, no memory shared with x.
-        plan, products: as for :func:`orthogonalize`.
     """
     shape = "×".join(map(str, x.shape))
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()

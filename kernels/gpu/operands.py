@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .model import Tile, ceildiv
 
-__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of", "store_square"]
+__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of", "store_triangle"]
 
 
 @triton.jit
@@ -78,6 +78,31 @@ def store_square(
         if col <= row:
             straight = start + row.to(tl.int64) * row_stride + col
             tl.store(straight + i * row_stride + j, value, mask=(row + i < size) & (col + j < width))
+
+
+@triton.jit
+def store_triangle(
+    out,
+    value,
+    matrix,
+    row,
+    col,
+    size,
+    width,
+    matrix_stride,
+    row_stride,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """A tile of a symmetric result by :func:`store_square`."""
+    if COLS == ROWS:
+        store_square(out, value, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
+    else:
+        tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
+        one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
+        store_square(out, one, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
+        store_square(out, two, matrix, row, col + ROWS, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
 
 
 @triton.jit

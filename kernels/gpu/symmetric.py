@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .model import Tile, ceildiv
-from .operands import constants, load_tile, operand, place_of, store_square
+from .operands import constants, load_tile, operand, place_of, store_triangle
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
 
@@ -79,14 +79,7 @@ def symmetric_kernel(
         sums = tl.dot(a, b, sums, input_precision="ieee")
 
     value = (alpha * sums).to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
-    if COLS == ROWS:
-        store_square(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-    else:
-        tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
-        one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        store_square(out, one, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
-        col += ROWS
-        store_square(out, two, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, DESCRIPTORS)
+    store_triangle(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, COLS, DESCRIPTORS)
 
 
 def symmetric_product(

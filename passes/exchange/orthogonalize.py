@@ -31,10 +31,7 @@ __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 _Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], list[Tensor]]
 
 #: what ``MuonSpec.exchange`` names: (updates, specs, owners) -> directions
-STRATEGIES: dict[str, _Strategy] = {
-    "local": local,
-    "owner": owner,
-}
+STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
 def route(spec: ParamSpec) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import bytes_sent, collectives, is_wait, matrices
 from ..inline import inline
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphPass, PassContext
 from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
 from ..work import Work, work_of
 
@@ -46,17 +46,9 @@ def _packs(node: Node) -> bool:
     return node.target is torch.ops.muon_zero.pack.default
 
 
-def _works(gm: GraphModule) -> Iterator[tuple[Node, str, Work]]:
-    """Every collective of ours, with its kind and what it is for."""
-    for node, kind in collectives(gm):
-        work = work_of(node)
-        if work is not None:
-            yield node, kind, work
-
-
 def _exchanges(gm: GraphModule, title: str) -> Iterator[_Range]:
     """A launch, with its packing where that stands right ahead, and a wait per collective."""
-    works = list(_works(gm))
+    works = [(node, kind, work) for node, kind in collectives(gm) if (work := work_of(node)) is not None]
     several = Counter(work for _, _, work in works)
     seen: Counter[Work] = Counter()
     for node, kind, work in works:
@@ -109,6 +101,4 @@ def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-ANNOTATE = GraphPass(
-    "annotate", _annotate, requires=("verify",), halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP)
-)
+ANNOTATE = GraphPass("annotate", _annotate, requires=("verify",), halves=LOWERED)

@@ -62,8 +62,5 @@ def _reductions(grad: Node) -> set[int]:
     if work is not None and work.category is Category.REDUCE:
         return {work.bucket}
     # What ``.grad`` holds already is added, nothing else happens to a gradient that is orthogonalized.
-    return {bucket for source in grad.all_input_nodes for bucket in (_reductions(source) if _is_sum(grad) else ())}
-
-
-def _is_sum(node: Node) -> bool:
-    return node.target is torch.ops.aten.add.Tensor
+    terms = grad.all_input_nodes if grad.target is torch.ops.aten.add.Tensor else ()
+    return {bucket for term in terms for bucket in _reductions(term)}

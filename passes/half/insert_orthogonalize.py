@@ -39,7 +39,7 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
             reduction = reductions[i]
             marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.hyper, reduction.spec)
             directions.append(marker.node)
-    insert_outputs(gm, [*directions, _fingerprints(gm, gradients)])
+    insert_outputs(gm, directions + inline(gm, output, lambda *tensors: [fingerprint(tensors)], gradients))
     return gm
 
 
@@ -48,10 +48,6 @@ def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
     if carried is None:
         return reduction.node
     return inline(gm, gm.graph.output_node(), lambda carried, grad: [carried + grad], [carried, reduction.node])[0]
-
-
-def _fingerprints(gm: GraphModule, gradients: list[Node]) -> Node:
-    return inline(gm, gm.graph.output_node(), lambda *tensors: [fingerprint(tensors)], gradients)[0]
 
 
 INSERT_ORTHOGONALIZE = GraphPass(

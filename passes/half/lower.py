@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 
 from ..errors import PassContractError, RequestError
 from ..markers import Orthogonalize
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphPass, Half, PassContext
 from .directions import lower_directions
 from .gradients import lower_gradients
 from .weights import lower_weights
@@ -30,4 +30,4 @@ def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-LOWER = GraphPass("lower", _lower, halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP))
+LOWER = GraphPass("lower", _lower, halves=LOWERED)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphPass, PassContext
 from ..work import Category, Work, work_of
 from .buckets import largest_bucket
 
@@ -290,10 +290,4 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-SCHEDULE = GraphPass(
-    "schedule",
-    _schedule,
-    requires=("lower",),
-    conflicts=("await_refresh", "verify"),
-    halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP),
-)
+SCHEDULE = GraphPass("schedule", _schedule, requires=("lower",), conflicts=("await_refresh", "verify"), halves=LOWERED)

@@ -9,7 +9,7 @@ from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
 from ..joint.recompute import is_view_or_cast
 from ..markers import MARKERS
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphPass, Half, PassContext
 from ..work import Category, work_of
 
 __all__ = ["VERIFY"]
@@ -89,6 +89,4 @@ def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-VERIFY = GraphPass(
-    "verify", _verify, requires=("lower",), halves=(Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP)
-)
+VERIFY = GraphPass("verify", _verify, requires=("lower",), halves=LOWERED)

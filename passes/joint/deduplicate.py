@@ -7,6 +7,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from ..edit import replace
 from ..markers import REDUCE_GRAD, UNSHARD, ReduceGrad, Unshard
 from ..pipeline import GraphPass, PassContext, tensor_value
 from ..spec import ParamSpec
@@ -20,8 +21,7 @@ def _drop_empty_views(gm: GraphModule) -> None:
         source = node.args[0]
         is_marked = source.target is REDUCE_GRAD or any(user.target is UNSHARD for user in node.users)
         if is_marked and tensor_value(source).shape == tensor_value(node).shape:
-            node.replace_all_uses_with(source)
-            gm.graph.erase_node(node)
+            replace(gm, node, source)
 
 
 def _merge_unshards(gm: GraphModule) -> None:
@@ -30,8 +30,7 @@ def _merge_unshards(gm: GraphModule) -> None:
     for read in Unshard.all(gm):
         kept = first.setdefault((read.state, read.spec), read.node)
         if kept is not read.node:
-            read.node.replace_all_uses_with(kept)
-            gm.graph.erase_node(read.node)
+            replace(gm, read.node, kept)
 
 
 def _only_reduction(node: object) -> ReduceGrad | None:
@@ -58,8 +57,8 @@ def _merge_reductions(gm: GraphModule) -> None:
             total.meta = {**node.meta, "val": left.grad.meta["val"]}
             reduced = ReduceGrad.insert(gm.graph, total, left.state, left.hyper, left.spec).node
             reduced.meta = dict(left.node.meta)
-        node.replace_all_uses_with(reduced)
-        for dead in (node, left.node, right.node):
+        replace(gm, node, reduced)
+        for dead in (left.node, right.node):
             gm.graph.erase_node(dead)
 
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from traced import Trace, trace
 
 import compile_muon
-from compile_muon.passes.formulas import bytes_sent, weight_bytes
+from compile_muon.passes.formulas import bytes_by_axis, weight_bytes_by_axis
 from compile_muon.runtime.survey import Survey
 
 EXPERTS = 4
@@ -310,13 +310,17 @@ def test_gloo_is_never_asked_to_all_gather(counted: Callable[..., Any], stage: i
         assert traced.elements["all_to_all"] > 0
 
 
+def _sent(by_axis: Callable[..., dict[str, float]], name: str, shape: tuple[int, ...], world: int) -> float:
+    return sum(by_axis(name, *shape, shards=world, itemsize=FLOAT).values())
+
+
 def expected_bytes(everything: list[tuple[int, ...]], matrices: list[tuple[int, int]], world: int) -> dict:
     """The formulas: bytes a rank sends, on average, for one reduction, one unshard and one exchange of everything."""
     rows = [padded(shape, world) for shape in everything]
     return {
-        "reduce_scatter": sum(weight_bytes("reduce_scatter", *shape, world=world, itemsize=FLOAT) for shape in rows),
-        "all_gather": sum(weight_bytes("all_gather", *shape, world=world, itemsize=FLOAT) for shape in rows),
-        "exchange": sum(bytes_sent("owner", *shape, world=world, itemsize=FLOAT) for shape in matrices),
+        "reduce_scatter": sum(_sent(weight_bytes_by_axis, "reduce_scatter", shape, world) for shape in rows),
+        "all_gather": sum(_sent(weight_bytes_by_axis, "all_gather", shape, world) for shape in rows),
+        "exchange": sum(_sent(bytes_by_axis, "owner", shape, world) for shape in matrices),
     }
 
 

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from compile_muon.kernels.eager import may_launch, not_traced
+from compile_muon.kernels.apply import may_launch, not_traced
 
 
 def test_plain_tensors_and_parameters():

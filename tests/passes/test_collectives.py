@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
@@ -13,6 +15,15 @@ from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis
 
 _c10d = torch.ops._c10d_functional
+
+
+def over_all_axes(by_axis, name, rows, cols, *, world, replicas=1, itemsize):
+    """The bytes of `world` ranks in all."""
+    return sum(by_axis(name, rows, cols, shards=world // replicas, replicas=replicas, itemsize=itemsize).values())
+
+
+bytes_sent = partial(over_all_axes, formulas.bytes_by_axis)
+weight_bytes = partial(over_all_axes, formulas.weight_bytes_by_axis)
 
 
 def graph_of(*calls):
@@ -87,9 +98,7 @@ def test_weights_and_gradients_cost_what_the_formulas_say(world, stage, uneven):
     again_bytes = sum(map(padded, again)) * share
     assert backward.bytes_sent == pytest.approx(gathered + scalar + again_bytes, abs=2)
     for spec in sharded:
-        formula = formulas.weight_bytes(
-            "reduce_scatter", spec.layout.shape[0], spec.layout.row_numel, world=world, itemsize=4
-        )
+        formula = weight_bytes("reduce_scatter", spec.layout.shape[0], spec.layout.row_numel, world=world, itemsize=4)
         assert formula <= padded(spec) * share
 
 
@@ -103,7 +112,7 @@ def test_the_exchange_costs_what_its_formula_says(world, uneven):
         reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
         sent.append(update.bytes_sent - reduce.bytes_sent)
     specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.muon]
-    formula = sum(formulas.bytes_sent("owner", *spec.layout.shape, world=world, itemsize=4) for spec in specs)
+    formula = sum(bytes_sent("owner", *spec.layout.shape, world=world, itemsize=4) for spec in specs)
     owners = assign_owners(specs, Costs())
     by_hand = [0] * world
     for spec, owner in zip(specs, owners, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import sympy
 import torch
@@ -14,6 +16,15 @@ import compile_muon
 from compile_muon.passes import formulas
 from compile_muon.passes.layout import Axis, Layout
 
+
+def over_all_axes(by_axis, name, rows, cols, *, world, replicas=1, itemsize):
+    """The bytes of `world` ranks in all."""
+    return sum(by_axis(name, rows, cols, shards=world // replicas, replicas=replicas, itemsize=itemsize).values())
+
+
+bytes_sent = partial(over_all_axes, formulas.bytes_by_axis)
+weight_bytes = partial(over_all_axes, formulas.weight_bytes_by_axis)
+
 sizes = st.integers(1, 4096)
 worlds = st.integers(2, 512)
 
@@ -22,13 +33,13 @@ worlds = st.integers(2, 512)
 def test_table_of_bytes(rows, cols, world, itemsize):
     """docs/why/exchange.md: sent bytes per rank and matrix of S bytes."""
     s = rows * cols * itemsize
-    sent = {name: formulas.bytes_sent(name, rows, cols, world=world, itemsize=itemsize) for name in formulas.BYTES_SENT}
+    sent = {name: bytes_sent(name, rows, cols, world=world, itemsize=itemsize) for name in formulas.BYTES_SENT}
     assert sent["local"] == 0
     assert sent["owner"] == pytest.approx(2 * s * (world - 1) / world**2)
     assert sent["owner_whole"] == pytest.approx(s * (world - 1) / world)
-    gathered = formulas.weight_bytes("all_gather", rows, cols, world=world, itemsize=itemsize)
-    scattered = formulas.weight_bytes("reduce_scatter", rows, cols, world=world, itemsize=itemsize)
-    reduced = formulas.weight_bytes("all_reduce", rows, cols, world=world, itemsize=itemsize)
+    gathered = weight_bytes("all_gather", rows, cols, world=world, itemsize=itemsize)
+    scattered = weight_bytes("reduce_scatter", rows, cols, world=world, itemsize=itemsize)
+    reduced = weight_bytes("all_reduce", rows, cols, world=world, itemsize=itemsize)
     assert gathered == scattered == pytest.approx(s * (world - 1) / world)
     assert reduced == pytest.approx(gathered + scattered)
 
@@ -38,13 +49,11 @@ def test_table_of_bytes_of_a_mesh(rows, cols, shards, replicas):
     """docs/how-to/meshes.md: state over all ranks sends no more bytes than state over shards."""
     s, world = rows * cols * 2, shards * replicas
     size = {"world": world, "replicas": replicas, "itemsize": 2}
-    sent = {name: formulas.bytes_sent(name, rows, cols, **size) for name in formulas.BYTES_SENT}
+    sent = {name: bytes_sent(name, rows, cols, **size) for name in formulas.BYTES_SENT}
     assert sent["local_over_all"] == 0 < sent["local"]
     assert sent["owner_over_all"] == pytest.approx(2 * s * (world - 1) / world**2)
-    reduced, slices = (
-        formulas.weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather")
-    )
-    assert reduced + slices == pytest.approx(formulas.weight_bytes("reduce_scatter", rows, cols, **size))
+    reduced, slices = (weight_bytes(name, rows, cols, **size) for name in ("reduce_scatter_over_all", "slice_gather"))
+    assert reduced + slices == pytest.approx(weight_bytes("reduce_scatter", rows, cols, **size))
 
 
 @pytest.mark.parametrize(("experts", "shards", "sent"), [(64, 8, 64), (8, 8, 8), (8, 64, 64), (3, 2, 4), (1, 512, 512)])

@@ -33,7 +33,6 @@ def test_positions_follow_from_the_request_alone():
     MIXED.check(GRADS)
     assert MIXED.unreduced_inputs == (0, 3)
     assert MIXED.carried_inputs == (0, 2)
-    assert MIXED.extra_inputs == 4
     assert MIXED.accumulated == (1,)
     assert MIXED.speculated == (0, 2)
     assert (MIXED.extra_outputs, MIXED.speculation_outputs) == (4, 3)
@@ -43,7 +42,7 @@ def test_positions_follow_from_the_request_alone():
     with pytest.raises(ValueError, match="3 extra outputs where the request has 4"):
         MIXED.split(["whole", "first", "second"])
     plain = request(*[(REDUCE, False, False)] * 4)
-    assert (plain.extra_inputs, plain.extra_outputs) == (0, 0)
+    assert (plain.unreduced_inputs, plain.carried_inputs, plain.extra_outputs) == ((), (), 0)
     assert plain.split([]) == Extras({}, {}, None)
 
 

@@ -42,7 +42,8 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     if "TORCHELASTIC_RUN_ID" in os.environ:
         measured = _as_rank(quick, console)
     else:
-        measured = _with_ranks(ranks or _usual_ranks(), quick, console)
+        usual = torch.cuda.device_count() if torch.cuda.is_available() else min(4, 2 * cores())
+        measured = _with_ranks(ranks or usual, quick, console)
     if measured is None:
         return 0
     machine = fit(measured, out.stem)
@@ -50,10 +51,6 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     write_machine(machine, out)
     console.print(f"{out} in {time.perf_counter() - started:.0f} s")
     return 0
-
-
-def _usual_ranks() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else min(4, 2 * cores())
 
 
 def _as_rank(quick: bool, console: Console) -> Measured | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -28,13 +29,7 @@ def tensors(node: Node) -> list[torch.Tensor]:
 
 def nbytes(node: Node) -> int:
     """Of all tensors that a node results in, expanded ones as large as they look."""
-    total = 0
-    for value in tensors(node):
-        count = 1
-        for size in value.shape:
-            count *= expected_size(size)
-        total += count * value.element_size()
-    return total
+    return sum(math.prod(map(expected_size, value.shape)) * value.element_size() for value in tensors(node))
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_map
 
 from compile_muon.kernels.dispatch import cheaper_method
 from compile_muon.kernels.iterations import gram, standard
 from compile_muon.passes.pipeline import tensor_value
+from compile_muon.passes.spec import encode_dtype
+from compile_muon.passes.torch_private import flop_formula
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
-from compile_muon.planning.simulate.operations import operations
 
-__all__ = ["kernel_kind", "kernel_seconds", "workspace_bytes"]
+__all__ = ["kernel_kind", "kernel_seconds", "operations", "workspace_bytes"]
 
 _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
@@ -26,6 +29,29 @@ _COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)
 #: PyTorch's own operations find the least entry by another
 _NORMALIZE = (1, 2, 1, 2)
 _HALF = ("float16", "bfloat16")
+#: that torch.utils.flop_counter lacks, and the ones whose first arguments and operations are the same
+_SAME = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def operations(node: Node) -> float:
+    """Operations of products, convolutions, attention and Newton-Schulz, 2 for a multiply-add; 0 for any other op.
+
+    Args:
+        node: a call whose arguments have values in their meta; sizes that only the data say count as when traced.
+    """
+    packet = getattr(node.target, "overloadpacket", node.target)
+    formula = flop_formula(_SAME.get(packet, packet))
+    if formula is None:
+        return 0.0
+    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    return float(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _value(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def kernel_kind(root: Node) -> str:
@@ -56,16 +82,12 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     if not work:
         return moved
     value = tensor_value(root.args[0])
-    dtype = _name(value.dtype)
+    dtype = encode_dtype(value.dtype)
     if "attention" in str(root.target):
         rate = machine.attention_rate(_smallest(root), _sequence(root), dtype)
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _product(node: Node) -> tuple[int, int, int, int, str] | None:
@@ -79,7 +101,7 @@ def _product(node: Node) -> tuple[int, int, int, int, str] | None:
         return None
     a, b = tensor_value(left), tensor_value(right)
     *batch, m, k = (int(size) for size in a.shape)
-    return math.prod(batch), m, int(b.shape[-1]), k, _name(a.dtype)
+    return math.prod(batch), m, int(b.shape[-1]), k, encode_dtype(a.dtype)
 
 
 def _smallest(node: Node) -> int:

@@ -305,7 +305,7 @@ class _Player:
     def _issue(self, node: Node, kind: str, title: str) -> _Sent:
         axis, ranks = self.groups[node.args[-1]]
         nbytes = bytes_sent(node, kind, axis)
-        if _is_all_to_all(node):
+        if "all_to_all" in str(node.target):
             # A reduction that is made of one has its sum in the graph. Who owns nothing still waits for what it takes.
             received = bytes_received(node, axis)
             # Ranks of one machine send over the same loopback, where what one takes more another takes less.
@@ -357,10 +357,6 @@ def _finishing(played: Played) -> dict[Node, int]:
             # A gather over a second axis starts behind the wait for the first.
             found[work.bucket] = [node] if is_wait(node) else [*found[work.bucket], node]
     return {node: number for number, nodes in found.items() for node in nodes}
-
-
-def _is_all_to_all(node: Node) -> bool:
-    return "all_to_all" in str(node.target)
 
 
 def _cause(work: Work | None) -> str:

@@ -112,7 +112,7 @@ class Memory:
             if node.op != "call_function" or roots.get(node, node) is not node:
                 continue
             memory = base(node)
-            if memory.op == "call_function" and memory not in found and _owns(memory):
+            if memory.op == "call_function" and memory not in found and _is_tensor(memory):
                 found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory), memory)
                 made.setdefault(place[_maker(memory)], []).append(found[memory])
         found |= self._taken(gm, half, frame)
@@ -172,10 +172,6 @@ def _is_tensor(node: Node) -> bool:
 def _outputs(gm: GraphModule) -> list[Node]:
     (results,) = gm.graph.output_node().args
     return [node for node in (results if isinstance(results, list | tuple) else [results]) if isinstance(node, Node)]
-
-
-def _owns(memory: Node) -> bool:
-    return isinstance(memory.meta.get("val"), torch.Tensor)
 
 
 def _maker(memory: Node) -> Node:

@@ -31,7 +31,7 @@ from compile_muon.config.deepspeed import read_all
 from compile_muon.config.foreign import FOREIGN, refusal
 from compile_muon.config.sections import SECTIONS
 from compile_muon.errors import ConfigError
-from compile_muon.integrations.automatic import filled
+from compile_muon.integrations.common import filled
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = {path.stem: path for path in (Path(__file__).parent / "deepspeed").glob("*.json")}

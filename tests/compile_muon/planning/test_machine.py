@@ -16,7 +16,7 @@ from compile_muon.config.machine import READERS, load_costs
 from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import Costs, Link, Protocol
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.operations import operations
+from compile_muon.planning.simulate.cost import operations
 
 #: two nodes' worth of eight ranks and more: 100 GB/s inside, 10 GB/s between
 NODES = Machine(

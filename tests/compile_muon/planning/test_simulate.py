@@ -19,9 +19,8 @@ from compile_muon.passes.work import Category, Work, note_work
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
 from compile_muon.planning.simulate.aliases import base, is_free, mutated
-from compile_muon.planning.simulate.cost import kernel_seconds, workspace_bytes
+from compile_muon.planning.simulate.cost import kernel_seconds, operations, workspace_bytes
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
-from compile_muon.planning.simulate.operations import operations
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -15,6 +15,8 @@ from combinations import halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from alone import orthogonalize  # noqa: E402
+
 from compile_muon.kernels import newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu.arena import Layout, work_bytes  # noqa: E402
 from compile_muon.kernels.gpu.grouped import orthogonalize_list  # noqa: E402
@@ -22,7 +24,7 @@ from compile_muon.kernels.gpu.grouped_product import grouped_product  # noqa: E4
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric  # noqa: E402
 from compile_muon.kernels.gpu.launch import Launch  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
-from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize, serves  # noqa: E402
+from compile_muon.kernels.gpu.newton_schulz import Products, serves  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 

@@ -15,10 +15,12 @@ from combinations import halved
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from alone import orthogonalize  # noqa: E402
+
 from compile_muon.kernels import COEFFICIENTS, muon_apply, newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu import apply, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
-from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize, products_on  # noqa: E402
+from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402

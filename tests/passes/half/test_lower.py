@@ -65,7 +65,6 @@ def test_the_request_describes_what_was_appended(stage, purpose, extra, uneven):
         *((grads[i].spec.layout.shape, torch.float32) for i in request.unreduced_inputs),
         *((grads[i].spec.layout.local_shape, torch.float32) for i in request.carried_inputs),
     ]
-    assert len(given) == request.extra_inputs
     returned = [facts(value) for value in values(gm)[outputs(graphs.backward) :]]
     assert returned == [
         *((grads[i].spec.layout.shape, torch.float32) for i in request.accumulated),

@@ -1,4 +1,4 @@
-"""``"auto"`` in a configuration: what a trainer's own settings say of the same."""
+"""What trainers have in common: ``"auto"`` in a configuration is what their own settings say of the same, say."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.model.readers import accounts_of
 
-__all__ = ["filled", "refused_axes", "says"]
+__all__ = ["Source", "filled", "is_sharded", "refused_axes", "says"]
+
+#: what ``compile_muon.load_config`` takes
+Source = str | os.PathLike | Mapping[str, Any] | Config
+
+
+def is_sharded(model: object) -> bool:
+    """Whether a MuonZero has it, or a part of it."""
+    return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
 
 
 def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
@@ -33,16 +44,10 @@ def says(values: object, *path: str) -> bool:
     return True
 
 
-def filled(
-    source: str | os.PathLike | Mapping[str, Any] | Config,
-    automatic: Mapping[tuple[str, ...], Any],
-    *,
-    defaults: Mapping[str, Any],
-) -> Any:
+def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:
     """``source`` with ``"auto"`` replaced at these paths.
 
     Args:
-        source: as ``compile_muon.load_config`` takes it.
         automatic: values by path of keys.
         defaults: of keys at the top that are not there.
     Returns:
