@@ -3,12 +3,14 @@
 # make train again                      goes on from the last checkpoint in runs/ (a finished run needs more --steps)
 # make test                             the default tests, at most 8 minutes on two cores; make test-full: all of them
 # make lint | bench | docs | clean
+# make rehearse                         the CUDA path without a GPU: torch's CUDA build (6 GB) on a device that computes nothing
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
 # RANKS=4                               how many processes `make train` starts
 # LINK=1600mbit                         rates that `make bench` limits the link between ranks to (root, Linux)
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
+# REHEARSE_VENV=/path/to/env            where `make rehearse` installs torch's CUDA build (.venv-rehearse)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
 
 PYTHON ?= python3
@@ -21,6 +23,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LINK ?=
 GPU_ARGS ?=
+REHEARSE_VENV ?= .venv-rehearse
+REHEARSE_ARGS ?=
 
 BIN := $(VENV)/bin
 # One rank per visible GPU, else two on CPU, which share its cores.
@@ -31,7 +35,7 @@ INSTALLED := from importlib.metadata import distributions; \
 	print(*(f'{name}=={found[name]}' for name in ('torch', 'triton') if name in found), sep='\n')
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types bench gpu docs clean
+.PHONY: help train test test-full lint types bench rehearse gpu docs clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -90,6 +94,16 @@ bench: $(VENV)/.test
 gpu:
 	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(GPU_ARGS)
 
+# Three equals signs ask for torch's build with CUDA. It runs without a driver; see rehearse/README.md.
+$(REHEARSE_VENV)/.rehearse: pyproject.toml
+	$(PYTHON) -m venv $(REHEARSE_VENV)
+	$(REHEARSE_VENV)/bin/python -m pip install torch===$(patsubst torch==%,%,$(filter torch==%,$(TORCH))) numpy safetensors rich nvtx
+	$(REHEARSE_VENV)/bin/python -m pip install --no-deps -e .
+	touch $@
+
+rehearse: $(REHEARSE_VENV)/.rehearse
+	$(REHEARSE_VENV)/bin/python rehearse/run.py $(REHEARSE_ARGS)
+
 # A site from docs/, into build/site. A broken link or a missing reference fails.
 $(VENV)/.docs: $(VENV)/.train
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[docs]"
@@ -99,5 +113,5 @@ docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
+	rm -rf .venv .venv-rehearse .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

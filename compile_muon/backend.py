@@ -146,7 +146,7 @@ def _compile_inductor(
 ) -> Callable[..., Any]:
     def inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
         def codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            return _boxed(compile_fx_inner(gm, inputs, **kwargs))
+            return _boxed(compile_fx_inner(gm, inputs, cuda_graphs=frame.options.cuda_graphs, **kwargs))
 
         lowers = lowering or partial(lower_and_compile, codegen=codegen)
         if kwargs.get("is_backward"):
@@ -154,6 +154,8 @@ def _compile_inductor(
         return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
     patches = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
+    if frame.options.cuda_graphs:
+        patches["triton.cudagraphs"] = True
     with autograd_cache_disabled():
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
@@ -200,14 +202,15 @@ def muon_zero(
         gm: Dynamo's graph.
         example_inputs: its inputs.
         options: the fields of :class:`compile_muon.config.CompileOptions`.
-        mode: not supported; Inductor's own configuration applies.
+        mode: "reduce-overhead" is ``options={"cuda_graphs": True}``; else Inductor's own configuration applies.
     Raises:
         ConfigError: about every unknown option and bad value.
         UnsupportedModelError: the frame writes to a weight.
     """
-    if mode not in (None, "default"):
-        raise ConfigError(f"mode = {mode!r}: muon_zero has no modes; set torch._inductor.config instead")
-    frame_options = read_options(options)
+    if mode not in (None, "default", "reduce-overhead"):
+        problem = 'muon_zero has no mode but "reduce-overhead"; set torch._inductor.config instead'
+        raise ConfigError(f"mode = {mode!r}: {problem}")
+    frame_options = read_options(({"cuda_graphs": True} if mode == "reduce-overhead" else {}) | dict(options or {}))
     if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
         warn_user(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '

@@ -64,8 +64,14 @@ def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callabl
     return cast("Callable[..., Any]", implementation(gm, inputs, **kwargs))
 
 
-def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-    """Inductor's code generation for one forward or backward graph."""
+def compile_fx_inner(
+    gm: GraphModule, inputs: Sequence[Any], *, cuda_graphs: bool = False, **kwargs: Any
+) -> Callable[..., Any]:
+    """Inductor's code generation for one forward or backward graph.
+
+    Args:
+        cuda_graphs: record it as CUDA graphs. Where False, Inductor's own configuration says.
+    """
     from torch._inductor.compile_fx import compile_fx_inner as implementation
 
     # Inductor's reordering for peak memory moves the start of every collective down to its wait, and what waits for a
@@ -73,7 +79,11 @@ def compile_fx_inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> C
     config = torch._inductor.config
     ours = ("_c10d_functional", "muon_zero")
     sends = any(getattr(node.target, "namespace", "") in ours for node in gm.graph.nodes)
-    with config.patch(reorder_for_peak_memory=config.reorder_for_peak_memory and not sends):
+    patches = {
+        "reorder_for_peak_memory": config.reorder_for_peak_memory and not sends,
+        "triton.cudagraphs": cuda_graphs or config.triton.cudagraphs,
+    }
+    with config.patch(patches):
         return implementation(gm, inputs, **kwargs)
 
 

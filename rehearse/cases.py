@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +11,8 @@ from typing import Any
 from order import Op
 
 __all__ = ["BUDGETS", "CASES", "Case", "Figures", "over", "sent_bytes"]
+
+_PLAIN = str.maketrans("", "", "{}'\"")
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 
@@ -37,9 +38,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        said = [f"{key}={json.dumps(value)}" for key, value in self.more.items()]
-        said += [key for key, value in self.inductor.items() if value is True]
-        return " ".join([f"stage {self.stage}", f"ranks {self.world}", self.dtype, *said]).replace('"', "")
+        said = [f"{key} {value}" for key, value in self.more.items()] + list(self.inductor)
+        return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *said]).translate(_PLAIN)
 
     @property
     def micro_batches(self) -> int:
@@ -64,7 +64,8 @@ CASES = (
     Case(2, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_clipping": 1.0}),
-    Case(3, 4, more={"compile": {"enabled": True, "nvtx": True}}),
+    Case(3, 4, more={"compile": {"nvtx": True}}),
+    *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
 )
 
 

@@ -94,5 +94,8 @@ def under_it() -> None:
         "TRITON_CACHE_DIR": str(FOLDER / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "1",
+        # Of cuBLAS, whose 32 MiB a stream are in no plan, and would be most of a small model's memory.
+        "CUBLAS_WORKSPACE_CONFIG": ":16:1",
+        "CUBLASLT_WORKSPACE_SIZE": "16",
     }
     os.execve(sys.executable, [sys.executable, *sys.argv], environment)

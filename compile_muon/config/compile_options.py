@@ -35,6 +35,8 @@ class CompileOptions(Checked):
             best below it is for the cost model to say (docs/reference/machines.md).
         exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
             fit, the oldest is finished first.
+        cuda_graphs: record forward and backward as CUDA graphs, collectives and Newton-Schulz in them, and replay them;
+            Inductor's ``triton.cudagraphs``. ``mode="reduce-overhead"`` says the same. One backward per step.
         reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
             gathers once per forward and needs memory for all weights; as FSDP2's argument of that name.
     """
@@ -44,6 +46,7 @@ class CompileOptions(Checked):
     nvtx: bool = setting(PassOptions.nvtx, check_ranges)
     bucket_mb: float = setting(PassOptions.bucket_bytes / _MB, check_real, positive=True)
     exchange_mb: float = setting(PassOptions.exchange_bytes / _MB, check_real, positive=True)
+    cuda_graphs: bool = setting(False, check_boolean)
     reshard_after_forward: bool = setting(PassOptions.reshard_after_forward, check_boolean)
 
     def options(self) -> dict[str, Any]:
@@ -61,10 +64,11 @@ class FrameOptions(PassOptions):
     """What the compiler of one frame reads: the options of the passes, and what compiles the graphs they leave.
 
     Args:
-        codegen: as in :class:`CompileOptions`.
+        codegen, cuda_graphs: as in :class:`CompileOptions`.
     """
 
     codegen: str = CompileOptions.codegen
+    cuda_graphs: bool = CompileOptions.cuda_graphs
 
 
 def read_options(options: Mapping[str, Any] | None) -> FrameOptions:

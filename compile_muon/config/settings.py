@@ -309,7 +309,11 @@ class Config(Checked):
     scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
-        """Settings that nothing would read; only values that differ from the default show here."""
+        """Settings that nothing would read, or that exclude each other."""
+        steps = self.zero.gradient_accumulation_steps
+        if self.compile.cuda_graphs and steps != 1:
+            problem = f"does not go with gradient_accumulation_steps = {steps}: a replay overwrites .grad"
+            yield config_error("compile.cuda_graphs", True, problem, "use one micro-batch, or leave it out")
         if self.algorithm == "muon":
             return
         for field, value, default in (

@@ -165,6 +165,23 @@ def test_bad_options_through_torch_compile():
         torch.compile(model, backend="muon_zero", options={"codegn": "eager"})(X)
 
 
+def test_reduce_overhead_records_every_graph_as_cuda_graphs(monkeypatch):
+    """Whose recording a CPU skips; Inductor is asked for it for forward, and for backward, which is compiled later."""
+    import torch._inductor.compile_fx as inductor
+
+    asked, compile_inner = [], inductor.compile_fx_inner
+
+    def asking(*args, **kwargs):
+        asked.append(torch._inductor.config.triton.cudagraphs)
+        return compile_inner(*args, **kwargs)
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", asking)
+    model, optimizer = built()
+    train(torch.compile(model, backend="muon_zero", mode="reduce-overhead"), optimizer)
+    assert asked == [True, True]
+    assert not torch._inductor.config.triton.cudagraphs
+
+
 def test_modes_are_refused():
     from compile_muon.backend import muon_zero
 

@@ -143,6 +143,7 @@ def test_defaults_are_those_of_the_issue():
         nvtx=False,
         bucket_mb=512,
         exchange_mb=512,
+        cuda_graphs=False,
         reshard_after_forward=True,
         fullgraph=False,
         dynamic=None,
@@ -341,7 +342,7 @@ def test_compile_options_are_the_non_defaults():
     assert CompileConfig(enabled=True).options() == {}
     assert CompileConfig(enabled=True, fullgraph=True, dynamic=False).options() == {}
     given = {"codegen": "eager", "dump": Path("graphs"), "nvtx": True, "bucket_mb": 5, "exchange_mb": 9}
-    given["reshard_after_forward"] = False
+    given |= {"cuda_graphs": True, "reshard_after_forward": False}
     assert given.keys() == {field.name for field in dataclasses.fields(CompileOptions)}
     assert CompileConfig(enabled=True, **given).options() == given
 
@@ -556,6 +557,7 @@ def test_optimizer_type_ignores_case(kind):
         ({}, CompileConfig(enabled=True)),
         ({"codegen": "eager"}, CompileConfig(enabled=True, codegen="eager")),
         ({"enabled": False, "codegen": "eager"}, CompileConfig(codegen="eager")),
+        ({"cuda_graphs": True}, CompileConfig(enabled=True, cuda_graphs=True)),
         ({"reshard_after_forward": False}, CompileConfig(enabled=True, reshard_after_forward=False)),
         (
             {"fullgraph": True, "dynamic": False, "dump": "d", "nvtx": True},
@@ -653,6 +655,11 @@ def test_contradictions(source, field, words):
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
+        (
+            {"compile": {"cuda_graphs": True}, "gradient_accumulation_steps": 2},
+            "compile.cuda_graphs",
+            ["gradient_accumulation_steps = 2", "one micro-batch"],
+        ),
         ({"compile": {"reshard_after_forward": 8}}, "compile.reshard_after_forward", ["true or false"]),
         ([1], "config", ["object"]),
         (None, "config", ["object"]),
@@ -1005,6 +1012,7 @@ def test_options_of_torch_compile_reach_the_frame():
         "nvtx": True,
         "bucket_mb": 0.5,
         "exchange_mb": 2,
+        "cuda_graphs": True,
         "reshard_after_forward": False,
     }
     assert read_options(given) == FrameOptions(
@@ -1013,6 +1021,7 @@ def test_options_of_torch_compile_reach_the_frame():
         nvtx=True,
         bucket_bytes=2**19,
         exchange_bytes=2**21,
+        cuda_graphs=True,
         reshard_after_forward=False,
     )
 

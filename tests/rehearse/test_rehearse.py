@@ -1,0 +1,117 @@
+"""The parts of rehearse/ that need no device: vector clocks, lists of symbols, budgets."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "rehearse"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of rehearse/."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def log(order: Any, *, event: bool, writes: bool = True, start: int = 64) -> list[Any]:
+    """A collective fills 64 bytes on stream 1; a kernel of stream 0 touches some, behind an event of it or not."""
+    gather = order.Op("nccl", 1, "gather", clock=(0, 1), touches=(order.Access(64, 64, writes),))
+    clock = (1, 1) if event else (1,)
+    return [gather, order.Op("triton", 0, "read", clock=clock, touches=(order.Access(start, 8, False),))]
+
+
+def test_what_an_event_orders_is_no_race(module) -> None:
+    order = module("order")
+    assert not list(order.unordered(log(order, event=True)))
+    ((first, second),) = order.unordered(log(order, event=False))
+    assert (first.name, second.name) == ("gather", "read")
+
+
+def test_only_a_write_to_the_same_bytes_is_a_race(module) -> None:
+    order = module("order")
+    assert not list(order.unordered(log(order, event=False, writes=False)))
+    assert not list(order.unordered(log(order, event=False, start=128)))
+    assert list(order.unordered(log(order, event=False, start=60))), "the last four bytes of eight"
+
+
+def test_operations_of_a_stream_and_those_ahead_are_ordered(module) -> None:
+    order = module("order")
+    first, second = log(order, event=False)
+    assert order.ordered(first, replace(second, stream=1, clock=(0, 2)))
+    assert order.ordered(replace(first, clock=(1, 1)), second), "the collective is the later one"
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+def test_symbols_that_nobody_defines_are_made(module) -> None:
+    library = module("library")
+    listing = "                 U cudaMalloc@libcudart.so.13\n0000000000001000 T ncclSend\n\n"
+    assert library.symbols_of(listing) == {"cudaMalloc", "ncclSend"}
+    source = "API cudaError_t cudaMalloc(void** p, size_t n) {"
+    wanted = {"cudaMalloc", "cudaFree", "cuMemMap", "cuFileRead", "printf", "cublasDsyrk"}
+    made = library.missing(wanted, {"cudaMalloc", "cudaFree"}, source)
+    assert made == ["cuMemMap", "cuTensorMapEncodeIm2col", "cudaFree"], "the driver's all, others where they are served"
+
+
+def test_a_torch_without_cuda_is_told(module, monkeypatch, tmp_path: Path) -> None:
+    library = module("library")
+    monkeypatch.setattr(library.sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    monkeypatch.setattr(library.shutil, "which", lambda tool: tool)
+    with pytest.raises(SystemExit, match="torch is no CUDA build"):
+        library.build()
+    monkeypatch.setattr(library.shutil, "which", lambda tool: None)
+    with pytest.raises(SystemExit, match=r"needs g\+\+, gcc, nm"):
+        library.build()
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+LIMITS = {"waits": 1, "peak": 0.02, "slack": 1.3}
+BUDGET = {"kernels": 100, "copies": 10, "ratio": 1.5}
+
+
+def test_what_is_over_its_budget_is_said(module) -> None:
+    cases = module("cases")
+    fine = cases.Figures({"copy": 1}, (), 100, 10, {}, 64, 64, 100, 100, host_ms=19.0, theirs_ms=10.0)
+    assert not cases.over(fine, BUDGET, LIMITS)
+    wrong = {
+        "waits for the device": {"waits": {"copy": 1, "item": 1}},
+        "unordered: a and b": {"unordered": ("unordered: a and b",)},
+        "kernels, budget 100": {"kernels": 101}, "copies, budget 10": {"copies": 11}, "traffic says 64": {"sent": 63},
+        "planned 100": {"peak": 103}, "of plain training's": {"host_ms": 20.0},
+    }  # fmt: skip
+    for said, change in wrong.items():
+        (problem,) = cases.over(replace(fine, **change), BUDGET, LIMITS)
+        assert said in problem
+
+
+def test_every_case_has_a_budget(module) -> None:
+    cases = module("cases")
+    known = json.loads(cases.BUDGETS.read_text())
+    assert set(known["cases"]) == {case.name for case in cases.CASES}
+    assert known["limits"]["waits"] <= 1
+
+
+def test_bytes_of_collectives_are_those_of_rings(module) -> None:
+    order, cases = module("order"), module("cases")
+    calls = {
+        "ncclAllGather": 300,
+        "ncclReduceScatter": 75,
+        "ncclAllReduce": 150,
+        "ncclSend": 100,
+        "ncclSend to itself": 0,
+    }
+    for name, sent in calls.items():
+        assert cases.sent_bytes([order.Op("nccl", 1, name, amount=100, ranks=4)]) == sent
