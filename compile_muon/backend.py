@@ -153,7 +153,7 @@ def _compile_inductor(
             return frame.backward(gm, inputs, lowers)
         return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
-    patches = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
+    patches: dict[str, Any] = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
     if frame.options.cuda_graphs:
         patches["triton.cudagraphs"] = True
     with autograd_cache_disabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,6 @@ CASES = (
     *(Case(stage, world) for stage in range(4) for world in (1, 4)),
     Case(1, 4, "fp32"),
     Case(3, 4, "fp32"),
-    Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
     Case(2, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_clipping": 1.0}),
@@ -79,10 +78,12 @@ class Figures:
         kernels: launches, of libraries and Triton.
         copies: and memsets.
         collectives: of NCCL, by name.
-        sent: bytes of theirs; ``counted`` are those of ``optimizer.traffic``.
+        sent: bytes of theirs, but for the one sum of numbers that ``step()`` makes; ``counted`` are those of
+            ``optimizer.traffic``.
         peak, planned: bytes of the allocator's peak, and what the planner said.
         host_ms: of Python for forward, backward and step; ``theirs_ms`` with plain torch.compile, FSDP2 where there
             are several ranks, and AdamW.
+        replayed: CUDA graphs, whose operations are in no log.
     """
 
     waits: Mapping[str, int]
@@ -96,13 +97,23 @@ class Figures:
     planned: int
     host_ms: float
     theirs_ms: float
+    replayed: int = 0
 
     @property
     def ratio(self) -> float:
         return self.host_ms / self.theirs_ms
 
+    @property
+    def of_plan(self) -> float:
+        return self.peak / self.planned
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def without_survey(ops: Sequence[Op]) -> list[Op]:
+    """All but the sums of the numbers that the host reads in ``step()``, all-reduces on the main stream."""
+    return [op for op in ops if op.name != "ncclAllReduce" or op.stream]
 
 
 def sent_bytes(ops: Iterable[Op]) -> int:
@@ -130,18 +141,18 @@ def over(figures: Figures, budget: Mapping[str, Any], limits: Mapping[str, Any])
     """Where a case costs more than it may, in words; nothing if it is within its budget.
 
     Args:
-        budget: of this case: ``kernels``, ``copies`` and ``ratio``.
-        limits: of every case: ``waits``, ``peak`` (a part of what was planned) and ``slack`` of the ratio, since other
-            work on the machine moves it.
+        budget: of this case: ``kernels``, ``copies``, ``of_plan`` and ``ratio``.
+        limits: of every case: ``waits``, how far ``of_plan`` may be off (``peak``), and ``slack`` of the ratio, since
+            other work on the machine moves it.
     """
     found = list(figures.unordered)
     waits = sum(figures.waits.values())
     if waits > limits["waits"]:
         found.append(f"{waits} waits for the device, not {limits['waits']}: {dict(figures.waits)}")
-    if figures.sent != figures.counted:
+    if figures.sent != figures.counted and not figures.replayed:
         found.append(f"{figures.sent} bytes were sent, optimizer.traffic says {figures.counted}")
-    if abs(figures.peak / figures.planned - 1) > limits["peak"]:
-        found.append(f"peak {figures.peak:,} bytes, planned {figures.planned:,}")
+    if abs(figures.of_plan - budget["of_plan"]) > limits["peak"]:
+        found.append(f"peak {figures.peak:,} bytes, {figures.of_plan:.3f} of what is planned, not {budget['of_plan']}")
     for name in ("kernels", "copies"):
         if getattr(figures, name) > budget[name]:
             found.append(f"{getattr(figures, name)} {name}, budget {budget[name]}")

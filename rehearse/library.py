@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["LIBRARY", "build", "symbols_of", "under_it"]
+__all__ = ["FOLDER", "LIBRARY", "build", "symbols_of", "under_it"]
 
 SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "rehearse"

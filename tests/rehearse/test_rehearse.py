@@ -79,7 +79,7 @@ def test_a_torch_without_cuda_is_told(module, monkeypatch, tmp_path: Path) -> No
 # --- budgets ----------------------------------------------------------------------------------------------------------
 
 LIMITS = {"waits": 1, "peak": 0.02, "slack": 1.3}
-BUDGET = {"kernels": 100, "copies": 10, "ratio": 1.5}
+BUDGET = {"kernels": 100, "copies": 10, "of_plan": 1.0, "ratio": 1.5}
 
 
 def test_what_is_over_its_budget_is_said(module) -> None:
@@ -90,7 +90,7 @@ def test_what_is_over_its_budget_is_said(module) -> None:
         "waits for the device": {"waits": {"copy": 1, "item": 1}},
         "unordered: a and b": {"unordered": ("unordered: a and b",)},
         "kernels, budget 100": {"kernels": 101}, "copies, budget 10": {"copies": 11}, "traffic says 64": {"sent": 63},
-        "planned 100": {"peak": 103}, "of plain training's": {"host_ms": 20.0},
+        "1.030 of what is planned": {"peak": 103}, "of plain training's": {"host_ms": 20.0},
     }  # fmt: skip
     for said, change in wrong.items():
         (problem,) = cases.over(replace(fine, **change), BUDGET, LIMITS)
