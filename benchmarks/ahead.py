@@ -23,6 +23,7 @@ from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from compile_muon.kernels import Averages
 from compile_muon.kernels.gpu import apply, normalize
 from compile_muon.kernels.gpu.arena import Layout
 from compile_muon.kernels.gpu.grouped_product import grouped_product
@@ -148,7 +149,11 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
         half = torch.empty(4096, dtype=torch.bfloat16)
         for count in (1, 2, 4, apply.MOST):
             params, updates, scales = [flat] * count, [half] * count, [1.0] * count
-            launch = apply.launch(params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales)
+            averages = Averages(params, params, 0.05)
+            launch = apply.launch(
+                params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales, averages=averages,
+                withheld=torch.empty(()),
+            )  # fmt: skip
             yield f"apply {_name(dtype)} {count} tensors", launch
 
 

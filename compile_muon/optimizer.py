@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -83,6 +84,8 @@ class MuonZero(Optimizer):
         gradient_clipping: global norm, or None.
         nonfinite: "error" or "skip" on inf or nan gradients.
         max_skipped_steps: how many steps in a row "skip" may leave out before NonFiniteError is raised.
+        checks: whether errors come "in_step", for which it waits for the device, or with the "next_step"; None for the
+            latter with ``nonfinite="skip"``. Nothing non-finite is written either way.
         check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
         param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
         master_dtype: of the parameters themselves and all optimizer state; None for float32 where the model is in half
@@ -130,6 +133,7 @@ class MuonZero(Optimizer):
         gradient_clipping: float | None = ZeroConfig.gradient_clipping,
         nonfinite: str = ZeroConfig.nonfinite,
         max_skipped_steps: int = ZeroConfig.max_skipped_steps,
+        checks: str | None = ZeroConfig.checks,
         check_replicas: int | None = ZeroConfig.check_replicas,
         param_dtype: torch.dtype | str | None = ZeroConfig.param_dtype,
         reduce_dtype: torch.dtype | str | None = ZeroConfig.reduce_dtype,
@@ -197,6 +201,7 @@ class MuonZero(Optimizer):
         )
         self.config = config
         self.grad_norm: Tensor | None = None
+        self._pending: _Pending | None = None
         self._norm = math.nan
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
@@ -221,6 +226,7 @@ class MuonZero(Optimizer):
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
         _warn_of_half_masters(trained)
+        self._later = self._ledger.watches = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._scales = {
@@ -269,7 +275,9 @@ class MuonZero(Optimizer):
             self.state[account.param]["momentum_buffer"] = account.momentum_buffer
         for account in self._adamw:
             zeros = [like_parameter(account.param, torch.zeros_like(account.local)) for _ in range(2)]
-            self.state[account.param] = {"step": torch.tensor(0.0), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+            # Where torch's fused AdamW counts: on the GPU itself.
+            step = torch.zeros((), device=account.local.device if account.local.is_cuda else "cpu")
+            self.state[account.param] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
 
     def _sync_momentum(self) -> None:
         """Bring the tensor that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
@@ -296,7 +304,7 @@ class MuonZero(Optimizer):
         return self._ledger.counters.traffic
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers for a logger, without waiting for the device.
+        """Plain numbers for a logger, without waiting for the device but where checks are read in the next step.
 
         Returns:
             ``grad_norm`` of the latest step (before clipping; NaN before the first), ``muon_lr``, ``adamw_lr``, and
@@ -305,6 +313,7 @@ class MuonZero(Optimizer):
             ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``), ``skipped_steps``,
             ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
         """
+        self._settle()
         counters = self._ledger.counters
         rates: dict[str, float] = {}
         for group in self.param_groups:
@@ -372,6 +381,7 @@ class MuonZero(Optimizer):
             )  # fmt: skip
 
     def _step(self) -> None:
+        self._settle()
         self._check_schedule()
         problem = self._model_problem()
         self._own_momenta()
@@ -382,28 +392,34 @@ class MuonZero(Optimizer):
         agreement = self._agreement() if self._compares else None
         directions = self._directions(muon, self._survey(problem, agreement), agreement)
         if directions is not None:
-            self._commit(directions)
-            # In the order in which the model has them, which is about that of their use in the next forward.
-            trained = {*muon, *rest}
+            self._commit(directions, None if self._pending is None else self._pending.withheld)
+            # In the order in which the model has them, which is about that of their use in the next forward. Whether
+            # all ranks have the same gradients may not be known yet, and they must refresh the same.
+            trained = {*self._muon, *self._adamw} if self._later else {*muon, *rest}
             self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
             self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         self._ledger.close([*muon, *rest])
 
-    def _commit(self, directions: dict[str, Tensor]) -> None:
+    def _commit(self, directions: dict[str, Tensor], withheld: Tensor | None = None) -> None:
         """Write momenta, moments and parameters.
 
         Args:
             directions: by name; each is let go once it is written.
+            withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
         """
+        if withheld is not None and not withheld.is_cuda:
+            if withheld.item() != 0:
+                return
+            withheld = None
         with self._ledger.range("step commit muon"):
             for group in self._groups_of("muon"):
                 own = self._with_gradient(group)
                 made = [directions.pop(account.name) for account in own]
-                commit_muon(own, made, [self._scales[account.name] for account in own], group)
+                commit_muon(own, made, [self._scales[account.name] for account in own], group, withheld)
         with self._ledger.range("step commit adamw"):
             for group in self._groups_of("adamw"):
                 own = self._with_gradient(group)
-                commit_adamw(own, [self.state[account.param] for account in own], group)
+                commit_adamw(own, [self.state[account.param] for account in own], group, withheld)
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
@@ -456,7 +472,7 @@ class MuonZero(Optimizer):
 
         On every rank the same numbers in the same order, whatever gradients it has.
         """
-        survey = Survey(self._group, self._hyper.device, problem)
+        survey = Survey(self._group, self._hyper.device, self._ledger.status.step, problem)
         survey.add_gradients([*self._muon, *self._adamw])
         if self._muon:
             survey.add("momentum", [a.name for a in self._muon], not_finite([a.momentum for a in self._muon]))
@@ -476,24 +492,32 @@ class MuonZero(Optimizer):
     ) -> dict[str, Tensor] | None:
         """Directions of these matrices by name: those of backward where they hold, the others made here.
 
-        Waits for the device once, and again only where some were made in backward and others must be made here, or
-        where pipeline stages must know of each other before any is made. Gradients are scaled in place where their
-        norm is over the limit, as ``clip_grad_norm_`` does.
+        Where checks are read in the next step and nothing here depends on them, waits for nothing. Else waits for the
+        device once, and again only where some were made in backward and others must be made here, or where pipeline
+        stages must know of each other before any is made. Gradients are scaled in place where their norm is over the
+        limit, as ``clip_grad_norm_`` does.
 
         Returns:
             None for a step to leave out (``nonfinite="skip"``).
         """
-        ready = {account.name: made for account in muon if (made := self._ready(account)) is not None}
-        survey.add_speculations(self._muon, ready)
+        candidates = {account: made for account in muon if (made := self._ready(account)) is not None}
+        ready = {account.name: made for account, made in candidates.items() if self._untouched(account)}
+        # The norm over all pipeline stages is known once they have met.
+        at_once = not self._ledger.speculating and self._stages is None
+        survey.add_speculations(self._muon, {} if at_once else ready)
         survey.reduce()
         self.grad_norm = survey.total("gradient").sqrt()
         directions: dict[str, Tensor] = {}
         held: set[str] = set()
-        # The norm over all pipeline stages is known once they have met.
-        at_once = not self._ledger.speculating and self._stages is None
         if at_once:
             self._clip(self.grad_norm)
             directions = self._orthogonalize(muon, survey)
+        if self._later and (at_once or (self.config.zero.gradient_clipping is None and len(ready) == len(muon))):
+            directions = directions or {name: made.direction for name, made in ready.items()}
+            survey.send()
+            self._pending = _Pending(survey, agreement, frozenset(directions), survey.withheld())
+            self._account(list(candidates), set(ready), clipped=False)
+            return {account.name: directions[account.name] for account in muon}
         with self._ledger.range("step wait"):
             survey.wait()
         self._check_agreement(survey, agreement)
@@ -521,7 +545,8 @@ class MuonZero(Optimizer):
             self._stages.confirm(wrong=bool(self._wrong(survey, directions)))
         if (late or self._stages is not None) and self._refused(survey, directions):
             return None
-        self._settle([account for account in muon if account.name in ready], held, clipped=clipped)
+        self._ledger.counters.skipped_in_a_row = 0
+        self._account(list(candidates), held, clipped=clipped)
         return {account.name: directions[account.name] for account in muon}
 
     def _check_agreement(self, survey: Survey, agreement: Agreement | None) -> None:
@@ -538,11 +563,45 @@ class MuonZero(Optimizer):
             where = survey.ranks({"missing": missing})
             raise LedgerError(
                 f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
-                f"step {self._ledger.status.step}; every rank must use the same parameters in a step, e.g. by adding "
+                f"step {survey.step}; every rank must use the same parameters in a step, e.g. by adding "
                 "0 * parameter.sum() to the loss where one is not used"
             )
         if agreement is not None:
             agreement.check(survey, self._group)
+        if self._later:
+            # A rank on which all directions hold does not wait to hear that they do not on another.
+            some = [name for name, count in survey.numbers("ready").items() if 0 < count < self._group.size()]
+            if some:
+                raise LedgerError(
+                    f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
+                    f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
+                )
+
+    def _settle(self) -> None:
+        """Read what the checks of the step before found, if the host has not yet.
+
+        Raises:
+            NonFiniteError, LedgerError: for that step, which has written nothing.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        survey = pending.survey
+        with self._ledger.range("step wait"):
+            survey.wait()
+        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
+        self._check_agreement(survey, pending.agreement)
+        edited = sorted(survey.names("differs"))
+        if edited:
+            raise LedgerError(
+                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
+                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
+                "set checks='in_step' or update='step'"
+            )
+        if self._refused(survey, pending.directions):
+            self._scheduled = None
+        else:
+            self._ledger.counters.skipped_in_a_row = 0
 
     def _ready(self, account: Account) -> Speculation | None:
         """A direction of backward, if the momentum is what it was made with."""
@@ -550,6 +609,10 @@ class MuonZero(Optimizer):
         if made is None or made.factor != self._ledger.momentum_factor:
             return None
         return made if made.edits == edits_of(account.momentum_buffer) else None
+
+    def _untouched(self, account: Account) -> bool:
+        """Whether the gradient is what backward wrote as far as the host knows, where it must know."""
+        return not self._later or account.sums.untouched(account.param.grad)
 
     def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
         if not accounts:
@@ -562,13 +625,12 @@ class MuonZero(Optimizer):
         survey.add("direction", [account.name for account in accounts], not_finite(results))
         return {account.name: result for account, result in zip(accounts, results, strict=True)}
 
-    def _settle(self, candidates: Sequence[Account], held: set[str], *, clipped: bool) -> None:
+    def _account(self, candidates: Sequence[Account], held: set[str], *, clipped: bool) -> None:
         """Note in the accounts what has become of the directions of backward."""
         for account in candidates:
             if account.name in held:
                 account.speculations.used()
         self._ledger.counters.used += len(held)
-        self._ledger.counters.skipped_in_a_row = 0
         reason = "clipped" if clipped else "edited"
         self._ledger.discarded([account for account in candidates if account.name not in held], reason)
         for account in self._muon:
@@ -627,7 +689,7 @@ class MuonZero(Optimizer):
             found = f"{found} = inf or nan{where}"
         else:
             found = f"{others} found inf or nan, and itself says where"
-        problem = f"{found}: nothing was updated in step {self._ledger.status.step}"
+        problem = f"{found}: nothing was updated in step {survey.step}"
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
@@ -697,6 +759,21 @@ class MuonZero(Optimizer):
             account.speculations.drop()
         self._sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What the checks of a step found, which the host reads in the next.
+
+    Args:
+        directions: names of those that the step used.
+        withheld: 1.0 on the device if it wrote nothing.
+    """
+
+    survey: Survey
+    agreement: Agreement | None
+    directions: frozenset[str]
+    withheld: Tensor
 
 
 def _warn_of_half_masters(trained: Sequence[Account]) -> None:

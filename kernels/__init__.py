@@ -8,6 +8,7 @@ place, ``compile_muon.kernels.dispatch``.
 # imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
 if __name__ == "compile_muon.kernels":
     from .apply import muon_apply
+    from .averages import Averages
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
     from .dispatch import check_backend, resolve_dtype, resolve_method
     from .momentum import muon_momentum
@@ -15,6 +16,7 @@ if __name__ == "compile_muon.kernels":
 
     __all__ = [
         "COEFFICIENTS",
+        "Averages",
         "CoefficientSet",
         "check_backend",
         "muon_apply",

@@ -1,4 +1,4 @@
-"""The last line of a Muon step: decay the parameters, then move them along their directions.
+"""The writes of a Muon step: decay the parameters, move them along their directions, and momenta toward gradients.
 
 Plain aten wherever it is traced, so that compilers fuse it with its neighbours; a kernel of ours only outside of that.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 # torch 2.11 to 2.13; private: no public function tells whether a dispatch mode (fake tensors, make_fx) is active.
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from .averages import Averages
 from .dispatch import triton_kernels
 
 __all__ = ["may_launch", "muon_apply", "not_traced"]
@@ -27,12 +28,15 @@ def muon_apply(
     lr: float | Tensor,
     weight_decay: float,
     scale: float | Sequence[float],
+    averages: Averages | None = None,
+    withheld: Tensor | None = None,
 ) -> None:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
 
     Bitwise torch.optim.Muon's ``param.mul_(1 - lr * weight_decay)`` and ``param.add_(update, alpha=-lr * scale)``,
     except for half-precision parameters with a tensor lr, where one rounding from float32 replaces several. On CUDA
-    outside of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding.
+    outside of graphs a Triton kernel does it in one pass over memory, several parameters a launch, with one rounding;
+    it moves momenta in the same pass.
 
     Args:
         params: tensors of any floating dtype, changed.
@@ -41,6 +45,9 @@ def muon_apply(
             never baked into a traced graph.
         weight_decay: multiplies the unscaled lr.
         scale: one number for all, or one for each.
+        averages: momenta of the parameters to move toward gradients, one of each for every parameter, or None.
+        withheld: one fp32 element on the parameters' device, 1 for nothing to be written, which is not waited for; None
+            writes.
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.
@@ -51,12 +58,25 @@ def muon_apply(
     for i, (p, u) in enumerate(zip(params, updates, strict=True)):
         if p.shape != u.shape:
             raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
+    left = list(range(len(params)))
     if may_launch([*params, *updates]):
-        params, updates, scales = _launch(params, updates, lr, weight_decay, scales)
+        left = _launch(params, updates, lr, weight_decay, scales, averages, withheld)
+    if not left:
+        return
+    params, updates = [params[i] for i in left], [updates[i] for i in left]
+    scales = [scales[i] for i in left]
+    averages = None if averages is None else averages.of(left)
+    written = [*params, *(() if averages is None else averages.momenta)]
+    before = None if withheld is None else [x.clone() for x in written]
+    if averages is not None:
+        torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, weight_decay, scales)
+    if withheld is not None and before is not None:
+        for x, old in zip(written, before, strict=True):
+            x.copy_(torch.where(withheld == 1, old, x))
 
 
 def may_launch(tensors: list[Tensor]) -> bool:
@@ -79,17 +99,20 @@ def _launch(
     lr: float | Tensor,
     weight_decay: float,
     scales: Sequence[float],
-) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    """Updates what Triton's kernel covers, a launch for every few tensors; returns the rest."""
+    averages: Averages | None,
+    withheld: Tensor | None,
+) -> list[int]:
+    """Updates what Triton's kernel covers, a launch for every few tensors; returns which are left, by number."""
     from .gpu import apply as gpu
 
+    lists = [params, updates, *([] if averages is None else [averages.momenta, averages.grads])]
     groups: dict[object, list[int]] = {}
-    rest = []
-    for i, (p, u) in enumerate(zip(params, updates, strict=True)):
-        if gpu.takes(p, u):
-            groups.setdefault((p.device, p.dtype, u.dtype), []).append(i)
+    left = []
+    for i, given in enumerate(zip(*lists, strict=True)):
+        if gpu.takes(*given):
+            groups.setdefault((given[0].device, *(x.dtype for x in given)), []).append(i)
         else:
-            rest.append(i)
+            left.append(i)
     for group in groups.values():
         gpu.apply_updates(
             [params[i] for i in group],
@@ -97,8 +120,10 @@ def _launch(
             lr=lr,
             weight_decay=weight_decay,
             scales=[scales[i] for i in group],
+            averages=None if averages is None else averages.of(group),
+            withheld=withheld,
         )
-    return [params[i] for i in rest], [updates[i] for i in rest], [scales[i] for i in rest]
+    return left
 
 
 def _apply_number_lr(

@@ -284,7 +284,7 @@ def main() -> int:
                 "kernels": found.kernels, "copies": found.copies, "of_plan": round(found.of_plan, 3), "ratio": ratio,
             }  # fmt: skip
         budget = known["cases"].get(case.name)
-        problems[case.name] = over(found, budget, known["limits"]) if budget else ["has no budget: --write"]
+        problems[case.name] = over(found, budget, known["limits"], case.waits) if budget else ["has no budget: --write"]
         console.print("; ".join(problems[case.name]) or "within its budget", highlight=False)
         table.add_row(
             case.name, str(sum(found.waits.values())), str(len(found.unordered)), str(found.kernels),

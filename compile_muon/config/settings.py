@@ -187,6 +187,10 @@ class ZeroConfig(Checked):
         gradient_clipping: maximal global gradient norm, or None for no clipping.
         nonfinite: "error" raises on inf or NaN gradients, "skip" skips the step on every rank.
         max_skipped_steps: how many steps in a row ``nonfinite="skip"`` may leave out before NonFiniteError is raised.
+        checks: when the host reads what a step's checks found, "in_step", which waits for the device, or "next_step":
+            until then the device writes only what they allow, and errors come with the next step. None for "in_step"
+            with ``nonfinite="error"``, "next_step" with "skip". A step whose own course depends on what was found
+            waits for it either way: ``gradient_clipping`` of directions made in backward, edited gradients, pipelines.
         check_replicas: every how many steps what all ranks hold a copy of (stages 0 to 2: weights, at 0 also optimizer
             state) is compared, or None for never.
         param_dtype: dtype weights are gathered and used in; None keeps the parameter's own.
@@ -205,12 +209,18 @@ class ZeroConfig(Checked):
     gradient_clipping: float | None = setting(None, _check_clipping, none=True)
     nonfinite: str = setting("error", check_choice, allowed=("error", "skip"))
     max_skipped_steps: int = setting(100, check_integer, low=1)
+    checks: str | None = setting(None, check_choice, none=True, allowed=("in_step", "next_step"))
     check_replicas: int | None = setting(None, check_integer, none=True, low=1)
     param_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     reduce_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     master_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
+
+    @property
+    def checks_read(self) -> str:
+        """``checks``, with the default that ``nonfinite`` gives."""
+        return self.checks or ("next_step" if self.nonfinite == "skip" else "in_step")
 
     @property
     def micro_batches(self) -> int:

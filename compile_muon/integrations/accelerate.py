@@ -87,6 +87,9 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """See :meth:`MuonZero.step`. One that ``nonfinite="skip"`` leaves out counts as skipped: no scheduler steps."""
+        if self.optimizer.config.zero.nonfinite == "error":  # nothing is ever left out, and nobody waits to hear so
+            super().step(closure)
+            return
         skipped = self.metrics()["skipped_steps"]
         super().step(closure)
         self._is_overflow = self.metrics()["skipped_steps"] > skipped

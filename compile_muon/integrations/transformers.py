@@ -230,7 +230,9 @@ class MuonTrainer(Trainer):
         """Known after the step: see :meth:`_maybe_log_save_evaluate`."""
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        return super()._maybe_log_save_evaluate(tr_loss, self.muon.metrics()["grad_norm"], *args, **kwargs)
+        # Where nothing is logged nothing may wait for the device.
+        norm = self.muon.metrics()["grad_norm"] if self.control.should_log else None
+        return super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; ``resume_from_checkpoint=True`` takes the newest checkpoint that was not cut off."""

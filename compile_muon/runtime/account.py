@@ -161,8 +161,10 @@ class Account:
         self.sums.begin(call, self.param.grad, self.name)
 
     def watch(self) -> None:
-        """Stage 1: have autograd say when it writes ``.grad``. The hooks hold the account weakly."""
-        if self._watched or not self.spec.layout.accumulates or not self.param.requires_grad:
+        """Have autograd say when it writes ``.grad``: at stage 1, or where a step must know of edits without asking the
+        device. The hooks hold the account weakly."""
+        watched = self.spec.layout.accumulates or (self.ledger.watches and self.spec.muon is not None)
+        if self._watched or not watched or not self.param.requires_grad:
             return
         self._watched = True
         reference = weakref.ref(self)

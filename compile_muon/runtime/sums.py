@@ -46,6 +46,10 @@ class UnreducedSums:
         self.current = call
         self.check(grad, name)
 
+    def untouched(self, grad: Tensor | None) -> bool:
+        """Whether ``.grad`` is what autograd wrote, as far as PyTorch counts edits."""
+        return grad is not None and self.grad == (id(grad), edits_of(grad))
+
     def check(self, grad: Tensor | None, name: str) -> None:
         """Without ``.grad`` whoever dropped it dropped the sum; an edit of it says that somebody took it for the whole.
 
@@ -54,7 +58,7 @@ class UnreducedSums:
         """
         if grad is None:
             self.delivered = self.taken_by = None
-        elif self.delivered is not None and self.grad != (id(grad), edits_of(grad)):
+        elif self.delivered is not None and not self.untouched(grad):
             raise LedgerError(
                 f"gradient of {name!r} was edited between the micro-batches of a step: at stage 1 it holds zeros until "
                 "the last of them, and the sum is kept on each rank; clip and edit after the last one, call "

@@ -1,14 +1,17 @@
 """What a step must know of its tensors before it writes any: norms, finiteness, which speculations hold.
 
-Everything goes into one vector, which is summed over the ranks by one all-reduce and waited for once. So all ranks
-decide alike, and nothing is written before everything that will be is known to be finite.
+Everything goes into one vector, which is summed over the ranks by one all-reduce. So all ranks decide alike, and
+nothing is written before everything that will be is known to be finite: to the host, which waits for the vector once,
+or to the device alone (:meth:`Survey.withheld`), and then the host reads the vector one step later.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +26,12 @@ from compile_muon.runtime.speculation import Speculation, differ
 __all__ = ["Survey", "not_finite", "squares"]
 
 _HALF = (torch.float16, torch.bfloat16)
+# What speaks against a step if it is not zero, and if it is so for some ranks only; all else must be finite.
+_WRONG = ("refused", "momentum", "first moment", "second moment", "rate", "differs", "direction")
+_OF_ALL = ("missing", "ready")
+
+#: (what, names of it) in the order in which they stand in a vector
+_Spans = tuple[tuple[str, int], ...]
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,17 +69,21 @@ class Survey:
     Args:
         group: what is summed over, None for a single process.
         device: of all tensors.
+        step: which one, from 1.
         refusal: why this rank refuses the step, which all ranks then do.
     """
 
     group: dist.ProcessGroup | None
     device: torch.device
+    step: int = 1
     refusal: Exception | None = None
     _names: list[tuple[str, str]] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
     _facts: list[tuple[str, str, float]] = field(default_factory=list)
     _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
     _own: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
+    _each: set[str] = field(default_factory=set)
+    _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,6 +106,7 @@ class Survey:
         """
         if self.group is None:
             return
+        self._each.add(what)
         # A place for each rank, empty on the others: no sum rounds.
         rank, world, width = self.group.rank(), self.group.size(), len(numbers)
         names = [f"{r}.{i}" for r in range(world) for i in range(width)]
@@ -196,16 +210,50 @@ class Survey:
                 total = total + vector[places[0] : places[-1] + 1].sum()
         return total
 
-    def wait(self) -> None:
-        """Read what was reduced since the last time: the step's wait for the device."""
+    def withheld(self) -> Tensor:
+        """1.0 if anything that was reduced speaks against the step, else 0.0: 0-dim fp32, on the device.
+
+        Nothing is waited for. The same on every rank.
+        """
+        world = 1 if self.group is None else self.group.size()
+        against = torch.zeros((), device=self.device)
+        for names, vector in self._reduced:
+            spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
+            wrong, of_all, first = _masks(spans, frozenset(self._each), world, self.device)
+            # inf and NaN stay what they are when multiplied by zero.
+            against = against + vector.sub(world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
+            if self._each:
+                against = against + (vector - vector[first]).abs_().sum()
+        return (~(against == 0)).float()
+
+    def send(self) -> None:
+        """Reduce what is left, and have all of it copied to the host; nothing is waited for."""
         self.reduce()
         if not self._reduced:
             return
-        numbers = torch.cat([vector for _, vector in self._reduced]).tolist()
+        vector = torch.cat([vector for _, vector in self._reduced])
+        if vector.is_cuda:
+            host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+            host.copy_(vector, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._copy = host, event
+        else:
+            self._copy = vector, None
+
+    def wait(self) -> None:
+        """Read what was reduced since the last time: a wait for the device, unless it was sent long ago."""
+        if self._copy is None:
+            self.send()
+        if self._copy is None:
+            return
+        vector, copied = self._copy
+        if copied is not None and not copied.query():
+            copied.synchronize()
         labels = [label for names, _ in self._reduced for label in names]
-        for (what, name), number in zip(labels, numbers, strict=True):
+        for (what, name), number in zip(labels, vector.tolist(), strict=True):
             self._read.setdefault(what, {})[name] = number
-        self._reduced = []
+        self._copy, self._reduced = None, []
 
     def ranks(self, wrong: Mapping[str, Collection[str]]) -> str:
         """`` on rank 1``: who contributed to these numbers, for an error; collective, and waits for the device.
@@ -231,3 +279,18 @@ class Survey:
     def names(self, what: str) -> set[str]:
         """Names under ``what`` whose number is not zero."""
         return {name for name, number in self.numbers(what).items() if number != 0}
+
+
+@lru_cache(maxsize=16)
+def _masks(spans: _Spans, each: Set[str], world: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
+    rank 0's number where all ranks' must be the same, which else is its own."""
+    wrong: list[float] = []
+    of_all: list[float] = []
+    first: list[int] = []
+    for what, count in spans:
+        start, width = len(first), count // world
+        wrong += [float(what in _WRONG)] * count
+        of_all += [float(what in _OF_ALL)] * count
+        first += [start + (i % width if what in each else i) for i in range(count)]
+    return torch.tensor(wrong, device=device), torch.tensor(of_all, device=device), torch.tensor(first, device=device)

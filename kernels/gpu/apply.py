@@ -1,8 +1,11 @@
-"""Decay and scaled update of a list of parameters, one pass over memory; the twin of ``muon_apply`` in plain aten.
+"""The writes of a Muon step to a list of parameters, one pass over memory; the twin of ``muon_apply`` in plain aten.
 
     p ← (1 − lr · weight_decay) p − lr · scale · u
+    m ← m + weight (g − m)                            where momenta are given
 
-Per element it reads p and u and writes p. Arithmetic in float32, one rounding. Up to ``MOST`` tensors share a launch.
+Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
+tensors share a launch. Nothing is written where ``withheld`` is 1, which the
+host need not know.
 """
 
 from collections.abc import Sequence
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..averages import Averages
 from .launch import Launch
 from .model import ceildiv
 
@@ -25,14 +29,23 @@ MOST = 8  # tensors per launch; a list is cut into 8s and one each of 4, 2, 1, s
 def apply_kernel(
     ps,  # not "params": Triton's generated launcher has a variable of that name
     us,
+    ms,
+    gs,
     elements,
     scales,
     lr,
+    withheld,
     weight_decay: tl.float32,
+    weight: tl.float32,
     COUNT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
+    WITHHELD: tl.constexpr,
+    MOMENTUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if WITHHELD:
+        if tl.load(withheld) == 1:
+            return
     if LR_ON_DEVICE:
         rate = tl.load(lr).to(tl.float32)
     else:
@@ -48,16 +61,23 @@ def apply_kernel(
             u = tl.load(us[tensor] + i, mask=inside).to(tl.float32)
             moved = p.to(tl.float32) * (1.0 - rate * weight_decay) - rate * scales[tensor] * u
             tl.store(ps[tensor] + i, moved.to(p.dtype), mask=inside)
+            if MOMENTUM:
+                m = tl.load(ms[tensor] + i, mask=inside)
+                g = tl.load(gs[tensor] + i, mask=inside).to(tl.float32)
+                wide = m.to(tl.float32)
+                tl.store(ms[tensor] + i, (wide + weight * (g - wide)).to(m.dtype), mask=inside)
         first += programs
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def takes(p: Tensor, u: Tensor) -> bool:
-    """Whether the kernel covers this pair: one dense layout for both, on one device, no float64."""
-    dense = torch.ops.aten.is_non_overlapping_and_dense(p) and p.stride() == u.stride()
-    return dense and p.device == u.device and p.dtype in _DTYPES and u.dtype in _DTYPES
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernel covers what belongs to a parameter: one dense layout for all, on one device, no float64."""
+    p, *others = tensors
+    dense = torch.ops.aten.is_non_overlapping_and_dense(p)
+    alike = all(x.stride() == p.stride() and x.device == p.device for x in others)
+    return dense and alike and all(x.dtype in _DTYPES for x in tensors)
 
 
 def apply_updates(
@@ -67,22 +87,36 @@ def apply_updates(
     lr: float | Tensor,
     weight_decay: float,
     scales: Sequence[float],
+    averages: Averages | None = None,
+    withheld: Tensor | None = None,
 ) -> None:
-    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place.
+    """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, and momenta moved where they are given.
 
     Args:
         params: tensors of one dtype on one device, changed.
-        updates: one for each, of one dtype; every pair is one that :func:`takes` takes.
+        updates: one for each, of one dtype; :func:`takes` takes what belongs to each parameter.
         lr: a number or a one-element tensor.
         weight_decay: multiplies the unscaled lr.
         scales: one for each.
+        averages: of the parameters, momenta of one dtype and gradients of one.
+        withheld: one fp32 element on the device; 1 for nothing to be written.
     """
     start = 0
     while start < len(params):
         chunk = slice(start, start + next(size for size in (MOST, 4, 2, 1) if size <= len(params) - start))
-        launch(params[chunk], updates[chunk], lr=lr, weight_decay=weight_decay, scales=scales[chunk]).run()
+        part = None if averages is None else averages.of(range(chunk.start, chunk.stop))
+        launch(
+            params[chunk],
+            updates[chunk],
+            lr=lr,
+            weight_decay=weight_decay,
+            scales=scales[chunk],
+            averages=part,
+            withheld=withheld,
+        ).run()
         start = chunk.stop
-    torch.autograd.graph.increment_version(list(params))  # as every in-place operation does; a kernel does not
+    written = [*params, *(() if averages is None else averages.momenta)]
+    torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
 
 
 def launch(
@@ -92,10 +126,13 @@ def launch(
     lr: float | Tensor,
     weight_decay: float,
     scales: Sequence[float],
+    averages: Averages | None = None,
+    withheld: Tensor | None = None,
 ) -> Launch:
-    """At most ``MOST`` pairs at once."""
+    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`."""
     on_device = isinstance(lr, Tensor) and lr.device == params[0].device
     elements = tuple(p.numel() for p in params)
+    moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
     return Launch(
         apply_kernel,
         sum(ceildiv(n, BLOCK) for n in elements),
@@ -103,10 +140,21 @@ def launch(
         (
             tuple(params),
             tuple(updates),
+            tuple(moved.momenta),
+            tuple(moved.grads),
             elements,
             tuple(float(scale) for scale in scales),
             lr if on_device else float(lr),
+            withheld,
             weight_decay,
+            moved.weight,
         ),
-        {"COUNT": len(params), "LR_ON_DEVICE": on_device, "BLOCK": BLOCK, "num_warps": WARPS},
+        {
+            "COUNT": len(params),
+            "LR_ON_DEVICE": on_device,
+            "WITHHELD": withheld is not None,
+            "MOMENTUM": averages is not None,
+            "BLOCK": BLOCK,
+            "num_warps": WARPS,
+        },
     )

@@ -309,7 +309,7 @@ def test_a_discarded_direction_made_anew_is_checked_too(monkeypatch):
 
 
 def test_skipped_steps_are_counted_told_once_and_not_for_ever():
-    lab = Lab(nonfinite="skip", max_skipped_steps=4)
+    lab = Lab(nonfinite="skip", max_skipped_steps=4, checks="in_step")
     before = lab.frozen()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -329,6 +329,52 @@ def test_skipped_steps_are_counted_told_once_and_not_for_ever():
     lab.optimizer.step()  # one good step and the count starts anew
     poison(lab, "head.bias")
     lab.optimizer.step()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+def test_checks_read_in_the_next_step(update):
+    """The step itself writes nothing that is not finite, and raises nothing; the next step, or metrics(), does."""
+    lab = Lab(update=update, checks="next_step")
+    before = lab.frozen()
+    poison(lab, "head.bias")
+    lab.optimizer.step()
+    lab.assert_unchanged(before)
+    lab.optimizer.zero_grad()
+    lab.loss().backward()
+    with pytest.raises(NonFiniteError, match=r"gradient of head.bias = inf or nan: nothing was updated in step 2"):
+        lab.optimizer.step()
+    lab.assert_unchanged(before)
+    lab.optimizer.step()  # said once: this is the step whose gradients are fine
+    assert lab.optimizer.metrics()["grad_norm"] > 0
+    assert not torch.equal(lab.params["a.weight"], before[0][0])
+    lab.recovers()
+
+
+def test_checks_read_in_the_next_step_write_the_same_bits():
+    labs = [Lab(checks=checks) for checks in ("in_step", "next_step")]
+    for lab in labs:
+        for _ in range(3):
+            lab.optimizer.zero_grad()
+            lab.loss().backward()
+            lab.optimizer.step()
+        assert lab.optimizer.metrics()["directions_used"] == 8
+    labs[1].assert_unchanged(labs[0].frozen())
+
+
+def test_an_edit_that_nothing_counts_is_an_error_of_the_step_before():
+    lab = Lab(update="backward", checks="next_step")
+    before = lab.frozen()
+    lab.loss().backward()
+    lab.params["a.weight"].grad.data.mul_(2)
+    lab.optimizer.step()
+    lab.assert_unchanged(before)
+    with pytest.raises(MuonZeroError, match=r"gradient of a\.weight was edited .* nothing was updated in step 2"):
+        lab.optimizer.metrics()
+    lab.loss().backward()
+    lab.params["a.weight"].grad.mul_(2)  # counted: made anew in this step, which waits
+    lab.optimizer.step()
+    lab.optimizer.metrics()
+    assert not torch.equal(lab.params["a.weight"], before[0][0])
 
 
 def test_skipped_then_backward_without_zero_grad():

@@ -188,11 +188,12 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str, bool]:
+def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None) -> tuple[bool, str, bool]:
     """Three steps with a poisoned one in the middle, beside a twin that never sees the poison."""
     model = tiny()
     twin = copy.deepcopy(model)
-    optimizers = [optimizer_of(m, stage=stage, nonfinite=nonfinite, update=update) for m in (model, twin)]
+    settings = {"stage": stage, "nonfinite": nonfinite, "update": update, "checks": checks}
+    optimizers = [optimizer_of(m, **settings) for m in (model, twin)]
     runs = [compiled(model), compiled(twin)]
     rank = dist.get_rank()
     kept, message = True, ""
@@ -210,6 +211,7 @@ def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str,
                 before = _snapshot(model, optimizer)
                 try:
                     optimizer.step()
+                    optimizer.metrics()
                 except compile_muon.NonFiniteError as error:
                     message = str(error)
                 kept = _same(before, _snapshot(model, optimizer))
@@ -219,22 +221,23 @@ def poison_one_rank(stage: int, nonfinite: str, update: str) -> tuple[bool, str,
 
 
 @pytest.mark.parametrize(
-    ("stage", "nonfinite", "update"),
+    ("stage", "nonfinite", "update", "checks"),
     [
-        pytest.param(0, "skip", "step", marks=pytest.mark.full),
-        pytest.param(1, "error", "step", marks=pytest.mark.full),
-        pytest.param(2, "skip", "step", marks=pytest.mark.full),
-        (3, "error", "backward"),
-        pytest.param(0, "error", "backward", marks=pytest.mark.campaign),
-        pytest.param(1, "skip", "step", marks=pytest.mark.campaign),
-        pytest.param(2, "error", "backward", marks=pytest.mark.campaign),
-        pytest.param(3, "skip", "step", marks=pytest.mark.campaign),
+        pytest.param(0, "skip", "step", None, marks=pytest.mark.full),
+        pytest.param(1, "error", "step", None, marks=pytest.mark.full),
+        (2, "skip", "step", None),
+        (3, "error", "backward", None),
+        pytest.param(1, "error", "backward", "next_step", marks=pytest.mark.full),
+        pytest.param(0, "error", "backward", None, marks=pytest.mark.campaign),
+        pytest.param(1, "skip", "step", None, marks=pytest.mark.campaign),
+        pytest.param(2, "error", "backward", None, marks=pytest.mark.campaign),
+        pytest.param(3, "skip", "step", None, marks=pytest.mark.campaign),
     ],
 )
 def test_nonfinite_gradients_of_one_rank(
-    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str
+    ranks: Callable[[int], Ranks], stage: int, nonfinite: str, update: str, checks: str | None
 ) -> None:
-    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update)
+    results = ranks(2).run(poison_one_rank, stage=stage, nonfinite=nonfinite, update=update, checks=checks)
     assert [kept for kept, _, _ in results] == [True, True]
     assert [as_if_never for _, _, as_if_never in results] == [True, True]
     (message,) = {message for _, message, _ in results}
@@ -243,35 +246,37 @@ def test_nonfinite_gradients_of_one_rank(
     assert message.startswith(named) if nonfinite == "error" else message == ""
 
 
-def lose_a_gradient(stage: int, where: str) -> tuple[str, bool]:
+def lose_a_gradient(stage: int, where: str, checks: str | None) -> tuple[str, bool]:
     """One rank has no gradient of a parameter that the others have."""
     model = tiny()
-    optimizer = optimizer_of(model, stage=stage)
+    optimizer = optimizer_of(model, stage=stage, checks=checks)
     loss(compiled(model), batch(0, 0, 0)).backward()
     if dist.get_rank() == 1:
         dict(model.named_parameters())[where].grad = None
     before = _snapshot(model, optimizer)
     try:
         optimizer.step()
+        optimizer.metrics()
     except compile_muon.LedgerError as error:
         return str(error), _same(before, _snapshot(model, optimizer))
     return "", False
 
 
 @pytest.mark.parametrize(
-    ("stage", "where"),
+    ("stage", "where", "checks"),
     [
-        (1, "head.bias"),
+        (1, "head.bias", None),
+        (1, "blocks.0.up.weight", "next_step"),
         *(
-            pytest.param(*given, marks=pytest.mark.full)
+            pytest.param(*given, None, marks=pytest.mark.full)
             for given in ((0, "blocks.0.up.weight"), (3, "blocks.1.down.weight"))
         ),
     ],
 )
 def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
-    ranks: Callable[[int], Ranks], stage: int, where: str
+    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None
 ) -> None:
-    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where):
+    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where, checks=checks):
         assert message.startswith(f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; ")
         assert kept
 

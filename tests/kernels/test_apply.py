@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_muon.kernels import muon_apply
+from compile_muon.kernels import Averages, muon_apply
 
 SHAPES = [(33, 65), (4, 4), (1, 7), (0, 5), (3, 8, 2)]
 SCALES = [1.0, 1.7320508, 1.0, 2.0, 1.7320508]
@@ -49,6 +49,19 @@ def test_bitwise_torch_for_any_rate(lr, weight_decay, scale, seed):
     muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scale=scales)
     for p, e in zip(params, expected, strict=True):
         assert torch.equal(p, e)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momenta_move_and_what_is_withheld_is_not_written(dtype):
+    params, updates, momenta, grads = (tensors(dtype, seed) for seed in range(4))
+    given = [x.clone() for x in (*params, *momenta)]
+    averages = Averages(momenta, grads, 0.05)
+    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, withheld=torch.tensor(1.0))
+    assert all(map(torch.equal, (*params, *momenta), given))
+    expected = statements_of_torch(params, updates, 0.02, 0.1, SCALES)
+    expected += [m.clone().lerp_(g, 0.05) for m, g in zip(momenta, grads, strict=True)]
+    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, withheld=torch.tensor(0.0))
+    assert all(map(torch.equal, (*params, *momenta), expected))
 
 
 def test_in_place_on_leaves_and_strided_updates():

@@ -376,6 +376,7 @@ KWARGS = {
     "gradient_clipping": (0.5, "zero.gradient_clipping", 0.5),
     "nonfinite": ("skip", "zero.nonfinite", "skip"),
     "max_skipped_steps": (7, "zero.max_skipped_steps", 7),
+    "checks": ("next_step", "zero.checks", "next_step"),
     "check_replicas": (10, "zero.check_replicas", 10),
     "param_dtype": ("bf16", "zero.param_dtype", torch.bfloat16),
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),

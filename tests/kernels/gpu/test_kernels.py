@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from alone import orthogonalize  # noqa: E402
 
-from compile_muon.kernels import COEFFICIENTS, muon_apply, newton_schulz_list, reference  # noqa: E402
+from compile_muon.kernels import COEFFICIENTS, Averages, muon_apply, newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu import apply, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
@@ -321,9 +321,20 @@ def test_apply(rate_on, dtypes, count, device):
         p.double() * (1 - 0.02 * 0.1) - 0.02 * scale * u.double()
         for p, u, scale in zip(params, updates, scales, strict=True)
     ]
-    apply.apply_updates(params, updates, lr=lr, weight_decay=0.1, scales=scales)
-    for p, e in zip(params, expected, strict=True):
-        torch.testing.assert_close(p.double(), e, **_within(dtypes[0]))
+    momenta, grads = (
+        [matrix(*p.shape, device=device, seed=seed + i).to(dtypes[0]) for i, p in enumerate(params)]
+        for seed in (200, 300)
+    )
+    expected += [m.double() + 0.05 * (g.double() - m.double()) for m, g in zip(momenta, grads, strict=True)]
+    averages = Averages(momenta, grads, 0.05) if count != 3 else None
+    settings = {"lr": lr, "weight_decay": 0.1, "scales": scales, "averages": averages}
+    given = [x.clone() for x in (*params, *momenta)]
+    apply.apply_updates(params, updates, **settings, withheld=torch.ones((), device=device))
+    assert all(map(torch.equal, (*params, *momenta), given))
+    apply.apply_updates(params, updates, **settings, withheld=torch.zeros((), device=device) if count != 1 else None)
+    written = params if averages is None else [*params, *momenta]
+    for x, e in zip(written, expected, strict=False):
+        torch.testing.assert_close(x.double(), e, **_within(dtypes[0]))
     assert all(p._version > before for p, before in zip(params, versions, strict=True))
 
 

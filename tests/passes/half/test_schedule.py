@@ -167,15 +167,19 @@ def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
     assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("size", "replicas"), [(8, 4)])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, world):
+@pytest.mark.parametrize(
+    ("size", "replicas", "stage", "layers", "limit"),
+    [
+        (4, 2, 3, 2, 1),
+        *(pytest.param(8, 4, stage, LAYERS, 2**30, marks=pytest.mark.campaign) for stage in (0, 3)),
+    ],
+)
+def test_replicas_meet_in_the_same_order(size, replicas, stage, layers, limit, graphs, trace, world):
     """A replica that owns nothing of a bucket only takes what the others hand round."""
     orders = []
-    for rank in (0, 1, 2, 5, size - 1):
-        captured = graphs(rank, size, trace, world, stage=stage, replicas=replicas)
-        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    for rank in sorted({0, 1, 2, size // 2 + 1, size - 1}):
+        captured = graphs(rank, size, trace, world, stage=stage, replicas=replicas, layers=layers)
+        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
         by_group = {}
         for node in gm.graph.nodes:
             if is_collective(node):
@@ -187,7 +191,7 @@ def test_replicas_meet_in_the_same_order(size, replicas, stage, graphs, trace, w
         for other in orders:
             for group in one.keys() & other.keys():
                 assert one[group] == other[group]
-    if stage and replicas == 4:  # 12 matrices for 8 owners in one bucket or two
+    if stage and size == 8:  # 12 matrices for 8 owners in one bucket or two
         assert len({sum(map(len, order.values())) for order in orders}) > 1 or len(orders[0]) > 1
 
 
