@@ -63,7 +63,7 @@ def test_newton_schulz(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_wrong_result_is_not_timed_and_a_failure_is_named(benchmark) -> None:
     turns, some = benchmark("turns"), benchmark("orthogonalizers")
     cpu, half = torch.device("cpu"), torch.bfloat16
@@ -149,7 +149,7 @@ def test_a_process_that_dies_is_a_failure_of_one(benchmark) -> None:
         process.close()
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_newton_schulz_says_what_is_wrong() -> None:
     unknown = run("newton_schulz.py", "--device", "cpu", "--shapes", "nonsense")
     assert unknown.returncode == 2 and "'nonsense' is unknown; expected some of: square 64" in unknown.stderr
@@ -528,7 +528,7 @@ def test_ns_training(tmp_path: Path) -> None:
 # --- the example's learning rates -------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_grid_is_trained_once_and_its_best_named(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
     tune = benchmark("tune_example")
     monkeypatch.setattr(tune, "GRID", {"adamw.json": {"lr": (0.004, 50.0)}})

@@ -41,7 +41,7 @@ def settings(folder: Path, **changes: object) -> str:
     return str(path)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_one_process_trains_in_bfloat16(tmp_path: Path) -> None:
     """Attention takes one dtype: the rotation's float32 angles must not widen queries and keys."""
     config = settings(tmp_path, compile=False, bf16={"enabled": True})
@@ -119,7 +119,7 @@ def test_the_trainers_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert state["global_step"] == 2
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     train("--steps", "2", "--compare", "--config", settings(tmp_path, compile=False), "--out", str(runs), ranks=None)
@@ -132,7 +132,7 @@ def test_adamw_is_compared_from_the_same_start(tmp_path: Path) -> None:
         load_config(config)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
     """On two ranks, then on one; the second run is one epoch longer, and does that one alone."""
     script = ROOT / "examples" / "train_accelerate.py"
@@ -150,7 +150,7 @@ def test_accelerates_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert len(list((tmp_path / "train_accelerate").glob("events.out.tfevents.*"))) == 2
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
     """By Lightning's own launcher, then on one rank; uncompiled, which takes a fraction of the time."""
     script = ROOT / "examples" / "train_lightning.py"
@@ -165,7 +165,7 @@ def test_lightnings_example_trains_and_goes_on(tmp_path: Path) -> None:
     assert "Restored all states" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
     """On two ranks, then on one."""
     pytest.importorskip("torchtitan", reason="torchtitan is not installed: pip install compile_muon[torchtitan]")
@@ -189,7 +189,7 @@ def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert (tmp_path / "checkpoint" / f"step-{steps}" / ".metadata").exists()
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_the_mixtures_example_spreads_its_experts() -> None:
     """On two ranks, uncompiled, which takes a fraction of the time."""
     script = ROOT / "examples" / "train_moe.py"

@@ -70,7 +70,7 @@ def test_scripts_are_sound(file: str) -> None:
         subprocess.run([shellcheck, str(LAUNCH / file)], check=True)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_torchrun_on_two_nodes(tmp_path: Path) -> None:
     common = {"HOST": f"127.0.0.1:{free_port()}", "NODES": "2", "RANKS": "1"}
     command = [str(LAUNCH / "torchrun.sh"), *arguments(tmp_path, 2)]
@@ -180,7 +180,7 @@ def test_kubernetes_manifests_are_valid() -> None:
         validate.validate(manifest, validate.latest_version(), strict=True)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_the_command_of_the_pods_trains(tmp_path: Path) -> None:
     """As Kubernetes would start it, but for the names that only a cluster resolves, and the sizes."""
     _, job = manifests()

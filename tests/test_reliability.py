@@ -48,7 +48,7 @@ def test_kills_damage_and_resharding(tmp_path: Path) -> None:
     assert all(row["again"].startswith(f"python benchmarks/faults.py {row['campaign']} ") for row in kills + damage)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_run_without_a_fault_is_right(tmp_path: Path) -> None:
     output = tmp_path / "faults.json"
     faults("ranks", "--only", "nothing", "--stages", "3", "--json", str(output))

@@ -27,7 +27,7 @@ def started_in(folder: Path, *options: str, **environment: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize(
-    "folder", ["kernels", *(pytest.param(f, marks=pytest.mark.full) for f in (".", "compile_muon", "/"))]
+    "folder", ["kernels", *(pytest.param(f, marks=pytest.mark.campaign) for f in (".", "compile_muon", "/"))]
 )
 def test_this_environment_is_ready_wherever_it_is_asked(folder: str) -> None:
     done = started_in(ROOT / folder)
@@ -49,7 +49,7 @@ def others(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_in_the_root_of_a_checkout_that_is_not_installed_it_says_so(others: str) -> None:
     """Python finds compile_muon/ there, without what an installation puts into it.
 

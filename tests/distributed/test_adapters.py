@@ -133,7 +133,7 @@ def by_accelerate(folder: str) -> tuple[list[float], dict[str, Tensor]]:
         return losses, found
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_accelerate_trains_adapters_as_a_plain_loop(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     losses, expected = plain(2)
     before = weights(lora())

@@ -252,14 +252,14 @@ def check_fault(results: list[tuple[str, bool, int]], said: str) -> None:
             "whole",
             "momentum",
             "hyperparameters: muon momentum = 0.475 on rank 1, 0.95 on ranks 0, 2: ",
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             1,
             "blocks",
             "weight_decay",
             "hyperparameters: muon weight_decay = 0.05 on rank 1, 0.1 on ranks 0, 2: ",
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
         (2, "eager", "adamw betas", "hyperparameters: adamw betas = (0.9, 0.9) on rank 1, (0.9, 0.95) on ranks 0, 2: "),
         (0, "eager", "scheduler", "hyperparameters: muon lr = 0.004 on rank 1, 0.005 on ranks 0, 2, adamw lr = "),
@@ -279,7 +279,7 @@ def test_other_hyperparameters_on_one_rank(
         ("eager", 3),
         ("whole", 2),
         *(
-            pytest.param(*given, marks=pytest.mark.full)
+            pytest.param(*given, marks=pytest.mark.campaign if given[1] else pytest.mark.full)
             for given in itertools.product(("whole", "blocks", "eager"), range(4))
             if given not in (("eager", 1), ("eager", 3), ("whole", 2))
         ),
@@ -320,7 +320,7 @@ def test_replicas_that_drift_apart_are_named(ranks: Callable[[int], Ranks], stag
     [
         ("eager", 2),
         *(
-            pytest.param(*given, marks=pytest.mark.full)
+            pytest.param(*given, marks=pytest.mark.full if given == ("whole", 1) else pytest.mark.campaign)
             for given in (("eager", 0), ("eager", 1), ("whole", 0), ("whole", 1), ("whole", 2))
         ),
     ],

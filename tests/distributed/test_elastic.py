@@ -32,7 +32,7 @@ def never_killed(elastic: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return job
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_what_differs_is_seen(elastic: Any, never_killed: Any, tmp_path: Path) -> None:
     """Else no run below could be wrong."""
     shutil.copytree(never_killed.folder, tmp_path / "copy")

@@ -111,7 +111,7 @@ config["optimizer"] = {{"type": "AdamW", "params": adamw}}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2))])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (1, 2))])
 def test_both_columns_train_alike(ranks: Callable[[int], Ranks], stage: int) -> None:
     theirs, ours = columns()
     assert len(theirs) == len(ours) > 6

@@ -57,9 +57,9 @@ def train_mixture(
 
 CASES = (
     pytest.param("Mixtral", 2, {"stage": 3}, marks=pytest.mark.full),
-    pytest.param("Qwen3Moe", 4, {"stage": 1, "gradient_accumulation_steps": 2}, marks=pytest.mark.full),
+    pytest.param("Qwen3Moe", 4, {"stage": 1, "gradient_accumulation_steps": 2}, marks=pytest.mark.campaign),
     pytest.param("DeepseekV3", 2, {"stage": 2, "compiled": True}, marks=pytest.mark.campaign),
-    pytest.param("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}, marks=pytest.mark.full),
+    pytest.param("DeepseekV3", 2, {"stage": 3, "compiled": True, "fullgraph": True}, marks=pytest.mark.campaign),
     pytest.param("GptOss", 2, {"stage": 0}, marks=pytest.mark.campaign),
     pytest.param(
         "Mixtral",

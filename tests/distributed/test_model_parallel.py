@@ -122,14 +122,18 @@ def test_shards_of_tensor_slices(ranks: Callable[[int], Ranks], settings: dict[s
         pytest.param((4,), ("tensor",), {"stage": 3, "update": "backward"}, marks=pytest.mark.campaign),
         pytest.param((4,), ("tensor",), {"stage": 0, "update": "step"}, marks=pytest.mark.campaign),
         pytest.param(
-            (2, 2), ("replicate", "tensor"), {"stage": 2, "update": "backward", "tied": True}, marks=pytest.mark.full
+            (2, 2),
+            ("replicate", "tensor"),
+            {"stage": 2, "update": "backward", "tied": True},
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             (2, 2),
             ("shard", "tensor"),
             {"stage": 3, "update": "backward", "codegen": "inductor"},
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
+        pytest.param((2,), ("tensor",), {"stage": 3, "codegen": "inductor"}, marks=pytest.mark.full),
         pytest.param((2, 2), ("replicate", "tensor"), {"stage": 2, "codegen": "inductor"}, marks=pytest.mark.campaign),
         pytest.param(
             (2, 2, 2),
@@ -237,8 +241,7 @@ def train_mixture(
 
 @cases(
     ((3, "step", 1),),
-    full=((1, "backward", 2),),
-    campaign=((0, "backward", 1), (2, "step", 1), (3, "backward", 2)),
+    campaign=((1, "backward", 2), (0, "backward", 1), (2, "step", 1), (3, "backward", 2)),
 )
 def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, Any]) -> None:
     for rank, report in enumerate(ranks(4).run(train_mixture, sizes=(2, 2), names=("shard", "expert"), **settings)):
@@ -256,7 +259,7 @@ def test_shards_of_experts(ranks: Callable[[int], Ranks], settings: dict[str, An
             {"stage": 2, "update": "backward"},
             marks=pytest.mark.campaign,
         ),
-        pytest.param((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward"}, marks=pytest.mark.full),
+        pytest.param((2, 2), ("expert", "tensor"), {"stage": 3, "update": "backward"}, marks=pytest.mark.campaign),
         ((2, 2), ("expert", "tensor"), {"stage": 3, "update": "step"}),
         pytest.param(
             (2, 2),
@@ -432,7 +435,7 @@ def load(folder: str, kind: str, placed: Placed, stage: int) -> tuple[dict[str, 
                 (((2, 2), ("replicate", "tensor")), 4, 1),
                 (None, 1, 2),
             ),
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             "mixture",

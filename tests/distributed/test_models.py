@@ -45,7 +45,7 @@ def test_two_ranks(ranks: Callable[[int], Ranks], name: str, stage: int, update:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [pytest.param("gpt2", 3, marks=pytest.mark.campaign), pytest.param("llama", 1, marks=pytest.mark.full)],
+    [pytest.param("gpt2", 3, marks=pytest.mark.campaign), pytest.param("llama", 1, marks=pytest.mark.campaign)],
 )
 def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int) -> None:
     check(ranks(2), name, stage=stage, codegen="inductor")

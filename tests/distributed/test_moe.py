@@ -141,7 +141,7 @@ def train_whole_models(kinds: tuple[str, ...], size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world", "size"),
-    [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), pytest.param(4, 2, marks=pytest.mark.full)],
+    [(2, 2), pytest.param(4, 4, marks=pytest.mark.campaign), pytest.param(4, 2, marks=pytest.mark.campaign)],
 )
 def test_whole_models_compute_what_they_do_unsharded(ranks: Callable[[int], Ranks], world: int, size: int) -> None:
     kinds = ("Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss") if world == 2 else ("DeepseekV3", "GptOss")

@@ -229,13 +229,13 @@ def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, 
 @pytest.mark.parametrize(
     ("stage", "schedule", "compiled", "clip", "update", "scale"),
     [
-        pytest.param(0, "gpipe", False, BITES, "backward", False, marks=pytest.mark.full),
-        pytest.param(1, "gpipe", True, NEVER, "auto", True, marks=pytest.mark.full),
+        pytest.param(0, "gpipe", False, BITES, "backward", False, marks=pytest.mark.campaign),
+        pytest.param(1, "gpipe", True, NEVER, "auto", True, marks=pytest.mark.campaign),
         pytest.param(1, "1f1b", False, BITES, "auto", False, marks=pytest.mark.campaign),
         pytest.param(2, "gpipe", False, NEVER, "step", True, marks=pytest.mark.campaign),
         (2, "1f1b", True, NEVER, "backward", False),
         pytest.param(3, "gpipe", False, BITES, "auto", False, marks=pytest.mark.campaign),
-        pytest.param(3, "1f1b", True, BITES, "step", False, marks=pytest.mark.full),
+        pytest.param(3, "1f1b", True, BITES, "step", False, marks=pytest.mark.campaign),
     ],
 )
 def test_stages_train_as_the_whole_model(
@@ -250,7 +250,7 @@ def test_stages_train_as_the_whole_model(
         assert each["gathers"] == [1 if holds else 2] * STEPS
 
 
-@pytest.mark.parametrize("clip", [pytest.param(NEVER, marks=pytest.mark.full), BITES])
+@pytest.mark.parametrize("clip", [pytest.param(NEVER, marks=pytest.mark.campaign), BITES])
 def test_a_stage_without_matrices(ranks: Callable[[int], Ranks], clip: float) -> None:
     settings = {"stage": 3, "update": "backward", "compiled": clip == NEVER}
     found = ranks(4).run(train, clip=clip, parts=NO_MATRIX, **settings)
@@ -259,7 +259,7 @@ def test_a_stage_without_matrices(ranks: Callable[[int], Ranks], clip: float) ->
         assert each["gathers"] == [1 if clip == NEVER else 2] * STEPS
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_directions_that_hold_on_one_stage_alone(ranks: Callable[[int], Ranks]) -> None:
     settings = {"stage": 1, "clip": NEVER, "update": "backward", "schedule": "1f1b"}
     found = ranks(4).run(train, edited="blocks.0.up.weight", **settings)

@@ -170,7 +170,7 @@ def same(found: Run, expected: Run) -> None:
                 "loss": "ChunkedLossWrapper.Config(num_chunks=2)",
                 "activation_checkpoint": "SelectiveAC.Config()",
             },
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
         (1, 2, {"compiled": True}),
     ],
@@ -257,7 +257,7 @@ def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], R
             assert norms_later == (norms[2:] if world == 2 else pytest.approx(norms[2:], rel=1e-5, abs=1e-5))
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_weights_load_without_this_library(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """torchtitan's checkpoint and its Hugging Face export, bit for bit, in a process that has never seen it."""
     export = {"checkpoint": {"last_save_in_hf": True, "last_save_model_only": True}}
@@ -275,7 +275,7 @@ def train_from_a_seed(folder: str) -> list[float]:
         return run(config_of(titan, folder, 3))[0]
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_a_seed_checkpoint_begins_a_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     """Made as ``torchtitan.train`` does it, with another seed."""
     with launched() as titan:

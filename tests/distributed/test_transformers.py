@@ -126,8 +126,10 @@ def plain(world: int) -> tuple[list[float], list[float], list[float], dict[str, 
     ("world", "stage", "compiled"),
     [
         (2, 2, False),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 0, False), (2, 3, True))),
-        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 1, True), (1, 2, True), (3, 3, False))),
+        *(
+            pytest.param(*given, marks=pytest.mark.campaign)
+            for given in ((2, 3, True), (2, 0, False), (2, 1, True), (1, 2, True), (3, 3, False))
+        ),
     ],
 )
 def test_the_trainer_trains_as_a_plain_loop(

@@ -482,8 +482,8 @@ def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
     ("kind", "world", "stage", "size", "tied"),
     [
         ("GPT2LMHeadModel", 2, 3, "5GB", "tied"),
-        pytest.param("T5ForConditionalGeneration", 3, 3, "20KB", "tied", marks=pytest.mark.full),
-        pytest.param("ResNetForImageClassification", 2, 2, "5GB", "", marks=pytest.mark.full),
+        pytest.param("T5ForConditionalGeneration", 3, 3, "20KB", "tied", marks=pytest.mark.campaign),
+        pytest.param("ResNetForImageClassification", 2, 2, "5GB", "", marks=pytest.mark.campaign),
         pytest.param("MixtralForCausalLM", 2, 3, "5GB", "", marks=pytest.mark.full),
     ],
 )

@@ -250,7 +250,7 @@ def test_ranks_that_never_met_have_a_machine_too() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_calibrate_writes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     out = tmp_path / "here.json"
     assert cli.main(["calibrate", "--out", str(out), "--ranks", str(ranks), "--quick"]) == 0

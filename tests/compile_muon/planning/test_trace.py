@@ -64,14 +64,14 @@ def compare(trace: Trace, target: Target, rank: int) -> Timeline:
 
 @pytest.mark.parametrize(
     ("stage", "axes"),
-    [(0, 1), (3, 0), *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 0), (1, 1), (3, 1)))],
+    [(0, 1), (3, 0), *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((1, 0), (1, 1), (3, 1)))],
 )
 def test_every_stage_and_mesh_of_one_trace(stage: int, axes: int) -> None:
     compare(traced(), Target(4, configured(stage), AXES[axes], "nccl"), rank=1)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2))])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2))])
 def test_micro_batches(stage: int) -> None:
     """At stage 1 all but the last keep whole gradients; the trace is of that stage, and the others reduce each."""
     settings = (("gradient_accumulation_steps", 3),)
@@ -88,7 +88,7 @@ def test_adamw_of_a_trace_with_muon() -> None:
     [
         ((("update", "step"),), ()),
         pytest.param((("shard_state_over", "all"),), (), marks=pytest.mark.full),
-        pytest.param((("param_dtype", "bfloat16"),), (("codegen", "inductor"),), marks=pytest.mark.full),
+        pytest.param((("param_dtype", "bfloat16"),), (("codegen", "inductor"),), marks=pytest.mark.campaign),
         pytest.param((), (("reshard_after_forward", False),), marks=pytest.mark.full),
     ],
 )

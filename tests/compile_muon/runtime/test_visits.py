@@ -168,6 +168,20 @@ def test_accumulate_holds_back_and_nests_and_survives_exceptions(calls):
     assert calls.visit(w) is SPECULATE
 
 
+def test_who_says_which_is_the_last_may_have_fewer_in_the_next_step(calls):
+    """Backwards inside ``accumulate()`` are not among those that a step is expected to have."""
+    w = make_account(book(None))
+    for earlier in (3, 1, 0):
+        for _ in range(earlier):
+            with w.ledger.accumulate():
+                w.visits.forward()
+                assert calls.visit(w) is REDUCE
+        w.visits.forward()
+        assert (calls.visit(w) is SPECULATE) == (earlier < 3)  # of the first step nobody knows
+        w.ledger.close([w])
+        w.param.grad = None
+
+
 def test_what_autograd_does_not_deliver_counts_for_nothing(calls):
     w = make_account(book(2), stage=1, world=2)
     w.visits.forward()

@@ -18,6 +18,11 @@ NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 
 #: one product, and normalization
 SHORT = "(half_of_the_products and square) or what_is_not_finite"
+#: every kernel, without the tables of shapes and spectra
+SOME = {
+    "test_kernels.py": "x_times_its or half_of or normalization or apply or cubic or batch_is or opcheck",
+    "test_grouped.py": "launches_do_not or spoils_no_other or small_tensors or served",
+}
 
 
 @pytest.mark.skipif(OLD_TRITON and NEW_NUMPY, reason="the interpreter of Triton 3.6 needs numpy < 2.4")
@@ -25,8 +30,10 @@ SHORT = "(half_of_the_products and square) or what_is_not_finite"
     ("file", "chosen", "least"),
     [
         ("test_kernels.py", SHORT, 3),
-        pytest.param("test_kernels.py", "", 85, marks=pytest.mark.full),
-        pytest.param("test_grouped.py", "", 72, marks=pytest.mark.full),
+        pytest.param("test_kernels.py", SOME["test_kernels.py"], 45, marks=pytest.mark.full),
+        pytest.param("test_grouped.py", SOME["test_grouped.py"], 4, marks=pytest.mark.full),
+        pytest.param("test_kernels.py", "", 85, marks=pytest.mark.campaign),
+        pytest.param("test_grouped.py", "", 72, marks=pytest.mark.campaign),
     ],
 )
 def test_every_kernel_in_the_interpreter(file, chosen, least):

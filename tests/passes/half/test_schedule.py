@@ -86,7 +86,7 @@ def buckets_of(found, category):
     [
         (2, 2),
         (3, 4),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (1, 4), (2, 4), (3, 2))),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (3, 2))),
     ],
 )
 def test_exchanges_start_under_backward(size, stage, graphs, trace, world):
@@ -151,9 +151,8 @@ def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
     ("size", "limit", "stage"),
     [
         (4, 2**30, 3),
-        pytest.param(4, 2**30, 0, marks=pytest.mark.full),
-        pytest.param(64, 1, 3, marks=pytest.mark.full),
-        pytest.param(64, 1, 0, marks=pytest.mark.campaign),
+        pytest.param(4, 2**30, 0, marks=pytest.mark.campaign),
+        *(pytest.param(64, 1, stage, marks=pytest.mark.campaign) for stage in (0, 3)),
     ],
 )
 def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
