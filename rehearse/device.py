@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,6 +43,15 @@ class _Access(ctypes.Structure):
     _fields_ = [("start", ctypes.c_ulonglong), ("nbytes", ctypes.c_ulonglong), ("write", ctypes.c_int)]
 
 
+@cache
+def _in_project(file: str) -> str | None:
+    """Its path within the project; None of what is no code of the package."""
+    path = Path(file).resolve()
+    if _ROOT not in path.parents or "rehearse" in file or "site-packages" in file:
+        return None
+    return str(path.relative_to(_ROOT))
+
+
 class Device:
     """What the library in place of CUDA's has noted since :meth:`clear`.
 
@@ -57,9 +68,11 @@ class Device:
     def _waited(self, kind: int, name: bytes, stream: int, nbytes: int) -> None:
         if name == b"cudaStreamSynchronize" and self._copies():
             return  # the second half of a copy to the host, which was counted
-        frames = [frame for frame in traceback.extract_stack() if _ROOT in Path(frame.filename).resolve().parents]
-        frames = [f for f in frames if "rehearse" not in f.filename and "site-packages" not in f.filename]
-        place = f"{Path(frames[-1].filename).relative_to(_ROOT)}:{frames[-1].lineno}" if frames else "?"
+        # In few microseconds: steps are timed, waits and all.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and (ours := _in_project(frame.f_code.co_filename)) is None:
+            frame = frame.f_back
+        place = "?" if frame is None else f"{ours}:{frame.f_lineno}"
         self.waits[f"{name.decode()} at {place}"] += 1
         self._last = name
 

@@ -32,7 +32,12 @@ from compile_muon.passes import (
 from compile_muon.passes.collectives import Traffic, measure_traffic
 from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
-from compile_muon.passes.torch_private import SavedContext, compiled_autograd_active, current_backward
+from compile_muon.passes.torch_private import (
+    SavedContext,
+    below_autograd,
+    compiled_autograd_active,
+    current_backward,
+)
 from compile_muon.runtime.account import Account, account_of
 from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.replicas import keep_fresh
@@ -64,7 +69,7 @@ def lower_and_compile(
     """:func:`lower`, and generate code."""
     gm, traffic = lower(gm, ctx)
     appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
-    return codegen(gm, [*inputs, *appended]), traffic
+    return below_autograd(codegen(gm, [*inputs, *appended])), traffic
 
 
 def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]:

@@ -243,12 +243,13 @@ class Survey:
 
     def wait(self) -> None:
         """Read what was reduced since the last time: a wait for the device, unless it was sent long ago."""
-        if self._copy is None:
+        earlier = self._copy is not None
+        if not earlier:
             self.send()
         if self._copy is None:
             return
         vector, copied = self._copy
-        if copied is not None and not copied.query():
+        if copied is not None and not (earlier and copied.query()):
             copied.synchronize()
         labels = [label for names, _ in self._reduced for label in names]
         for (what, name), number in zip(labels, vector.tolist(), strict=True):

@@ -18,6 +18,7 @@ measures rates.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 __all__ = ["Device", "Result", "Tile", "busiest", "ceildiv", "programs", "seconds"]
 
@@ -53,7 +54,7 @@ class Tile:
     resident: int = 1
     resident_in_list: int = 0
 
-    @property
+    @cached_property
     def in_list(self) -> "Tile":
         """The tile as the kernel for lists has it."""
         return replace(self, resident=self.resident_in_list or self.resident)
