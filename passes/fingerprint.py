@@ -17,6 +17,9 @@ for it. A sign counts as plus or minus one power of two, or by parity alone wher
 an odd prime, so that negating all of a matrix, rows, columns or every second entry leaves odd counts somewhere. It
 finds edits, not adversaries.
 
+On CUDA a Triton kernel makes those of a list in one pass and few launches (``compile_muon.kernels.gpu.fingerprint``),
+the same bits.
+
 ``torch.hash_tensor`` is no substitute: an exclusive or does not see swaps or an even number of equal edits.
 """
 
@@ -28,7 +31,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FINGERPRINT", "FINGERPRINT_WORDS", "fingerprint"]
+from compile_muon.kernels.apply import may_launch
+
+__all__ = ["FINGERPRINT", "FINGERPRINT_WORDS", "by_aten", "fingerprint"]
 
 _P = 257
 
@@ -87,6 +92,16 @@ def _mix(x: Tensor) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
+    if may_launch(list(xs)):
+        from compile_muon.kernels.gpu import fingerprint as gpu
+
+        if all(map(gpu.takes, xs)):
+            return gpu.fingerprint(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
+    return by_aten(xs)
+
+
+def by_aten(xs: Sequence[Tensor]) -> Tensor:
+    """:func:`fingerprint` in PyTorch's own operations, on any device."""
     families = [family for x in xs for family in _sums(x)]
     sizes = [sum(piece.numel() for piece in family) for family in families]
     # One pass over the sums of all tensors; numbered from 1 in each family, so a tensor's company makes no difference.

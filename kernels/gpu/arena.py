@@ -15,10 +15,13 @@ from torch import Tensor
 
 from .model import ceildiv
 
-__all__ = ["Layout", "Matrices", "work_bytes"]
+__all__ = ["SMALL", "Layout", "Matrices", "work_bytes"]
 
 # A shape's first matrix begins at a multiple of so many elements: 128 bytes, what Triton and descriptors like best.
 ALIGNMENT = 64
+# Entries of a matrix up to which tensors of one shape are copied together: three launches of its own take the host
+# about as long as a GPU needs for all of a matrix 1024 × 4096. An estimate, like the tile tables.
+SMALL = 2**22
 # Bytes that normalization keeps of a matrix while it runs, at most: 256 pairs of float32.
 PARTIAL_NORMS = 2048
 

@@ -11,7 +11,7 @@ from ..call_plan import Plan
 from ..chunks import Stack, chunked
 from ..iterations import gram, standard
 from . import newton_schulz
-from .arena import Layout, Matrices, work_bytes
+from .arena import SMALL, Layout, Matrices, work_bytes
 from .grouped_product import grouped_product
 from .grouped_symmetric import grouped_symmetric
 from .model import Tile
@@ -20,10 +20,6 @@ from .tile_order import results_of
 from .tiles import choose
 
 __all__ = ["GroupedProducts", "orthogonalize_list"]
-
-# Entries of a matrix up to which tensors of one shape are copied together: three launches of its own take the host
-# about as long as a GPU needs for all of a matrix 1024 × 4096. An estimate, like the tile tables.
-SMALL = 2**22
 
 Pair = tuple[Tensor, Tensor]  # matrices [b, k, l] with k ≤ l, and what takes their results
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
+from compile_muon.kernels.chunks import Stack, chunked
 from compile_muon.kernels.dispatch import cheaper_method
+from compile_muon.kernels.gpu.arena import SMALL, work_bytes
 from compile_muon.kernels.iterations import gram, standard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import encode_dtype
@@ -202,10 +204,37 @@ def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows
 
 
 def workspace_bytes(node: Node, machine: Machine) -> int:
-    """What a ``muon_zero::newton_schulz`` call holds beside inputs and results: X once more, and two of k × k."""
-    _, _, _, dtype, _, _, _, _, *limit = node.args
+    """What a ``muon_zero::newton_schulz`` call holds beside inputs and results.
+
+    On CPUs of one matrix X once more, and two of k x k. On GPUs of a chunk of matrices, as ``compile_muon.kernels``
+    makes them: by Triton of all matrices of a form together, by aten of one shape.
+    """
+    _, coefficients, method, dtype, _, _, restarts, backend, limit, *_ = node.args
     itemsize = getattr(torch, dtype).itemsize
-    held = [
-        batch * (rows * cols + 2 * min(rows, cols) ** 2) * itemsize for _, batch, rows, cols in _stacks(node, machine)
-    ]
-    return min(max(held, default=0), *limit) if machine.device != "cpu" else max(held, default=0)
+    if machine.device == "cpu":
+        held = [(rows * cols + 2 * min(rows, cols) ** 2) * itemsize for *_, rows, cols in _stacks(node, machine)]
+        return max(held, default=0)
+    steps, together = len(coefficients) // 3, dtype in _HALF and backend != "aten"
+    groups: dict[Any, list[Stack]] = {}
+    for x in node.args[0]:
+        value = tensor_value(x)
+        k, l = sorted(int(size) for size in value.shape[-2:])  # noqa: E741
+        count = value.shape[:-2].numel()
+        if not (count and k):
+            continue
+        form = method
+        if method == "auto":
+            form = cheaper_method(k, l, steps, len(restarts), symmetric=together)
+        copied = k * l * (value.dtype.itemsize + itemsize)
+        if together:
+            work = work_bytes(k, l, form, steps, len(restarts), itemsize) + (k * l <= SMALL) * copied
+            groups.setdefault(form, []).append(Stack(count, work))
+        else:
+            work = k * l * (2 * itemsize + 4) + 4 * k * k * itemsize
+            groups.setdefault((k, l, value.dtype), []).append(Stack(count, work + copied))
+    return max((_largest_chunk(stacks, limit) for stacks in groups.values()), default=0)
+
+
+def _largest_chunk(stacks: Sequence[Stack], limit: int) -> int:
+    chunks = chunked(stacks, limit)
+    return max(sum((p.stop - p.start) * stacks[p.index].bytes_each for p in chunk) for chunk in chunks)

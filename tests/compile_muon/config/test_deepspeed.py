@@ -471,6 +471,7 @@ EVERYTHING = config_from_kwargs(
     nonfinite="skip",
     max_skipped_steps=7,
     check_replicas=10,
+    checks="in_step",
     param_dtype="fp16",
     reduce_dtype="fp32",
     master_dtype="bf16",

@@ -90,7 +90,7 @@ def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
     assert found.simulated(SLOW).traffic.matrices == captured(1).simulated(SLOW).traffic.matrices
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 1, 2))])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 1, 3))])
 def test_the_schedule_hides_exchanges(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it every collective is waited for where it starts."""
     scheduled = captured(stage).simulated(SLOW)
@@ -125,7 +125,14 @@ def test_gloo_gathers_pairwise_and_nccl_does_not() -> None:
     assert kinds["nccl"]["all_gather"] > 0
 
 
-@pytest.mark.parametrize("stage", [3, 1, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2))])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        3,
+        pytest.param(1, marks=pytest.mark.full),
+        *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2)),
+    ],
+)
 def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step that is run, refresh included; collectives of the fake group return anything, and nobody answers.
 

@@ -18,13 +18,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from alone import orthogonalize  # noqa: E402
 
 from compile_muon.kernels import COEFFICIENTS, Averages, muon_apply, newton_schulz_list, reference  # noqa: E402
-from compile_muon.kernels.gpu import apply, normalize, product, symmetric  # noqa: E402
+from compile_muon.kernels.gpu import apply, fingerprint, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
+from compile_muon.passes.fingerprint import FINGERPRINT, by_aten  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
@@ -336,6 +337,17 @@ def test_apply(rate_on, dtypes, count, device):
     for x, e in zip(written, expected, strict=False):
         torch.testing.assert_close(x.double(), e, **_within(dtypes[0]))
     assert all(p._version > before for p, before in zip(params, versions, strict=True))
+
+
+def test_fingerprints_are_those_of_aten(device):
+    """Whole rows, a part of one, a part of a word, nothing; more tensors than a launch takes."""
+    xs = [matrix(n, 257, device=device, seed=n) for n in range(1, 18)]
+    xs += [xs[0][0, :n].to(dtype) for n in (0, 1, 3, 255) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
+    xs += [torch.arange(2057, device=device).to(torch.uint8), matrix(600, 514, device=device, seed=0).bfloat16()]
+    assert all(map(fingerprint.takes, xs)) and not fingerprint.takes(xs[1].mT) and not fingerprint.takes(xs[-1][0, 1:])
+    expected = torch.cat([by_aten([x.cpu()]) for x in xs])
+    assert torch.equal(FINGERPRINT(xs).cpu(), expected)
+    assert len({tuple(row) for row in expected.tolist()}) == len(xs) - 2  # of nothing there are three
 
 
 def test_the_public_function_takes_the_kernel(device):
