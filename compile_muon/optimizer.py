@@ -313,7 +313,7 @@ class MuonZero(Optimizer):
             ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``), ``skipped_steps``,
             ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
         """
-        self._settle()
+        self.check()
         counters = self._ledger.counters
         rates: dict[str, float] = {}
         for group in self.param_groups:
@@ -333,6 +333,34 @@ class MuonZero(Optimizer):
             "compiled_graphs": counters.graphs + len(self._step_graphs),
             "communicators": 0 if self._mesh is None else self._mesh.process_groups,
         }
+
+    def check(self) -> None:
+        """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
+
+        The next step does so, ``metrics()`` and ``Checkpointer.save``; nothing is left to read with "in_step".
+
+        Raises:
+            NonFiniteError, LedgerError: for that step, which has written nothing.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        survey = pending.survey
+        with self._ledger.range("step wait"):
+            survey.wait()
+        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
+        self._check_agreement(survey, pending.agreement)
+        edited = sorted(survey.names("differs"))
+        if edited:
+            raise LedgerError(
+                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
+                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
+                "set checks='in_step' or update='step'"
+            )
+        if self._refused(survey, pending.directions):
+            self._scheduled = None
+        else:
+            self._ledger.counters.skipped_in_a_row = 0
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
@@ -381,7 +409,7 @@ class MuonZero(Optimizer):
             )  # fmt: skip
 
     def _step(self) -> None:
-        self._settle()
+        self.check()
         self._check_schedule()
         problem = self._model_problem()
         self._own_momenta()
@@ -516,7 +544,7 @@ class MuonZero(Optimizer):
             directions = directions or {name: made.direction for name, made in ready.items()}
             survey.send()
             self._pending = _Pending(survey, agreement, frozenset(directions), survey.withheld())
-            self._account(list(candidates), set(ready), clipped=False)
+            self._account(list(candidates), set() if at_once else set(ready), clipped=False)
             return {account.name: directions[account.name] for account in muon}
         with self._ledger.range("step wait"):
             survey.wait()
@@ -576,32 +604,6 @@ class MuonZero(Optimizer):
                     f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
                     f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
                 )
-
-    def _settle(self) -> None:
-        """Read what the checks of the step before found, if the host has not yet.
-
-        Raises:
-            NonFiniteError, LedgerError: for that step, which has written nothing.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        survey = pending.survey
-        with self._ledger.range("step wait"):
-            survey.wait()
-        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
-        self._check_agreement(survey, pending.agreement)
-        edited = sorted(survey.names("differs"))
-        if edited:
-            raise LedgerError(
-                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
-                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
-                "set checks='in_step' or update='step'"
-            )
-        if self._refused(survey, pending.directions):
-            self._scheduled = None
-        else:
-            self._ledger.counters.skipped_in_a_row = 0
 
     def _ready(self, account: Account) -> Speculation | None:
         """A direction of backward, if the momentum is what it was made with."""
@@ -753,6 +755,7 @@ class MuonZero(Optimizer):
         Args:
             steps: how many steps of training they have behind them, if known; only errors count by it.
         """
+        self._pending = None  # of a step whose weights are gone
         if steps is not None:
             self._ledger.status.step = steps + 1
         for account in self._muon:

@@ -137,6 +137,8 @@ class Costs:
         collectives: kind -> (hops, bytes): how many times the hops, and the seconds of its bytes, it takes. (1, 1) for
             a kind that is not there.
         cores: that ranks of this machine share, one for each while there are enough; 0 where each rank has a device.
+        fill_entries: of the matrices of a Newton-Schulz call, as many as fill the device: with fewer it takes longer
+            for each; 0 where one matrix does.
     """
 
     memory_bandwidth: float = math.inf
@@ -151,6 +153,7 @@ class Costs:
     protocols: tuple[Protocol, ...] = ()
     collectives: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     cores: int = 0
+    fill_entries: int = 0
 
     def __hash__(self) -> int:
         return hash((self.memory_bandwidth, self.kernel_seconds, self.links))

@@ -110,10 +110,10 @@ class Alone:
             self._device.next_split(size, -1 if rank is None else rank)
             return made(size, rank, *args, **kwargs)
 
-        def split_group(parent: Any = None, ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            mine = next((several for several in ranks if dist.get_rank() in several), [])
+        def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            mine = next((several for several in split_ranks if dist.get_rank() in several), [])
             self._device.next_split(len(mine), mine.index(dist.get_rank()) if mine else -1)
-            return split(parent, ranks, *args, **kwargs)
+            return split(parent_pg, split_ranks, *args, **kwargs)
 
         c10d._new_process_group_helper = helper
         for module in (c10d, dist, device_mesh):
@@ -147,6 +147,9 @@ class _Store(dist.Store):
 
     def set_timeout(self, timeout: Any) -> None:
         return None
+
+    def clone(self) -> dist.Store:
+        return self
 
 
 _STORES: list[dist.Store] = []  # torch holds only the C++ half of one that is written in Python

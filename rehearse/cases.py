@@ -73,6 +73,7 @@ CASES = (
     Case(2, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"gradient_clipping": 1.0}),
+    Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
 )
@@ -91,8 +92,8 @@ class Figures:
         sent: bytes of theirs, but for the one sum of numbers that ``step()`` makes; ``counted`` are those of
             ``optimizer.traffic``.
         peak, planned: bytes of the allocator's peak, and what the planner said.
-        host_ms: of Python for forward, backward and step; ``theirs_ms`` with plain torch.compile, FSDP2 where there
-            are several ranks, and AdamW.
+        host_ms: of Python for forward, backward and step; ``planned_ms`` as the planner says, ``theirs_ms`` with plain
+            torch.compile, FSDP2 where there are several ranks, and AdamW.
         replayed: CUDA graphs, whose operations are in no log.
     """
 
@@ -106,6 +107,7 @@ class Figures:
     peak: int
     planned: int
     host_ms: float
+    planned_ms: float
     theirs_ms: float
     replayed: int = 0
 

@@ -105,6 +105,7 @@ class Checkpointer:
         """Save everything a run needs to go on, bit for bit; collective over the optimizer's ranks.
 
         That is weights and buffers, optimizer state and hyperparameters, every rank's random number generators, and
+        what is given here.
 
         Args:
             step: names the checkpoint; one of that step is replaced.
@@ -115,8 +116,10 @@ class Checkpointer:
         Raises:
             CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are. With
                 ``asynchronous`` this may be about the save before.
+            NonFiniteError, LedgerError: of the step before, see :meth:`MuonZero.check`; nothing is saved.
         """
         self.wait()
+        optimizer.check()
         step = check_integer("step", step, low=0)
         ranks = self._ranks_of(optimizer)
         doing = f"checkpoint of step {step} was not saved"

@@ -175,6 +175,10 @@ def count(path: str, value: object) -> int:
     return value
 
 
+def _count_or_none(path: str, value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else count(path, value)
+
+
 def _flag(path: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise config_error(path, value, "is no truth value", "use true or false")
@@ -291,5 +295,6 @@ READERS: dict[str, Reader] = {
     "start_seconds": number,
     "protocols": _protocols,
     "collectives": _kinds,
-    "cores": lambda path, value: 0 if value == 0 and not isinstance(value, bool) else count(path, value),
+    "cores": _count_or_none,
+    "fill_entries": _count_or_none,
 }

@@ -226,7 +226,12 @@ def captured(
     """
     number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
     played = [
-        replace(graph, awaits=_awaits(graph, states, number), parameters=len(set(states.values())))
+        replace(
+            graph,
+            awaits=_awaits(graph, states, number),
+            parameters=len(set(states.values())),
+            replayed=options.cuda_graphs,
+        )
         for graph, states in graphs
     ]
     played += step_graphs(sharded.optimizer, trained, ready, options)

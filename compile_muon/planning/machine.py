@@ -26,7 +26,7 @@ __all__ = ["Machine", "load_machine"]
 _DEVICES = ("cuda", "cpu")
 
 #: what the host does of a step, as :attr:`Machine.host_seconds` has it
-_HOST = ("graph", "parameter", "collective", "byte")
+_HOST = ("graph", "parameter", "collective", "byte", "kernel", "product", "copy", "newton_schulz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,11 @@ class Machine(Costs):
         attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused attention, interpolated; of
             a dtype that is there, in place of ``attention_fraction``.
         function_seconds: what an exponential, error function or the like takes of an entry, beside its bytes.
-        host_seconds: what the thread that launches kernels does itself, where kernels wait for it, as they do on CPUs:
-            to enter a ``"graph"``, for each ``"parameter"`` of it, for each ``"collective"``, and for each ``"byte"``
-            that a rank sends, which cores copy. 0 where it is not there.
+        host_seconds: what the thread that launches kernels does itself: to enter a ``"graph"``, for each
+            ``"parameter"`` of it, for each ``"collective"``. On CPUs kernels wait for it, and it also takes time for
+            each ``"byte"`` that a rank sends, which cores copy. A GPU runs behind it, and waits where it is late; there
+            each launch counts too, by kind: ``"kernel"``, ``"product"``, ``"copy"`` (of buckets), ``"newton_schulz"``.
+            0 where it is not there.
         late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
         sources: field -> where its numbers come from.

@@ -67,8 +67,8 @@ def step_graphs(
         return [*found, _refresh(trained)]
 
 
-def _played(gm: GraphModule, name: str, *, counted: bool = True) -> Played:
-    return Played(gm, Half.STEP, name, eager=True, counted=counted)
+def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = False) -> Played:
+    return Played(gm, Half.STEP, name, eager=True, counted=counted, waits=waits)
 
 
 def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:
@@ -82,7 +82,7 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
         survey = optimizer._survey(None, optimizer._agreement() if optimizer._compares else None)
         survey.add_speculations(accounts, made)
         survey.reduce()
-    return survey, _played(graph.done(), "survey", counted=False)
+    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._later)
 
 
 def _check(survey: Survey, late: dict[str, Tensor]) -> Played:

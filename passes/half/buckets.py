@@ -90,7 +90,8 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     About as many bytes of matrices for each rank as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to
     ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. But a matrix for each rank at least, since
     one with a single owner arrives as fast as that owner's link lets it; or where directions are handed round among
-    replicas, which takes longer, one for each of these.
+    replicas, which takes longer, one for each of these. And rather as many as fill the device of each
+    (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -99,15 +100,19 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     for members in kinds.values():
         ranks = _sharers(specs[members[0]])
         sizes = [_matrix_bytes(specs[i]) / ranks for i in members]
+        entries = [math.prod(specs[i].layout.joined_shape) for i in members]
         total = sum(sizes)
         first = specs[members[0]]
         copies = first.layout.replica_group.size
         sent = total * (copies - 1) if copies > 1 else total
         best = max(bucket_bytes(sent, exchange_start(first.layout, costs)), _SMALLEST)
-        count = math.ceil(total / cap_bytes)
+        least = math.ceil(total / cap_bytes)
+        count = least
         if ranks > 1:
-            count = max(count, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
+            count = max(least, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
         fewest = copies if ranks > copies > 1 else ranks
+        filling = fewest * max(1, round(costs.fill_entries * len(members) / sum(entries)))
+        count = min(count, max(len(members) // filling, _EXCHANGES, least))
         count = max(min(count, len(members) // fewest), 1)
         buckets += _cut(members, sizes, count, fewest)
     return sorted(buckets, key=lambda bucket: bucket[-1])

@@ -369,11 +369,11 @@ def test_an_edit_that_nothing_counts_is_an_error_of_the_step_before():
     lab.optimizer.step()
     lab.assert_unchanged(before)
     with pytest.raises(MuonZeroError, match=r"gradient of a\.weight was edited .* nothing was updated in step 2"):
-        lab.optimizer.metrics()
+        lab.optimizer.check()
     lab.loss().backward()
     lab.params["a.weight"].grad.mul_(2)  # counted: made anew in this step, which waits
     lab.optimizer.step()
-    lab.optimizer.metrics()
+    lab.optimizer.check()
     assert not torch.equal(lab.params["a.weight"], before[0][0])
 
 

@@ -84,7 +84,7 @@ BUDGET = {"kernels": 100, "copies": 10, "of_plan": 1.0, "ratio": 1.5}
 
 def test_what_is_over_its_budget_is_said(module) -> None:
     cases = module("cases")
-    fine = cases.Figures({"copy": 1}, (), 100, 10, {}, 64, 64, 100, 100, host_ms=19.0, theirs_ms=10.0)
+    fine = cases.Figures({"copy": 1}, (), 100, 10, {}, 64, 64, 100, 100, host_ms=19.0, planned_ms=20.0, theirs_ms=10.0)
     assert not cases.over(fine, BUDGET, LIMITS, waits=1)
     wrong = {
         "waits for the device": {"waits": {"copy": 1, "item": 1}},

@@ -21,7 +21,7 @@ from compile_muon.passes.torch_private import flop_formula
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
 
-__all__ = ["kernel_kind", "kernel_seconds", "operations", "workspace_bytes"]
+__all__ = ["kernel_kind", "kernel_seconds", "launches", "operations", "workspace_bytes"]
 
 _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
@@ -31,6 +31,8 @@ _COPIES = (torch.ops.muon_zero.pack.default, torch.ops.muon_zero.unpack.default)
 #: PyTorch's own operations find the least entry by another
 _NORMALIZE = (1, 2, 1, 2)
 _HALF = ("float16", "bfloat16")
+#: launches for a stack of matrices beside its products: norms, division, copies there and back, the last product
+_BESIDE = 5
 #: that torch.utils.flop_counter lacks, and the ones whose first arguments and operations are the same
 _SAME = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
@@ -201,6 +203,26 @@ def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows
     size = batch * k * l * getattr(torch, dtype).itemsize
     moves = [*_NORMALIZE, *([] if triangles else [1]), *([2] if rows > cols else [])]
     return times * (seconds + sum(machine.move_seconds(count * size) for count in moves))
+
+
+def launches(node: Node, machine: Machine) -> int:
+    """Kernels that the host starts for a call; 1 but for ``muon_zero::newton_schulz`` on GPUs.
+
+    There of all matrices of a form in half precision each product is one launch, but for the last, which writes each
+    result; else of all matrices of a shape.
+    """
+    if node.target is not _NEWTON_SCHULZ or machine.device == "cpu":
+        return 1
+    _, coefficients, method, dtype, _, _, restarts, backend, *_ = node.args
+    steps, together = len(coefficients) // 3, dtype in _HALF and backend != "aten"
+    products: dict[Any, int] = {}
+    stacks = list(_stacks(node, machine))
+    for _, _, rows, cols in stacks:
+        form = method
+        if method == "auto":
+            form = cheaper_method(rows, cols, steps, len(restarts), symmetric=together)
+        products[form if together else (rows, cols)] = (5 if form == "gram" else 3) * steps
+    return sum(products.values()) + (_BESIDE if together else 2 * _BESIDE) * len(stacks)
 
 
 def workspace_bytes(node: Node, machine: Machine) -> int:

@@ -25,14 +25,14 @@ from compile_muon.passes.layout import Axis
 from compile_muon.passes.pipeline import Half, PassContext
 from compile_muon.passes.work import Work, work_of
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches
 from compile_muon.planning.simulate.fusion import kernels
 from compile_muon.planning.simulate.memory import Held, Memory
 
-__all__ = ["COMPUTE", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["COMPUTE", "HOST", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 
-#: name of the compute stream; the others have those of their groups
-COMPUTE = "compute"
+#: names of the compute stream and of what the host does beside it; other streams have those of their groups
+COMPUTE, HOST = "compute", "host"
 #: why a rank waits for collectives that no pass inserted
 _MODEL = "model"
 
@@ -51,6 +51,8 @@ class Played:
         finished_by_forward: its gathers are waited for by forward graphs of the step behind it.
         awaits: of a forward graph: its nodes that wait for such a gather, and the number of each.
         parameters: that its caller looks after; None where it is a part of another's call.
+        waits: the host waits for the device behind it.
+        replayed: a CUDA graph, which the host starts at once.
     """
 
     gm: GraphModule
@@ -63,6 +65,8 @@ class Played:
     finished_by_forward: bool = False
     awaits: Mapping[Node, int] = field(default_factory=dict)
     parameters: int | None = None
+    waits: bool = False
+    replayed: bool = False
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
@@ -96,7 +100,8 @@ class Timeline:
     Args:
         seconds: all of it.
         busy: of them, with the compute stream at work.
-        exposed: of them, with the compute stream waiting, by what the wait is for; with ``busy`` they are all.
+        exposed: of them, with the compute stream waiting, by what the wait is for, of which one is the "host"; with
+            ``busy`` they are all.
         graphs: seconds of each graph by its title.
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
@@ -251,6 +256,10 @@ class _Player:
         self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
         self._graphs = 0
         self.now = 0.0
+        #: the host's, where the device runs behind it
+        self.host = 0.0
+        self._runs_behind = machine.device != "cpu"
+        self._replayed = False
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
@@ -260,6 +269,8 @@ class _Player:
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
         self._graphs += 1
+        self._replayed = played.replayed
+        began = self.host
         if played.parameters is not None:
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters)
         sending = dict(collectives(played.gm))
@@ -270,7 +281,9 @@ class _Player:
                 self._finish_refresh(played.awaits[node])
                 continue
             if node in found:
-                act = partial(self._compute, node.name, kernel_kind(node), kernel_seconds(found[node], self.machine))
+                kind = kernel_kind(node)
+                seconds, launched = kernel_seconds(found[node], self.machine), launches(node, self.machine)
+                act = partial(self._compute, node.name, kind, seconds, launched)
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
             else:
@@ -281,6 +294,10 @@ class _Player:
                 self._refreshes.setdefault(late[node], []).append(act)
             else:
                 act()
+        if self.host > began:
+            self._events.append(Event(f"{played.title} on the host", "host", HOST, began, self.host))
+        if played.waits:
+            self.host = max(self.host, self.now)
 
     def _finish_refresh(self, number: int) -> None:
         for act in self._refreshes.pop(number, ()):
@@ -294,10 +311,17 @@ class _Player:
     def _on_host(self, name: str, **counts: float) -> None:
         """As many of each kind of :attr:`Machine.host_seconds`; nothing on machines without them."""
         seconds = sum(count * self.machine.host_seconds.get(kind, 0.0) for kind, count in counts.items())
-        if seconds:
+        if self._runs_behind:
+            self.host += seconds
+        elif seconds:
             self._compute(name, "host", seconds)
 
-    def _compute(self, name: str, category: str, seconds: float) -> None:
+    def _compute(self, name: str, category: str, seconds: float, launched: int = 0) -> None:
+        if self._runs_behind and not self._replayed:
+            self._on_host(name, **{category: launched})
+        if self._runs_behind and self.host > self.now:
+            self.exposed[HOST] += self.host - self.now
+            self.now = self.host
         start, self.now = self.now, self.now + seconds
         self.busy += seconds
         self._events.append(Event(name, category, COMPUTE, start, self.now))
@@ -316,14 +340,19 @@ class _Player:
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
         stream = "collectives" if self.one_stream else axis.group
         issued = self.issued[ranks]
-        others = self.others[ranks][len(issued)] if ranks in self.others else self.now
+        if self._runs_behind and not self._replayed:
+            self._on_host(name, collective=1)
+        # Behind the host, if that has fallen behind the device.
+        began = max(self.now, self.host) if self._runs_behind else self.now
+        others = max(began, self.others[ranks][len(issued)] if ranks in self.others else self.now)
         # Frames are counted by process, and nodes of the model may have other names on other ranks.
         issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
         sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)
         self._sent.append(sent)
-        self._on_host(name, collective=1, byte=nbytes)
+        if not self._runs_behind:
+            self._on_host(name, collective=1, byte=nbytes)
         sent.everyone = self.now + self.machine.late_seconds
         return sent
 

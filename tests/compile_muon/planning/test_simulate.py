@@ -112,6 +112,42 @@ def test_what_compute_does_not_hide_is_exposed(computed, wait_first, seconds, ex
     assert found.seconds == found.busy + sum(found.exposed.values())
 
 
+GPU = replace(ROUND, device="cuda", host_seconds={"graph": 1.0, "kernel": 3.0, "collective": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("computed", "replayed", "seconds", "host"),
+    [
+        ((5, 5), False, 4 + 10, 4),  # the second is queued while the first runs
+        ((1, 1), False, 7 + 1, 4 + 2),
+        ((1, 1), True, 1 + 2, 1),
+    ],
+)
+def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
+    draw = Drawing()
+    played = Played(draw.done(*(draw.neg(draw.input(n)) for n in computed)), Half.STEP, parameters=0, replayed=replayed)
+    found = play(played, machine=GPU)
+    assert (found.seconds, found.exposed) == (seconds, {"host": host})
+    assert found.busy == sum(computed)
+
+
+def test_a_host_that_waits_has_nothing_queued_behind() -> None:
+    draw = Drawing()
+    survey = draw.done(draw.neg(draw.input(5)))
+    draw = Drawing()
+    commit = draw.done(draw.neg(draw.input(5)))
+    for waits, exposed in ((False, 3), (True, 3 + 3)):
+        found = play(Played(survey, Half.STEP, waits=waits), Played(commit, Half.STEP), machine=GPU)
+        assert found.exposed == {"host": exposed} and found.seconds == 10 + exposed
+
+
+def test_a_collective_starts_no_sooner_than_its_host_is_there() -> None:
+    draw = Drawing()
+    gathered = draw.gather(draw.input(4), work=(work := Work(Category.GATHER, 0)))
+    found = play(draw.done(draw.wait(gathered, work)), machine=GPU)
+    assert found.seconds == 2 + 4 and found.exposed == {"gather": 6}
+
+
 def test_graphs_come_one_behind_the_other_and_count_by_title() -> None:
     gm = gather_and_compute(2)
     found = play(Played(gm, Half.FORWARD, "a"), Played(gm, Half.STEP, "b"))

@@ -104,6 +104,17 @@ def test_exchanges_of_links_that_start_slowly_are_fewer():
     assert count(64 * MIB, cap_mib=2) == 16
 
 
+@pytest.mark.parametrize(
+    ("fill", "cap_mib", "count"),
+    [(0, 512, 32), (512 * 512, 512, 32), (2 * 512 * 512, 512, 16), (64 * 512 * 512, 512, 4), (64 * 512 * 512, 4, 8)],
+)
+def test_exchanges_have_as_many_matrices_as_fill_a_device(fill, cap_mib, count):
+    """Not so many that none travels under backward, and no more than memory is for."""
+    specs = [matrix(512, 512, 3, 4)] * 128
+    costs = Costs(links=(Link(None, 1.0, 0.0),), fill_entries=fill)
+    assert len(bucket_matrices(specs, costs, cap_mib * MIB)) == count
+
+
 def matrix(rows: int, cols: int, stage: int, ranks: int) -> ParamSpec:
     how = MuonSpec(1, rows, cols, True, "standard", JORDAN, 1.0, (), "float32", 1e-7, "owner")
     return ParamSpec(Layout((rows, cols), stage, Axis("shard", ranks, 0, "s")), "float32", "float32", "float32", how)
