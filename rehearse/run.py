@@ -59,7 +59,8 @@ def planned_step(case: Case) -> tuple[int, float]:
     config = load_config({key: value for key, value in case.config().items() if key != "mesh"})
     captured = capture_step(
         model_of, batch_of(), world=case.world, rank=case.rank, config=config,
-        options=FrameOptions(codegen="inductor"), axes=case.more.get("mesh"), backend="nccl",
+        options=FrameOptions(codegen="inductor", cuda_graphs=config.compile.cuda_graphs),
+        axes=case.more.get("mesh"), backend="nccl",
     )  # fmt: skip
     found = captured.simulated(load_machine("h100"))
     return found.peak.total, 1e3 * sum(event.end - event.start for event in found.events if event.stream == HOST)
