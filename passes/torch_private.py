@@ -55,7 +55,7 @@ __all__ = [
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
 
 #: versions these wrappers were checked on
-CHECKED_VERSIONS = ("2.11", "2.13")
+CHECKED_VERSIONS = ("2.11", "2.15")
 
 
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

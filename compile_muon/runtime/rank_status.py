@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
-from compile_muon.runtime.heartbeat import Entry, Heartbeat, keep_up
+from compile_muon.runtime.heartbeat import Entry, Heartbeat, backend_of, keep_up
 from compile_muon.runtime.trail import frame_label
 
 if TYPE_CHECKING:
@@ -56,8 +56,10 @@ class RankStatus:
         self._entered: float | None = None
         self._raised = ""
         self.heartbeat: Heartbeat | None = None
-        store = None if group is None else store_of(group)
-        if store is not None and group is not None and device is not None:
+        if group is None or device is None or backend_of(group, device) == "fake":
+            return
+        store = store_of(group)
+        if store is not None:
             self.heartbeat = Heartbeat(store, group, device)
             self.heartbeat.publish(self.told())
             arguments = (weakref.ref(self), self.heartbeat)

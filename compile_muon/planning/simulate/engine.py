@@ -259,7 +259,7 @@ class _Player:
         #: the host's, where the device runs behind it
         self.host = 0.0
         self._runs_behind = machine.device != "cpu"
-        self._replayed = False
+        self._replayed = self._together = False
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
@@ -270,9 +270,11 @@ class _Player:
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
         self._graphs += 1
         self._replayed = played.replayed
+        # What is eager in a step GPUs do in launches for many parameters at once, of which the trace knows nothing.
+        self._together = played.replayed or (played.eager and self._runs_behind)
         began = self.host
-        if played.parameters is not None:
-            self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters)
+        if played.parameters is not None or self._together:
+            self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters or 0)
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
         late = _finishing(played) if played.finished_by_forward else {}
@@ -317,7 +319,7 @@ class _Player:
             self._compute(name, "host", seconds)
 
     def _compute(self, name: str, category: str, seconds: float, launched: int = 0) -> None:
-        if self._runs_behind and not self._replayed:
+        if self._runs_behind and not self._together:
             self._on_host(name, **{category: launched})
         if self._runs_behind and self.host > self.now:
             self.exposed[HOST] += self.host - self.now
