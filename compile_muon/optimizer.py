@@ -539,7 +539,8 @@ class MuonZero(Optimizer):
         held: set[str] = set()
         if at_once:
             self._clip(self.grad_norm)
-            directions = self._orthogonalize(muon, survey)
+            # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
+            directions = self._orthogonalize(muon if self._group is None else self._muon, survey)
         if self._later and (at_once or (self.config.zero.gradient_clipping is None and len(ready) == len(muon))):
             directions = directions or {name: made.direction for name, made in ready.items()}
             survey.send()
@@ -619,11 +620,11 @@ class MuonZero(Optimizer):
     def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
         if not accounts:
             return {}
-        grads = [account.local_grad for account in accounts]
+        grads = [a.local_grad if a.param.grad is not None else torch.zeros_like(a.local) for a in accounts]
         with self._ledger.range("step directions", payload=len(accounts)):
             results, traffic = self._step_graphs.orthogonalize(accounts, grads, self._ledger.options)
         self._ledger.count(traffic)
-        self._ledger.counters.in_step += len(accounts)
+        self._ledger.counters.in_step += sum(account.param.grad is not None for account in accounts)
         survey.add("direction", [account.name for account in accounts], not_finite(results))
         return {account.name: result for account, result in zip(accounts, results, strict=True)}
 

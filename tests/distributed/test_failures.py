@@ -246,10 +246,10 @@ def test_nonfinite_gradients_of_one_rank(
     assert message.startswith(named) if nonfinite == "error" else message == ""
 
 
-def lose_a_gradient(stage: int, where: str, checks: str | None) -> tuple[str, bool]:
+def lose_a_gradient(stage: int, where: str, checks: str | None, update: str = "auto") -> tuple[str, bool]:
     """One rank has no gradient of a parameter that the others have."""
     model = tiny()
-    optimizer = optimizer_of(model, stage=stage, checks=checks)
+    optimizer = optimizer_of(model, stage=stage, checks=checks, update=update)
     loss(compiled(model), batch(0, 0, 0)).backward()
     if dist.get_rank() == 1:
         dict(model.named_parameters())[where].grad = None
@@ -263,20 +263,22 @@ def lose_a_gradient(stage: int, where: str, checks: str | None) -> tuple[str, bo
 
 
 @pytest.mark.parametrize(
-    ("stage", "where", "checks"),
+    ("stage", "where", "checks", "update"),
     [
-        (1, "head.bias", None),
-        (1, "blocks.0.up.weight", "next_step"),
+        (1, "head.bias", None, "auto"),
+        (1, "blocks.0.up.weight", "next_step", "auto"),
+        (2, "blocks.0.up.weight", None, "step"),
         *(
-            pytest.param(*given, None, marks=pytest.mark.full)
+            pytest.param(*given, None, "auto", marks=pytest.mark.full)
             for given in ((0, "blocks.0.up.weight"), (3, "blocks.1.down.weight"))
         ),
     ],
 )
 def test_a_gradient_that_one_rank_lacks_is_an_error_on_all(
-    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None
+    ranks: Callable[[int], Ranks], stage: int, where: str, checks: str | None, update: str
 ) -> None:
-    for message, kept in ranks(2).run(lose_a_gradient, stage=stage, where=where, checks=checks):
+    given = {"stage": stage, "where": where, "checks": checks, "update": update}
+    for message, kept in ranks(2).run(lose_a_gradient, **given):
         assert message.startswith(f"gradient of {where} = None on rank 1 only: nothing was updated in step 1; ")
         assert kept
 
