@@ -226,7 +226,7 @@ class MuonZero(Optimizer):
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
         _warn_of_half_masters(trained)
-        self._later = self._ledger.watches = config.zero.checks_read == "next_step" and self._stages is None
+        self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._scales = {
@@ -423,7 +423,7 @@ class MuonZero(Optimizer):
             self._commit(directions, None if self._pending is None else self._pending.withheld)
             # In the order in which the model has them, which is about that of their use in the next forward. Whether
             # all ranks have the same gradients may not be known yet, and they must refresh the same.
-            trained = {*self._muon, *self._adamw} if self._later else {*muon, *rest}
+            trained = {*self._muon, *self._adamw} if self._ledger.checks_later else {*muon, *rest}
             self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
             self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         self._ledger.close([*muon, *rest])
@@ -541,7 +541,9 @@ class MuonZero(Optimizer):
             self._clip(self.grad_norm)
             # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
             directions = self._orthogonalize(muon if self._group is None else self._muon, survey)
-        if self._later and (at_once or (self.config.zero.gradient_clipping is None and len(ready) == len(muon))):
+        if self._ledger.checks_later and (
+            at_once or (self.config.zero.gradient_clipping is None and len(ready) == len(muon))
+        ):
             directions = directions or {name: made.direction for name, made in ready.items()}
             survey.send()
             self._pending = _Pending(survey, agreement, frozenset(directions), survey.withheld())
@@ -597,7 +599,7 @@ class MuonZero(Optimizer):
             )
         if agreement is not None:
             agreement.check(survey, self._group)
-        if self._later:
+        if self._ledger.checks_later:
             # A rank on which all directions hold does not wait to hear that they do not on another.
             some = [name for name, count in survey.numbers("ready").items() if 0 < count < self._group.size()]
             if some:
@@ -615,7 +617,7 @@ class MuonZero(Optimizer):
 
     def _untouched(self, account: Account) -> bool:
         """Whether the gradient is what backward wrote as far as the host knows, where it must know."""
-        return not self._later or account.sums.untouched(account.param.grad)
+        return not self._ledger.checks_later or account.sums.untouched(account.param.grad)
 
     def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
         if not accounts:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .call_plan import Plan
 from .chunks import Stack, chunked
 
-__all__ = ["Implementation", "one_batch_per_shape", "one_by_one"]
+__all__ = ["Implementation", "batch_bytes", "one_batch_per_shape", "one_by_one"]
 
 # One matrix [m, n] or a batch [b, m, n], never empty, to a new contiguous tensor of that shape.
 Implementation = Callable[[Tensor, Plan], Tensor]
@@ -55,7 +55,10 @@ def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -
     """Tensors of matrices of one shape."""
     m, n = xs[0].shape[-2:]
     stacks = [x.reshape(-1, m, n) for x in xs]
-    chunks = chunked([Stack(len(stack), _work_bytes(m, n, xs[0], plan)) for stack in stacks], plan.memory_limit)
+    chunks = chunked(
+        [Stack(len(stack), batch_bytes(m, n, xs[0].element_size(), plan.dtype.itemsize)) for stack in stacks],
+        plan.memory_limit,
+    )
     if len(chunks) == len(xs) == 1:
         return [implementation(xs[0] if xs[0].ndim == 2 else stacks[0], plan).view(xs[0].shape)]
     # The results of one operator may not share memory: each has its own, and parts of batches are copied there.
@@ -71,10 +74,16 @@ def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -
     return results
 
 
-def _work_bytes(m: int, n: int, x: Tensor, plan: Plan) -> int:
-    """Of one matrix on aten: the batch's copies of it and of its result, X twice, four k × k, and X in float32."""
+def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:
+    """Of one matrix on aten: the batch's copies of it and of its result, X twice, four k × k, and X in float32.
+
+    Args:
+        m, n: its shape.
+        given: bytes of an entry of the input.
+        itemsize: bytes of one where it is computed.
+    """
     k = min(m, n)
-    return m * n * (x.element_size() + 3 * plan.dtype.itemsize + 4) + 4 * k * k * plan.dtype.itemsize
+    return m * n * (given + 3 * itemsize + 4) + 4 * k * k * itemsize
 
 
 def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tensor:

@@ -82,7 +82,7 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
         survey = optimizer._survey(None, optimizer._agreement() if optimizer._compares else None)
         survey.add_speculations(accounts, made)
         survey.reduce()
-    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._later)
+    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._ledger.checks_later)
 
 
 def _check(survey: Survey, late: dict[str, Tensor]) -> Played:

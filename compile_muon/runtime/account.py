@@ -163,7 +163,7 @@ class Account:
     def watch(self) -> None:
         """Have autograd say when it writes ``.grad``: at stage 1, or where a step must know of edits without asking the
         device. The hooks hold the account weakly."""
-        watched = self.spec.layout.accumulates or (self.ledger.watches and self.spec.muon is not None)
+        watched = self.spec.layout.accumulates or (self.ledger.checks_later and self.spec.muon is not None)
         if self._watched or not watched or not self.param.requires_grad:
             return
         self._watched = True

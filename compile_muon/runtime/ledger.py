@@ -73,7 +73,8 @@ class Ledger:
         status: where this rank is, for the others to read.
         trail: visits since the last step that met other ranks.
         stepped: whether there is an optimizer, which a copied module does not have.
-        watches: whether accounts of Muon matrices note how autograd left ``.grad`` (``UnreducedSums.untouched``).
+        checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
+            left ``.grad`` (``UnreducedSums.untouched``).
     """
 
     accumulation_steps: int | None
@@ -88,7 +89,7 @@ class Ledger:
     status: RankStatus = field(default_factory=RankStatus)
     trail: Trail = field(default_factory=Trail)
     stepped: bool = True
-    watches: bool = False
+    checks_later: bool = False
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)

@@ -30,7 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _WRONG = ("refused", "momentum", "first moment", "second moment", "rate", "differs", "direction")
 _OF_ALL = ("missing", "ready")
 
-#: (what, names of it) in the order in which they stand in a vector
+#: (what, how many numbers of it) in the order in which they stand in a vector
 _Spans = tuple[tuple[str, int], ...]
 
 

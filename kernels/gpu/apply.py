@@ -4,8 +4,7 @@
     m ← m + weight (g − m)                            where momenta are given
 
 Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
-tensors share a launch. Nothing is written where ``withheld`` is 1, which the
-host need not know.
+tensors share a launch. Nothing is written where ``withheld`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..averages import Averages
-from .launch import Launch
+from .launch import Launch, cut
 from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
 
 BLOCK, WARPS = 2048, 4
-MOST = 8  # tensors per launch; a list is cut into 8s and one each of 4, 2, 1, so that four variants serve all lengths
+MOST = 8  # tensors per launch
 
 
 @triton.jit
@@ -101,9 +100,7 @@ def apply_updates(
         averages: of the parameters, momenta of one dtype and gradients of one.
         withheld: one fp32 element on the device; 1 for nothing to be written.
     """
-    start = 0
-    while start < len(params):
-        chunk = slice(start, start + next(size for size in (MOST, 4, 2, 1) if size <= len(params) - start))
+    for chunk in cut(len(params), MOST):
         part = None if averages is None else averages.of(range(chunk.start, chunk.stop))
         launch(
             params[chunk],
@@ -114,7 +111,6 @@ def apply_updates(
             averages=part,
             withheld=withheld,
         ).run()
-        start = chunk.stop
     written = [*params, *(() if averages is None else averages.momenta)]
     torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
 

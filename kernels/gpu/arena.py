@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .model import ceildiv
 
-__all__ = ["SMALL", "Layout", "Matrices", "work_bytes"]
+__all__ = ["SMALL", "Layout", "Matrices", "list_bytes", "work_bytes"]
 
 # A shape's first matrix begins at a multiple of so many elements: 128 bytes, what Triton and descriptors like best.
 ALIGNMENT = 64
@@ -137,3 +137,15 @@ def work_bytes(k: int, l: int, method: str, steps: int, restarts: int, itemsize:
     if sys.version_info < (3, 11) and segments > 1:  # a caller keeps its arguments alive there: the first X
         elements += wide
     return elements * itemsize + PARTIAL_NORMS
+
+
+def list_bytes(k: int, l: int, method: str, steps: int, restarts: int, given: int, itemsize: int) -> int:  # noqa: E741
+    """Bytes that one k × l matrix of a list takes beside inputs and results: of arenas, and where it is small of its
+    copies, for those of one shape are copied together.
+
+    Args:
+        k, l, method, steps, restarts, itemsize: as for :func:`work_bytes`.
+        given: bytes of an entry of the input.
+    """
+    copied = k * l * (given + itemsize) if k * l <= SMALL else 0
+    return copied + work_bytes(k, l, method, steps, restarts, itemsize)

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch
+from .launch import Launch, cut
 from .model import ceildiv
 
 __all__ = ["fingerprint", "takes"]
 
 ROWS, WARPS = 16, 8  # rows of a program at a time
-MOST = 16  # tensors per launch; a list is cut into 16s and one each of 8, 4, 2, 1
+MOST = 16  # tensors per launch
 MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
 
 
@@ -111,14 +111,12 @@ def fingerprint(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int)
     out = torch.empty(len(xs), 2, dtype=torch.int64, device=xs[0].device)
     settings = {"P": columns, "WIDTH": triton.next_power_of_2(columns), "GOLDEN": golden, "FACTOR": factor}
     settings |= {"num_warps": WARPS}
-    start = 0
-    while start < len(xs):
-        chunk = xs[start : start + next(size for size in (MOST, 8, 4, 2, 1) if size <= len(xs) - start)]
+    for part in cut(len(xs), MOST):
+        chunk = xs[part]
         sizes = tuple(x.numel() * x.element_size() for x in chunk)
         programs = tuple(min(MOST_PROGRAMS, max(1, ceildiv(size, 8 * columns * ROWS))) for size in sizes)
         views = tuple(x.view(-1).view(torch.int8) for x in chunk)
-        arguments = (views, sizes, programs, sums[start:])
+        arguments = (views, sizes, programs, sums[part])
         Launch(sums_kernel, sum(programs), out, arguments, {**settings, "COUNT": len(chunk), "ROWS": ROWS}).run()
-        start += len(chunk)
     Launch(columns_kernel, len(xs), out, (sums, out), settings).run()
     return out

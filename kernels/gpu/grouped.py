@@ -11,7 +11,7 @@ from ..call_plan import Plan
 from ..chunks import Stack, chunked
 from ..iterations import gram, standard
 from . import newton_schulz
-from .arena import SMALL, Layout, Matrices, work_bytes
+from .arena import SMALL, Layout, Matrices, list_bytes
 from .grouped_product import grouped_product
 from .grouped_symmetric import grouped_symmetric
 from .model import Tile
@@ -170,5 +170,4 @@ def _wide(x: Tensor) -> Tensor:
 
 def _work_bytes(x: Tensor, plan: Plan) -> int:
     _, k, l = x.shape  # noqa: E741
-    copied = k * l * (x.dtype.itemsize + plan.dtype.itemsize) if k * l <= SMALL else 0
-    return copied + work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)
+    return list_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), x.dtype.itemsize, plan.dtype.itemsize)

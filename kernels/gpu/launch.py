@@ -1,5 +1,6 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU."""
 
+from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,18 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "cut"]
+
+
+def cut(count: int, most: int) -> Iterator[slice]:
+    """``count`` tensors in launches of ``most``, a power of two, and of what is left one each of the smaller powers: so
+    few variants of a kernel serve all lengths."""
+    start = 0
+    while start < count:
+        while most > count - start:
+            most //= 2
+        yield slice(start, start + most)
+        start += most
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ def check(found: Found, expected: Found, start: int = 0) -> None:
     ("world", "stage", "compiled"),
     [
         (2, 2, False),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 3, True),)),
+        pytest.param(2, 3, True, marks=pytest.mark.full),
         (1, 2, True),
         *(
             pytest.param(*given, marks=pytest.mark.campaign)

@@ -327,7 +327,7 @@ def edit_in_place(stage: int) -> float:
     [
         1,
         3,
-        *(pytest.param(stage, marks=pytest.mark.full) for stage in (2,)),
+        pytest.param(2, marks=pytest.mark.full),
         pytest.param(0, marks=pytest.mark.campaign),
     ],
 )
@@ -526,7 +526,7 @@ def train_lengths(**settings: Any) -> Report:
     ("world", "stage", "codegen"),
     [
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((3, 1, "eager"), (2, 2, "inductor"))),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((3, 3, "eager"),)),
+        pytest.param(3, 3, "eager", marks=pytest.mark.full),
     ],
 )
 def test_ranks_with_different_lengths_agree_on_collectives(

@@ -193,7 +193,7 @@ def of_all_ranks(per_rank: Sequence[list[float]]) -> list[float]:
     [
         (2, 2, False),
         (1, 2, True),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 3, True),)),
+        pytest.param(2, 3, True, marks=pytest.mark.full),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 0, False), (2, 1, True), (3, 3, False))),
     ],
 )

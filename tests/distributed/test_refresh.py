@@ -109,7 +109,7 @@ def one_rank_reads(stage: int, backend: str) -> None:
     [
         ("eager", 1),
         ("none", 2),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in (("inductor", 2),)),
+        pytest.param("inductor", 2, marks=pytest.mark.full),
         *(
             pytest.param(*given, marks=pytest.mark.campaign)
             for given in (("another", 1), ("eager", 2), ("inductor", 1), ("none", 1), ("another", 2))
@@ -218,7 +218,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
     ("stage", "dtype", "replicate"),
     [
         (2, "bf16", 1),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, "fp32", 1),)),
+        pytest.param(1, "fp32", 1, marks=pytest.mark.full),
         *(pytest.param(stage, "fp32", 2, marks=pytest.mark.campaign) for stage in (2, 3)),
     ],
 )

@@ -166,7 +166,7 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
     [
         (2, "shard"),
         (3, "all"),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, "shard"),)),
+        pytest.param(1, "shard", marks=pytest.mark.full),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((3, "shard"), (2, "all"))),
     ],
 )

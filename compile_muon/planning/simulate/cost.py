@@ -11,9 +11,10 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map
 
+from compile_muon.kernels.batching import batch_bytes
 from compile_muon.kernels.chunks import Stack, chunked
 from compile_muon.kernels.dispatch import cheaper_method
-from compile_muon.kernels.gpu.arena import SMALL, work_bytes
+from compile_muon.kernels.gpu.arena import list_bytes
 from compile_muon.kernels.iterations import gram, standard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import encode_dtype
@@ -184,24 +185,54 @@ def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]
             yield (count, 1, rows, cols) if machine.device == "cpu" else (1, count, rows, cols)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What a ``muon_zero::newton_schulz`` call asks for.
+
+    Args:
+        symmetric: Triton makes it: one triangle of symmetric products, all matrices of a form together.
+        limit: bytes that it may hold beside inputs and results.
+    """
+
+    triples: tuple[tuple[float, float, float], ...]
+    method: str
+    dtype: str
+    restarts: Sequence[int]
+    symmetric: bool
+    limit: int
+
+    @classmethod
+    def of(cls, node: Node, machine: Machine) -> _Call:
+        _, coefficients, method, dtype, _, _, restarts, backend, limit, *_ = node.args
+        triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+        symmetric = machine.device == "cuda" and dtype in _HALF and backend != "aten"
+        return cls(triples, method, dtype, restarts, symmetric, limit)
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    def form(self, rows: int, cols: int) -> str:
+        """ "standard" or "gram", of matrices of a shape."""
+        if self.method != "auto":
+            return self.method
+        return cheaper_method(rows, cols, len(self.triples), len(self.restarts), symmetric=self.symmetric)
+
+
 def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows: int, cols: int) -> float:
-    _, coefficients, method, dtype, _, _, restarts, backend, *_ = node.args
+    call = _Call.of(node, machine)
     k, l = sorted((rows, cols))  # noqa: E741
-    triples = list(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
-    triangles = machine.device == "cuda" and dtype in _HALF and backend != "aten"
-    if method == "auto":
-        method = cheaper_method(rows, cols, len(triples), len(restarts), symmetric=triangles)
     products = _Counted()
-    if method == "gram":
-        gram((k, l), triples, restarts, products)
+    if call.form(rows, cols) == "gram":
+        gram((k, l), call.triples, call.restarts, products)
     else:
-        standard((k, l), triples, products)
+        standard((k, l), call.triples, products)
     seconds = 0.0
     for m, n, inner, symmetric in products.found:
-        n = -(-n // 2) if symmetric and triangles else n
-        seconds += machine.product_seconds(m, n, inner, batch=batch, dtype=dtype)
-    size = batch * k * l * getattr(torch, dtype).itemsize
-    moves = [*_NORMALIZE, *([] if triangles else [1]), *([2] if rows > cols else [])]
+        n = -(-n // 2) if symmetric and call.symmetric else n
+        seconds += machine.product_seconds(m, n, inner, batch=batch, dtype=call.dtype)
+    size = batch * k * l * call.itemsize
+    moves = [*_NORMALIZE, *([] if call.symmetric else [1]), *([2] if rows > cols else [])]
     return times * (seconds + sum(machine.move_seconds(count * size) for count in moves))
 
 
@@ -213,16 +244,13 @@ def launches(node: Node, machine: Machine) -> int:
     """
     if node.target is not _NEWTON_SCHULZ or machine.device == "cpu":
         return 1
-    _, coefficients, method, dtype, _, _, restarts, backend, *_ = node.args
-    steps, together = len(coefficients) // 3, dtype in _HALF and backend != "aten"
+    call = _Call.of(node, machine)
     products: dict[Any, int] = {}
     stacks = list(_stacks(node, machine))
     for _, _, rows, cols in stacks:
-        form = method
-        if method == "auto":
-            form = cheaper_method(rows, cols, steps, len(restarts), symmetric=together)
-        products[form if together else (rows, cols)] = (5 if form == "gram" else 3) * steps
-    return sum(products.values()) + (_BESIDE if together else 2 * _BESIDE) * len(stacks)
+        form = call.form(rows, cols)
+        products[form if call.symmetric else (rows, cols)] = (5 if form == "gram" else 3) * len(call.triples)
+    return sum(products.values()) + (_BESIDE if call.symmetric else 2 * _BESIDE) * len(stacks)
 
 
 def workspace_bytes(node: Node, machine: Machine) -> int:
@@ -231,30 +259,26 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
     On CPUs of one matrix X once more, and two of k x k. On GPUs of a chunk of matrices, as ``compile_muon.kernels``
     makes them: by Triton of all matrices of a form together, by aten of one shape.
     """
-    _, coefficients, method, dtype, _, _, restarts, backend, limit, *_ = node.args
-    itemsize = getattr(torch, dtype).itemsize
+    call = _Call.of(node, machine)
     if machine.device == "cpu":
-        held = [(rows * cols + 2 * min(rows, cols) ** 2) * itemsize for *_, rows, cols in _stacks(node, machine)]
-        return max(held, default=0)
-    steps, together = len(coefficients) // 3, dtype in _HALF and backend != "aten"
+        return max(
+            ((rows * cols + 2 * min(rows, cols) ** 2) * call.itemsize for *_, rows, cols in _stacks(node, machine)),
+            default=0,
+        )
     groups: dict[Any, list[Stack]] = {}
     for x in node.args[0]:
         value = tensor_value(x)
         k, l = sorted(int(size) for size in value.shape[-2:])  # noqa: E741
-        count = value.shape[:-2].numel()
+        count, given = value.shape[:-2].numel(), value.dtype.itemsize
         if not (count and k):
             continue
-        form = method
-        if method == "auto":
-            form = cheaper_method(k, l, steps, len(restarts), symmetric=together)
-        copied = k * l * (value.dtype.itemsize + itemsize)
-        if together:
-            work = work_bytes(k, l, form, steps, len(restarts), itemsize) + (k * l <= SMALL) * copied
-            groups.setdefault(form, []).append(Stack(count, work))
+        if call.symmetric:
+            form = call.form(k, l)
+            each = list_bytes(k, l, form, len(call.triples), len(call.restarts), given, call.itemsize)
+            groups.setdefault(form, []).append(Stack(count, each))
         else:
-            work = k * l * (2 * itemsize + 4) + 4 * k * k * itemsize
-            groups.setdefault((k, l, value.dtype), []).append(Stack(count, work + copied))
-    return max((_largest_chunk(stacks, limit) for stacks in groups.values()), default=0)
+            groups.setdefault((k, l, value.dtype), []).append(Stack(count, batch_bytes(k, l, given, call.itemsize)))
+    return max((_largest_chunk(stacks, call.limit) for stacks in groups.values()), default=0)
 
 
 def _largest_chunk(stacks: Sequence[Stack], limit: int) -> int:

@@ -259,7 +259,8 @@ class _Player:
         #: the host's, where the device runs behind it
         self.host = 0.0
         self._runs_behind = machine.device != "cpu"
-        self._replayed = self._together = False
+        #: whether it launches each kernel, and starts each collective, of the graph
+        self._launches = self._starts = False
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
@@ -269,11 +270,11 @@ class _Player:
 
     def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
         self._graphs += 1
-        self._replayed = played.replayed
+        self._starts = self._runs_behind and not played.replayed
         # What is eager in a step GPUs do in launches for many parameters at once, of which the trace knows nothing.
-        self._together = played.replayed or (played.eager and self._runs_behind)
+        self._launches = self._starts and not played.eager
         began = self.host
-        if played.parameters is not None or self._together:
+        if played.parameters is not None or (self._runs_behind and not self._launches):
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters or 0)
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
@@ -319,9 +320,9 @@ class _Player:
             self._compute(name, "host", seconds)
 
     def _compute(self, name: str, category: str, seconds: float, launched: int = 0) -> None:
-        if self._runs_behind and not self._together:
+        if self._launches:
             self._on_host(name, **{category: launched})
-        if self._runs_behind and self.host > self.now:
+        if self.host > self.now:
             self.exposed[HOST] += self.host - self.now
             self.now = self.host
         start, self.now = self.now, self.now + seconds
@@ -342,11 +343,10 @@ class _Player:
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
         stream = "collectives" if self.one_stream else axis.group
         issued = self.issued[ranks]
-        if self._runs_behind and not self._replayed:
+        if self._starts:
             self._on_host(name, collective=1)
         # Behind the host, if that has fallen behind the device.
-        began = max(self.now, self.host) if self._runs_behind else self.now
-        others = max(began, self.others[ranks][len(issued)] if ranks in self.others else self.now)
+        others = max(self.now, self.host, self.others[ranks][len(issued)] if ranks in self.others else self.now)
         # Frames are counted by process, and nodes of the model may have other names on other ranks.
         issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
         sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
