@@ -171,7 +171,7 @@ def check(found: Found, expected: Found, start: int = 0) -> None:
     ("world", "stage", "compiled"),
     [
         (2, 2, False),
-        pytest.param(2, 3, True, marks=pytest.mark.full),
+        pytest.param(2, 3, True, marks=pytest.mark.campaign),
         (1, 2, True),
         *(
             pytest.param(*given, marks=pytest.mark.campaign)
@@ -193,11 +193,19 @@ def test_a_script_trains_as_a_plain_loop(
     assert all(torch.equal(value, found[3][name]) for name, value in model.named_parameters())
 
 
-@pytest.mark.full
-def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 3), (1, 0)), marks=pytest.mark.full),
+        pytest.param(((2, 3), (1, 0), (3, 1), (2, 1)), marks=pytest.mark.campaign),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_and_on_another_world(
+    ranks: Callable[[int], Ranks], tmp_path: Path, others: tuple[tuple[int, int], ...]
+) -> None:
     whole = ranks(2).run(script, folder=str(tmp_path), stage=3)[0]
     state = str(tmp_path / "checkpoints" / "checkpoint_1")
-    for world, stage in ((2, 3), (1, 0), (3, 1), (2, 1)):
+    for world, stage in others:
         later = ranks(world).run(script, folder=str(tmp_path / "later"), stage=stage, resume=state)
         for found in later:
             check(found, plain(2, world), SAVED)

@@ -342,7 +342,8 @@ def merged(folder: str, kinds: list[str], stage: int, way: str) -> dict[str, tup
     [
         (1, 2, "merge_adapters"),
         (2, 3, "block"),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 3, "merge_adapters"), (2, 1, "block"))),
+        pytest.param(2, 3, "merge_adapters", marks=pytest.mark.full),
+        pytest.param(2, 1, "block", marks=pytest.mark.campaign),
     ],
 )
 def test_a_merged_model_is_saved_as_it_was_trained(

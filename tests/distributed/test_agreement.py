@@ -244,7 +244,7 @@ def check_fault(results: list[tuple[str, bool, int]], said: str) -> None:
             "whole",
             "lr",
             "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: ",
-            marks=pytest.mark.full,
+            marks=pytest.mark.campaign,
         ),
         (3, "eager", "lr", "hyperparameters: muon lr = 0.0025 on rank 1, 0.005 on ranks 0, 2: "),
         pytest.param(
@@ -279,7 +279,7 @@ def test_other_hyperparameters_on_one_rank(
         ("eager", 3),
         ("whole", 2),
         *(
-            pytest.param(*given, marks=pytest.mark.campaign if given[1] else pytest.mark.full)
+            pytest.param(*given, marks=pytest.mark.full if given == ("blocks", 0) else pytest.mark.campaign)
             for given in itertools.product(("whole", "blocks", "eager"), range(4))
             if given not in (("eager", 1), ("eager", 3), ("whole", 2))
         ),

@@ -28,7 +28,7 @@ from compile_muon.__main__ import main
 
 STAGES = pytest.mark.parametrize(
     "stage",
-    [1, *(pytest.param(stage, marks=pytest.mark.full if stage == 3 else pytest.mark.campaign) for stage in (0, 2, 3))],
+    [1, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2, 3))],
 )
 
 
@@ -192,7 +192,7 @@ def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], i
     ("saved_by", "stage", "targets"),
     [
         (2, 3, ((3, 1), (1, 0))),
-        pytest.param(2, 3, ((1, 3), (3, 3), (2, 2)), marks=pytest.mark.full),
+        pytest.param(2, 3, ((1, 3), (3, 3), (2, 2)), marks=pytest.mark.campaign),
         pytest.param(3, 1, ((2, 3), (1, 0)), marks=pytest.mark.campaign),
         pytest.param(1, 0, ((2, 3), (3, 0)), marks=pytest.mark.campaign),
     ],

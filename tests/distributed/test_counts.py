@@ -226,7 +226,7 @@ def test_exchanges_travel_under_backward_in_generated_code(ranks: Callable[[int]
     assert meetings[0] == meetings[1]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_generated_code_waits_for_weights_layer_by_layer(ranks: Callable[[int], Ranks], stage: int) -> None:
     """Code generation neither drops the waits nor moves them together."""
     calls = ranks(1).run(generated_waits, stage=stage)[0]
@@ -343,7 +343,12 @@ def mean(parts: list[dict[str, float]], weights: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"), [(2, 1), *(pytest.param(*given, marks=pytest.mark.full) for given in ((2, 2), (2, 3), (4, 3)))]
+    ("world", "stage"),
+    [
+        (2, 1),
+        pytest.param(2, 3, marks=pytest.mark.full),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 2), (4, 3))),
+    ],
 )
 def test_bytes_follow_the_formulas(counted: Callable[..., Any], world: int, stage: int) -> None:
     results = counted(world, stage=stage, update="backward", micro=3 if world == 2 else 1)

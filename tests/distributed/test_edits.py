@@ -233,7 +233,8 @@ def penalized(stage: int, compiled: bool) -> tuple[float, float]:
     [
         (2, True),
         (3, False),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((0, True), (1, False), (3, True))),
+        pytest.param(0, True, marks=pytest.mark.full),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((1, False), (3, True))),
     ],
 )
 def test_a_penalty_of_the_parameters_meets_the_loss(ranks: Callable[[int], Ranks], stage: int, compiled: bool) -> None:
@@ -277,7 +278,8 @@ def saved_after_an_edit(folder: str, stage: int, everywhere: bool) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"), [(1, 2), (2, 1), (2, 3), *(pytest.param(2, stage, marks=pytest.mark.full) for stage in (0, 2))]
+    ("world", "stage"),
+    [(1, 2), (2, 1), (2, 3), *(pytest.param(2, stage, marks=pytest.mark.campaign) for stage in (0, 2))],
 )
 def test_nothing_is_saved_or_loaded_beside_an_edited_copy(
     ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int
@@ -365,7 +367,7 @@ def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str],
     return {str(param.dtype) for param in trained}, state, str(made.dtype), moved
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3), pytest.param(2, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3), pytest.param(2, 0, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_masters_are_float32_whatever_the_model_is_in(
     ranks: Callable[[int], Ranks], world: int, stage: int, dtype: str

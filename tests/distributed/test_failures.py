@@ -224,7 +224,7 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None)
     ("stage", "nonfinite", "update", "checks"),
     [
         pytest.param(0, "skip", "step", None, marks=pytest.mark.campaign),
-        pytest.param(1, "error", "step", None, marks=pytest.mark.full),
+        pytest.param(1, "error", "step", None, marks=pytest.mark.campaign),
         (2, "skip", "step", None),
         (3, "error", "backward", None),
         pytest.param(1, "error", "backward", "next_step", marks=pytest.mark.full),
@@ -269,7 +269,7 @@ def lose_a_gradient(stage: int, where: str, checks: str | None, update: str = "a
         (1, "blocks.0.up.weight", "next_step", "auto"),
         (2, "blocks.0.up.weight", None, "step"),
         *(
-            pytest.param(*given, None, "auto", marks=pytest.mark.full)
+            pytest.param(*given, None, "auto", marks=pytest.mark.campaign)
             for given in ((0, "blocks.0.up.weight"), (3, "blocks.1.down.weight"))
         ),
     ],
@@ -327,7 +327,7 @@ def edit_in_place(stage: int) -> float:
     [
         1,
         3,
-        pytest.param(2, marks=pytest.mark.full),
+        pytest.param(2, marks=pytest.mark.campaign),
         pytest.param(0, marks=pytest.mark.campaign),
     ],
 )
@@ -525,8 +525,11 @@ def train_lengths(**settings: Any) -> Report:
 @pytest.mark.parametrize(
     ("world", "stage", "codegen"),
     [
-        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((3, 1, "eager"), (2, 2, "inductor"))),
-        pytest.param(3, 3, "eager", marks=pytest.mark.full),
+        *(
+            pytest.param(*given, marks=pytest.mark.campaign)
+            for given in ((3, 1, "eager"), (3, 3, "eager"), (2, 2, "inductor"))
+        ),
+        pytest.param(2, 3, "eager", marks=pytest.mark.full),
     ],
 )
 def test_ranks_with_different_lengths_agree_on_collectives(

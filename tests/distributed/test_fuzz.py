@@ -583,7 +583,7 @@ def random_loops_on_a_rank(**kwargs):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in ("plain", "tied") else pytest.mark.campaign) for kind in LOOPS]
+    "kind", [pytest.param(kind, marks=() if kind == "plain" else pytest.mark.campaign) for kind in LOOPS]
 )
 def test_random_loops(kind):
     counts = random_loops(kind, LOOPS[kind])

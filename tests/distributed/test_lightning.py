@@ -193,7 +193,7 @@ def of_all_ranks(per_rank: Sequence[list[float]]) -> list[float]:
     [
         (2, 2, False),
         (1, 2, True),
-        pytest.param(2, 3, True, marks=pytest.mark.full),
+        pytest.param(2, 3, True, marks=pytest.mark.campaign),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((2, 0, False), (2, 1, True), (3, 3, False))),
     ],
 )
@@ -224,11 +224,19 @@ def go_on(folder: str, stage: int) -> tuple[Found, dict[str, Tensor]]:
         return found_in(module), module.began
 
 
-@pytest.mark.full
-def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 3), (1, 0)), marks=pytest.mark.full),
+        pytest.param(((2, 3), (1, 0), (3, 1)), marks=pytest.mark.campaign),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_and_on_another_world(
+    ranks: Callable[[int], Ranks], tmp_path: Path, others: tuple[tuple[int, int], ...]
+) -> None:
     whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
     saved = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)["state_dict"]
-    for world, stage in ((2, 3), (1, 0), (3, 1)):
+    for world, stage in others:
         expected = plain([2] * EPOCH + [world] * EPOCH)
         several = ranks(world).run(go_on, folder=str(tmp_path), stage=stage)
         later = of_all_ranks([found[0] for found, _ in several])

@@ -163,7 +163,8 @@ MESHES = (
     ("stage", "meshes"),
     [
         pytest.param(1, MESHES, marks=pytest.mark.campaign),
-        pytest.param(3, MESHES, marks=pytest.mark.full),
+        pytest.param(3, MESHES, marks=pytest.mark.campaign),
+        pytest.param(3, MESHES[1::2], marks=pytest.mark.full),
     ],
 )
 def test_checkpoints_and_weights_go_from_mesh_to_mesh(

@@ -120,7 +120,7 @@ def train_dense(folder: str, own_plan: bool, **settings: Any) -> Report:
     ("world", "own_plan", "stage"),
     [
         (2, False, 3),
-        pytest.param(2, True, 3, marks=pytest.mark.full),
+        pytest.param(2, True, 3, marks=pytest.mark.campaign),
         pytest.param(4, True, 2, marks=pytest.mark.campaign),
     ],
 )

@@ -490,19 +490,26 @@ def clipped(kind: str, placed: Placed, by: str) -> tuple[dict[str, Tensor], list
     return {name: full(param).detach().clone() for name, param in model.named_parameters()}, norms
 
 
-@pytest.mark.full
-def test_clipping_counts_every_element_once(ranks: Callable[[int], Ranks]) -> None:
-    for kind, placed, ways in (
-        ("sliced", ((2, 2), ("shard", "tensor")), ("optimizer", "ours", "torch")),  # one mesh: torch's own does
-        ("mixture", ((2, 2), ("shard", "expert")), ("optimizer", "ours")),
-    ):
-        expected, norms = ranks(1).run(clipped, kind=kind, placed=None, by="torch")[0]
-        assert min(norms) > 0.05
-        for by in ways:
-            for found, theirs in ranks(4).run(clipped, kind=kind, placed=placed, by=by):
-                assert theirs == pytest.approx(norms, rel=1e-5), (kind, by)
-                for name, weight in expected.items():
-                    torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize(
+    ("kind", "names", "ways"),
+    [
+        # one mesh: torch's own does
+        pytest.param("sliced", ("shard", "tensor"), ("optimizer", "torch"), marks=pytest.mark.full),
+        pytest.param("mixture", ("shard", "expert"), ("ours",), marks=pytest.mark.full),
+        pytest.param("sliced", ("shard", "tensor"), ("ours",), marks=pytest.mark.campaign),
+        pytest.param("mixture", ("shard", "expert"), ("optimizer",), marks=pytest.mark.campaign),
+    ],
+)
+def test_clipping_counts_every_element_once(
+    ranks: Callable[[int], Ranks], kind: str, names: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    expected, norms = ranks(1).run(clipped, kind=kind, placed=None, by="torch")[0]
+    assert min(norms) > 0.05
+    for by in ways:
+        for found, theirs in ranks(4).run(clipped, kind=kind, placed=((2, 2), names), by=by):
+            assert theirs == pytest.approx(norms, rel=1e-5), (kind, by)
+            for name, weight in expected.items():
+                torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
 
 
 def told() -> tuple[str, dict[str, float]]:

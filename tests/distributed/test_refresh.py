@@ -109,7 +109,7 @@ def one_rank_reads(stage: int, backend: str) -> None:
     [
         ("eager", 1),
         ("none", 2),
-        pytest.param("inductor", 2, marks=pytest.mark.full),
+        pytest.param("inductor", 2, marks=pytest.mark.campaign),
         *(
             pytest.param(*given, marks=pytest.mark.campaign)
             for given in (("another", 1), ("eager", 2), ("inductor", 1), ("none", 1), ("another", 2))
@@ -135,8 +135,15 @@ def edit_under_way(stage: int, dtype: str) -> None:
     torch.testing.assert_close(expected(model, batch(9)), edited)  # and nothing was put back
 
 
-@RESIDENT
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("dtype", "stage"),
+    [
+        ("bf16", 1),
+        ("bf16", 2),
+        pytest.param("fp32", 1, marks=pytest.mark.full),
+        pytest.param("fp32", 2, marks=pytest.mark.campaign),
+    ],
+)
 def test_an_edit_while_it_is_under_way(ranks: Callable[[int], Ranks], stage: int, dtype: str) -> None:
     ranks(2).run(edit_under_way, stage=stage, dtype=dtype)
 

@@ -245,11 +245,19 @@ def go_on(folder: str, stage: int, resume: bool) -> tuple[dict[str, Tensor], lis
         return seen[3], losses, norms
 
 
-@pytest.mark.full
-def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 3), (1, 0)), marks=pytest.mark.full),
+        pytest.param(((2, 3), (3, 1), (1, 0)), marks=pytest.mark.campaign),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_and_on_another_world(
+    ranks: Callable[[int], Ranks], tmp_path: Path, others: tuple[tuple[int, int], ...]
+) -> None:
     began, losses, norms = ranks(2).run(go_on, folder=str(tmp_path), stage=3, resume=False)[0]
     assert any("momentum_buffer" in name for name in began) and any(value.any() for value in began.values())
-    for world, stage in ((2, 3), (3, 1), (1, 0)):
+    for world, stage in others:
         for found, later, norms_later in ranks(world).run(go_on, folder=str(tmp_path), stage=stage, resume=True):
             assert found.keys() == began.keys()
             assert all(torch.equal(found[name], value) for name, value in began.items())

@@ -167,11 +167,19 @@ def go_on(folder: str, stage: int) -> tuple[dict[str, Tensor], list[float], dict
         return began[0], losses(trainer)[-3:], weights(trainer.model)
 
 
-@pytest.mark.full
-def test_a_run_goes_on_bit_for_bit_and_on_another_world(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param(((2, 3), (1, 0)), marks=pytest.mark.full),
+        pytest.param(((2, 3), (1, 0), (3, 1)), marks=pytest.mark.campaign),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit_and_on_another_world(
+    ranks: Callable[[int], Ranks], tmp_path: Path, others: tuple[tuple[int, int], ...]
+) -> None:
     whole = ranks(2).run(train, folder=str(tmp_path), stage=3, compiled=False)[0]
     saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    for world, stage in ((2, 3), (1, 0), (3, 1)):
+    for world, stage in others:
         for began, later, last in ranks(world).run(go_on, folder=str(tmp_path), stage=stage):
             assert all(torch.equal(began[name], saved[name]) for name in began)
             if world == 2:

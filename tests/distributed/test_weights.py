@@ -135,11 +135,12 @@ def there_and_back(stage: int, folder: str) -> None:
     ("world", "stage"),
     [
         (1, 3),
-        pytest.param(2, 0, marks=pytest.mark.full),
-        pytest.param(2, 1, marks=pytest.mark.full),
         (2, 2),
         (3, 3),
-        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((1, 0), (2, 3), (3, 0), (3, 1))),
+        *(
+            pytest.param(*given, marks=pytest.mark.campaign)
+            for given in ((1, 0), (2, 0), (2, 1), (2, 3), (3, 0), (3, 1))
+        ),
     ],
 )
 def test_weights_go_out_and_in_bit_for_bit(

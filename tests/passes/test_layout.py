@@ -73,7 +73,7 @@ def test_every_matrix_once_in_a_world_of_512(replicas, shards, over_all, world):
     ("sizes", "names", "role"),
     [
         *(
-            pytest.param(*given, marks=pytest.mark.full if len(given[0]) == 3 else pytest.mark.campaign)
+            pytest.param(*given, marks=pytest.mark.full if "expert" in given[1] else pytest.mark.campaign)
             for given in (
                 ((64, 8), ("shard", "tensor"), Role(tensor_dim=0)),
                 ((64, 8), ("shard", "tensor"), Role(tensor_dim=1)),
@@ -166,7 +166,7 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
     [
         (2, "shard"),
         (3, "all"),
-        pytest.param(1, "shard", marks=pytest.mark.full),
+        pytest.param(1, "shard", marks=pytest.mark.campaign),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((3, "shard"), (2, "all"))),
     ],
 )

@@ -129,8 +129,7 @@ def test_gloo_gathers_pairwise_and_nccl_does_not() -> None:
     "stage",
     [
         3,
-        pytest.param(1, marks=pytest.mark.full),
-        *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2)),
+        *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 1, 2)),
     ],
 )
 def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:

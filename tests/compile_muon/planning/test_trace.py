@@ -89,7 +89,7 @@ def test_adamw_of_a_trace_with_muon() -> None:
         ((("update", "step"),), ()),
         pytest.param((("shard_state_over", "all"),), (), marks=pytest.mark.full),
         pytest.param((("param_dtype", "bfloat16"),), (("codegen", "inductor"),), marks=pytest.mark.campaign),
-        pytest.param((), (("reshard_after_forward", False),), marks=pytest.mark.full),
+        pytest.param((), (("reshard_after_forward", False),), marks=pytest.mark.campaign),
     ],
 )
 def test_settings_that_change_the_graphs(settings: tuple, changes: tuple) -> None:

@@ -86,7 +86,7 @@ def buckets_of(found, category):
     [
         (2, 2),
         (3, 4),
-        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (3, 2))),
+        *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((1, 2), (3, 2))),
     ],
 )
 def test_exchanges_start_under_backward(size, stage, graphs, trace, world):
@@ -211,7 +211,7 @@ def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, 
     assert len(under_backward) == (3 if stage == 3 else 1)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, trace, world, monkeypatch):
     """Several exchanges may start at once. None then waits at once for what the one ahead of it has just begun: an
     owner comes to that later than the others, by its Newton-Schulz."""
