@@ -30,8 +30,10 @@ from compile_muon.config import (
     ZeroConfig,
     config_from_kwargs,
 )
+from compile_muon.config.groups import named_groups
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
+from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
@@ -40,15 +42,17 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.commit import commit_adamw, commit_muon
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
 from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
-from compile_muon.runtime.shards import edits_of, like_parameter, local_tensor
+from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.states import new_state
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
@@ -56,11 +60,6 @@ from compile_muon.summary import Summary, summarize
 from compile_muon.weights.materialize import Values
 
 __all__ = ["MuonZero"]
-
-#: hyperparameters of parameter groups that may change between steps
-_RATES = ("lr", "momentum", "weight_decay", "betas", "eps")
-#: names of parameter groups, in their order
-_GROUPS = ("muon", "muon_no_decay", "adamw", "adamw_no_decay")
 
 
 class MuonZero(Optimizer):
@@ -71,7 +70,15 @@ class MuonZero(Optimizer):
         lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW's groups.
         adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
-        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape.
+        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape; None for the
+            method's own.
+        method, auxiliary: what trains the matrices, and what all else: names out of
+            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball"; "adamw",
+            "lion").
+        rates: of methods, by name, that have no argument here: ``{"beta2": 0.95, "cautious_decay": True}``.
+        groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
+            mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
+            ones must then be in one).
         ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
             ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
@@ -118,7 +125,11 @@ class MuonZero(Optimizer):
         adamw_eps: float = AdamWConfig.eps,
         adamw_weight_decay: float = AdamWConfig.weight_decay,
         adamw_decay_vectors: bool = AdamWConfig.decay_vectors,
-        adjust_lr: str = MuonConfig.adjust_lr,
+        adjust_lr: str | None = MuonConfig.adjust_lr,
+        method: str = Config.method,
+        auxiliary: str = Config.auxiliary,
+        rates: Mapping[str, Any] | Sequence[Any] = Config.rates,
+        groups: Mapping[str, Any] | Sequence[Any] = Config.groups,
         ns_steps: int | None = NSConfig.steps,
         ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
         ns_method: str = NSConfig.method,
@@ -145,6 +156,7 @@ class MuonZero(Optimizer):
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
     ) -> None:
+        groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
         self._setup(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init)
 
@@ -198,7 +210,10 @@ class MuonZero(Optimizer):
             meta=meta,
             dtensors=self._mesh is not None,
             partial=norm_group is not None,
+            chosen=chosen_methods(config, model),
+            methods=(config.method, config.auxiliary),
         )
+        groups = plan_groups(config, assignments, model)
         self.config = config
         self.grad_norm: Tensor | None = None
         self._pending: _Pending | None = None
@@ -206,17 +221,20 @@ class MuonZero(Optimizer):
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
         if norm_group is not None:
-            has_muon = config.algorithm == "adamw" or any(row.algorithm == "muon" for row in assignments.values())
+            has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
             self._stages = PipelineStages.of(norm_group, self._group, device, config.zero, muon=has_muon)
         self._hyper = torch.empty(2, dtype=torch.float32, device=device)
+        hypers = dict.fromkeys(assignments, self._hyper)
+        for configured in {group.configured for group in groups if group.configured is not None}:
+            own = torch.empty_like(self._hyper)
+            hypers |= {name: own for group in groups if group.configured == configured for name in group.members}
         self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
-        self._ledger.momentum_factor = math.nan
         self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
         self._ledger.accounts = shard_model(
-            model, assignments, config, self._mesh, roles, self._ledger, self._hyper, spread
+            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread
         )
         if values is not None:
             values.fill(model, device)
@@ -230,12 +248,20 @@ class MuonZero(Optimizer):
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._scales = {
-            account.name: lr_scale(config.muon.adjust_lr, muon.rows, muon.cols)
+            account.name: lr_scale(
+                config.muon.adjust_lr or matrix_method(muon.algorithm).adjust_lr, muon.rows, muon.cols
+            )
             for account in self._muon
             if (muon := account.spec.muon) is not None
         }
         self._accounts = {account.param: account for account in trained}
-        super().__init__(self._groups(), {})
+        self._methods = {group.name: group.method for group in groups}
+        self._summed = [
+            account
+            for account in self._muon
+            if account.spec.muon is not None and matrix_method(account.spec.muon.algorithm).facts
+        ]
+        super().__init__(self._param_groups(groups), {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
         self.defaults[cycled] = self.param_groups[0][cycled]
@@ -246,51 +272,52 @@ class MuonZero(Optimizer):
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """Muon's, and AdamW's with decay and without; a Muon matrix has none only where the model says so."""
-        muon, rest = self.config.muon, self.config.adamw
-        rates: dict[str, dict[str, Any]] = {
-            "muon": {"lr": muon.lr, "momentum": muon.momentum, "weight_decay": muon.weight_decay},
-            "adamw": {"lr": rest.lr, "betas": rest.betas, "eps": rest.eps, "weight_decay": rest.weight_decay},
-        }
-        groups: dict[str, dict[str, Any]] = {}
-        for account in (*self._muon, *self._adamw):
-            algorithm = self._assignments[account.name].algorithm
-            decays = self._assignments[account.name].decays(vectors=rest.decay_vectors)
-            name = algorithm if decays else f"{algorithm}_no_decay"
-            settings = rates[algorithm] if decays else {**rates[algorithm], "weight_decay": 0.0}
-            group = groups.setdefault(name, {"params": [], "algorithm": algorithm, "name": name, **settings})
-            group["params"].append((account.name, account.param))
-        return [groups[name] for name in _GROUPS if name in groups]
+    def _param_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        by_name = {account.name: account.param for account in self._accounts.values()}
+        return [
+            {
+                "params": [(name, by_name[name]) for name in group.members],
+                "algorithm": group.method.name,
+                "name": group.name,
+                **group.rates,
+            }
+            for group in groups
+        ]
 
-    def _groups_of(self, algorithm: str) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["algorithm"] == algorithm]
+    def _method(self, group: Mapping[str, Any]) -> Method:
+        return self._methods[group["name"]]
 
     def _with_gradient(self, group: Mapping[str, Any]) -> list[Account]:
         return [self._accounts[param] for param in group["params"] if param.grad is not None]
 
     def _create_state(self) -> None:
         """All state exists from the start, so checkpoints and sharding see it before the first step."""
-        for account in self._muon:
-            self.state[account.param]["momentum_buffer"] = account.momentum_buffer
-        for account in self._adamw:
-            zeros = [like_parameter(account.param, torch.zeros_like(account.local)) for _ in range(2)]
-            # Where torch's fused AdamW counts: on the GPU itself.
-            step = torch.zeros((), device=account.local.device if account.local.is_cuda else "cpu")
-            self.state[account.param] = {"step": step, "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}
+        for group in self.param_groups:
+            for param in group["params"]:
+                account, slots = self._accounts[param], self.state[param]
+                if account.spec.muon is not None:
+                    slots["momentum_buffer"] = account.momentum_buffer
+                for state in self._method(group).states:
+                    slots[state.name] = new_state(account, state)
 
     def _sync_momentum(self) -> None:
-        """Bring the tensor that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
-        if not self._muon:
-            return
-        factors = {float(group["momentum"]) for group in self._groups_of("muon")}
-        if len(factors) > 1:
-            raise config_error("momentum", factors, "differs between Muon's groups", "give all of them the same")
-        momentum = factors.pop()
-        if momentum != self._ledger.momentum_factor:
-            # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
-            self._hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
-            self._ledger.momentum_factor = momentum
+        """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
+        shared: dict[int, list[dict[str, Any]]] = {}
+        for group in self.param_groups:
+            if "momentum" in group:
+                shared.setdefault(id(self._accounts[group["params"][0]].hyper), []).append(group)
+        for groups in shared.values():
+            factors = {float(group["momentum"]) for group in groups}
+            if len(factors) > 1:
+                names = listed([group["name"] for group in groups])
+                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
+            accounts = [self._accounts[param] for group in groups for param in group["params"]]
+            momentum = factors.pop()
+            if momentum != accounts[0].factor:
+                # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
+                accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
+                for account in accounts:
+                    account.factor = momentum
 
     # ------------------------------------------------------------------ what users read
 
@@ -439,15 +466,21 @@ class MuonZero(Optimizer):
             if withheld.item() != 0:
                 return
             withheld = None
-        with self._ledger.range("step commit muon"):
-            for group in self._groups_of("muon"):
-                own = self._with_gradient(group)
+        matrices, rest = [], []
+        for group in self.param_groups:
+            method, own = self._method(group), self._with_gradient(group)
+            slots = [self.state[account.param] for account in own]
+            if isinstance(method, MatrixMethod):
                 made = [directions.pop(account.name) for account in own]
-                commit_muon(own, made, [self._scales[account.name] for account in own], group, withheld)
+                scales = [self._scales[account.name] for account in own]
+                matrices.append(Matrices(method, group, own, made, scales, slots))
+            elif isinstance(method, ElementMethod):
+                rest.append((method, group, own, slots))
+        with self._ledger.range("step commit muon"):
+            commit_matrices(matrices, self._summed, self._group, withheld)
         with self._ledger.range("step commit adamw"):
-            for group in self._groups_of("adamw"):
-                own = self._with_gradient(group)
-                commit_adamw(own, [self.state[account.param] for account in own], group, withheld)
+            for given in rest:
+                commit_elements(*given, withheld)
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
@@ -488,7 +521,7 @@ class MuonZero(Optimizer):
 
     def _agreement(self) -> Agreement:
         """What every rank must bring to this step alike."""
-        values = {f"{g['name']} {key}": g[key] for g in self.param_groups for key in _RATES if key in g}
+        values = {f"{g['name']} {rate.name}": g[rate.name] for g in self.param_groups for rate in self._method(g).rates}
         scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         settings = {name: repr(value) for name, value in values.items() if name not in scalars}
         step, every = self._ledger.status.step, self.config.zero.check_replicas
@@ -504,13 +537,12 @@ class MuonZero(Optimizer):
         survey.add_gradients([*self._muon, *self._adamw])
         if self._muon:
             survey.add("momentum", [a.name for a in self._muon], not_finite([a.momentum for a in self._muon]))
-        for slot, what in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
-            if self._adamw:
-                values = not_finite([local_tensor(self.state[account.param][slot]) for account in self._adamw])
-                survey.add(what, [account.name for account in self._adamw], values)
         for group in self.param_groups:
-            for key in _RATES:
-                survey.add_rate(f"{group['name']} {key}", group.get(key, 0.0))
+            accounts = [self._accounts[param] for param in group["params"]]
+            for state in self._method(group).states:
+                survey.add_states(accounts, state, [local_tensor(self.state[a.param][state.name]) for a in accounts])
+            for rate in self._method(group).rates:
+                survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
         if agreement is not None:
             agreement.put(survey)
         return survey
@@ -611,7 +643,7 @@ class MuonZero(Optimizer):
     def _ready(self, account: Account) -> Speculation | None:
         """A direction of backward, if the momentum is what it was made with."""
         made = account.speculations.current
-        if made is None or made.factor != self._ledger.momentum_factor:
+        if made is None or made.factor != account.factor:
             return None
         return made if made.edits == edits_of(account.momentum_buffer) else None
 
@@ -665,7 +697,7 @@ class MuonZero(Optimizer):
         """
         gradients = survey.numbers("gradient").items()
         wrong = {"gradient": [name for name, square in gradients if not math.isfinite(square)]}
-        wrong |= {what: sorted(survey.names(what)) for what in ("momentum", "first moment", "second moment", "rate")}
+        wrong |= survey.spoiled()
         if not any(wrong.values()):  # else directions follow from those
             wrong["direction"] = sorted(survey.names("direction").intersection(directions))
         return {what: names for what, names in wrong.items() if names}

@@ -29,7 +29,7 @@ class Row:
     Args:
         name, shape, algorithm, reason: as assigned.
         decays: whether its weight decay is that of the configuration, and not 0.
-        exchange: strategy of the Muon update, "-" otherwise.
+        exchange: strategy of the update of matrices, "-" otherwise.
         bytes_sent: bytes a rank sends per step for its Newton-Schulz, on average over the ranks, by axis of the mesh
             (formula).
         multiply_adds: Newton-Schulz work over all its matrices, once (formula).
@@ -67,18 +67,19 @@ class Summary:
     update: str
     axes: tuple[tuple[str, int], ...] = ()
 
-    def _count(self, algorithm: str) -> int:
-        return sum(row.numel for row in self.rows if row.algorithm == algorithm)
+    def _count(self, *, matrices: bool) -> int:
+        trained = [row for row in self.rows if row.algorithm != "frozen"]
+        return sum(row.numel for row in trained if (row.exchange != "-") == matrices)
 
     @property
     def muon_parameters(self) -> int:
-        """Elements that Muon updates."""
-        return self._count("muon")
+        """Elements that Muon, or another method of matrices, updates."""
+        return self._count(matrices=True)
 
     @property
     def adamw_parameters(self) -> int:
-        """Elements that AdamW updates."""
-        return self._count("adamw")
+        """Elements that AdamW, or what is in its place, updates."""
+        return self._count(matrices=False)
 
     def __rich__(self) -> Table:
         from rich.table import Table
@@ -93,7 +94,7 @@ class Summary:
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
             sent = [f"{sent:,.0f}" + (f" {axis}" if self.axes else "") for axis, sent in row.bytes_sent.items()]
-            numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.algorithm == "muon" else ("-", "-")
+            numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.exchange != "-" else ("-", "-")
             decay = "" if row.decays or row.algorithm == "frozen" else ", no decay"
             table.add_row(row.name, shape, row.algorithm + decay, row.exchange, *numbers, row.reason)
         return table

@@ -47,6 +47,7 @@ class MuonSpec:
         memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results.
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
+        algorithm: name of the method (:mod:`compile_muon.passes.methods`).
     """
 
     batch: int
@@ -62,6 +63,7 @@ class MuonSpec:
     exchange: str
     backend: str = "auto"
     memory_limit: int = MEMORY_LIMIT
+    algorithm: str = "muon"
 
     @property
     def steps(self) -> int:
@@ -72,7 +74,7 @@ class MuonSpec:
     def kernel_settings(self) -> tuple[object, ...]:
         """What two matrices must agree on to go through one Newton-Schulz call."""
         how = (self.method, self.coefficients, self.safety, self.restarts, self.dtype, self.eps)
-        return (*how, self.backend, self.memory_limit)
+        return (*how, self.backend, self.memory_limit, self.algorithm)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
+from compile_muon.config.groups import GroupConfig
 from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
 from compile_muon.config.settings import ARGUMENTS, AdamWConfig, CompileConfig, Config, MuonConfig, NSConfig, ZeroConfig
 from compile_muon.errors import ConfigError, config_error
@@ -99,7 +100,12 @@ def _written(config: Config) -> dict[str, Any]:
         bf16 = {"enabled": True}
         del given["param_dtype"]
     scheduler = _scheduler(config, given)
-    optimizer = {"type": "AdamW" if config.algorithm == "adamw" else None, "params": _params(config, given)}
+    rates, groups, method = given.pop("rates", ()), given.pop("groups", ()), given.pop("method", None)
+    optimizer = {
+        "type": "AdamW" if config.algorithm == "adamw" else method,
+        "params": _params(config, given) | {name: _plain(value) for name, value in rates},
+        "groups": [_group(group) for group in groups],
+    }
     sections = {
         "compile": _compile(config.compile),
         "optimizer": {key: value for key, value in optimizer.items() if value},
@@ -112,6 +118,13 @@ def _written(config: Config) -> dict[str, Any]:
         "expert_parallel": {f.name: v for f in fields(experts) if (v := getattr(experts, f.name)) != f.default},
     }
     return _filled(sections) | top | _filled(last)
+
+
+def _group(group: GroupConfig) -> dict[str, Any]:
+    if callable(group.params):
+        raise config_error(f"groups[{group.name}].params", group.said, "is no list of patterns", 'write ["pattern"]')
+    method = {} if group.method is None else {"method": group.method}
+    return {"name": group.name, "params": list(group.params), **method, **{k: _plain(v) for k, v in group.rates}}
 
 
 def _filled(sections: dict[str, Any]) -> dict[str, Any]:

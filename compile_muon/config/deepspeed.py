@@ -2,7 +2,8 @@
 
 Rules (DeepSpeed: ``_muon_param_groups`` in ``runtime/engine.py``):
 
-* ``optimizer.type`` is "Muon" (the default), or "AdamW" to train everything by AdamW; case does not matter.
+* ``optimizer.type`` is "Muon" (the default), another method of matrices ("NorMuon"), or "AdamW" to train everything by
+  AdamW; case does not matter. ``optimizer.groups`` gives parameters by pattern a method and rates of their own.
 * ``optimizer.params.lr`` sets the rate of Muon *and* of AdamW; ``muon_lr`` and ``adam_lr`` (or ``adamw_lr``)
   override their half, most specific last. ``MuonZero(lr=...)`` in Python is the Muon rate alone.
 * ``weight_decay`` goes to both halves unless ``adamw_weight_decay`` is given. ``betas`` and ``eps`` are AdamW's.
@@ -31,7 +32,7 @@ import torch
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
-from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, Given, parameters, read_json, section
+from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, Given, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
@@ -45,6 +46,7 @@ from compile_muon.config.settings import (
     NSConfig,
 )
 from compile_muon.errors import ConfigError, config_error, join_errors, warn_user
+from compile_muon.passes.methods import MatrixMethod, method_names
 
 __all__ = ["Reading", "load_config", "read_all"]
 
@@ -116,7 +118,12 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
     kind, params = optimizer.get("type", "Muon"), section(given, "optimizer.params", optimizer.get("params", {}))
     algorithm = _read_algorithm(given, kind, optimizer.get("params", {}))
     put_params = _put_adamw_params if algorithm == "adamw" else _put_params
-    put_params(given, params)
+    own = {key: value for key, value in params.items() if key in OWN_RATES}
+    put_params(given, {key: value for key, value in params.items() if key not in OWN_RATES})
+    if own:
+        given.put("rates", own, "optimizer.params")
+    if "groups" in optimizer:
+        given.put("groups", optimizer["groups"], "optimizer.groups")
     if not _BATCH_SIZES.isdisjoint(values):
         given.values.setdefault("adamw_decay_vectors", True)
         if algorithm == "adamw" and not given.mistakes.found:
@@ -152,9 +159,13 @@ def _read_algorithm(given: Given, kind: object, params: object) -> str:
         given.mistakes.add(config_error("optimizer.type", kind, problem, 'use "AdamW", whose decay is decoupled'))
     if name in ALGORITHMS:
         return name
+    if name in method_names(MatrixMethod):
+        given.put("method", name, "optimizer.type")
+        return Config.algorithm
     if name != "adam":
         problem = "is not an optimizer of compile_muon"
-        given.mistakes.add(config_error("optimizer.type", kind, problem, 'use "Muon" or "AdamW"'))
+        remedy = f'use "Muon" or "AdamW", or one of {", ".join(method_names(MatrixMethod)[1:])}'
+        given.mistakes.add(config_error("optimizer.type", kind, problem, remedy))
     return Config.algorithm
 
 

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from compile_muon.config.checked import Checked, setting
 from compile_muon.config.checks import check_boolean, check_choice, check_integer, check_real
 from compile_muon.errors import config_error
+from compile_muon.passes.methods import MatrixMethod, method_names
 
 __all__ = [
     "SCHEDULES",
@@ -97,7 +98,8 @@ class ScheduleConfig(Checked):
     def build(self, optimizer: torch.optim.Optimizer) -> LRScheduler:
         """A scheduler to step after each step of ``optimizer``; sets the rates of the first step.
 
-        A group whose ``algorithm`` is "muon" is Muon's, every other AdamW's. One whose rate is 0 keeps it.
+        A group whose ``algorithm`` is a method of matrices is of Muon's half, every other of AdamW's. One whose rate is
+        0 keeps it.
 
         The state of the scheduler holds the step and the groups' own rates. Their way is this object's, so that a run
         may go on with a larger ``total_num_steps``.
@@ -106,7 +108,7 @@ class ScheduleConfig(Checked):
         for group in optimizer.param_groups:
             own = float(group.get("initial_lr", group["lr"]))
             # Unlike a lambda it can be pickled, and in a state it is an empty dict.
-            shares.append(partial(_share, self, own, group.get("algorithm") == "muon"))
+            shares.append(partial(_share, self, own, group.get("algorithm") in method_names(MatrixMethod)))
         return LambdaLR(optimizer, shares)
 
 

@@ -13,8 +13,9 @@ from compile_muon.config.foreign import FOREIGN, full_name, refusal
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import ARGUMENTS, Arguments, CompileConfig, ExpertParallelConfig, MeshConfig
 from compile_muon.errors import config_error
+from compile_muon.passes.methods import METHODS
 
-__all__ = ["AT_THE_TOP", "PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
+__all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
 
 #: MuonZero's arguments that are keys of no section
 AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
@@ -35,6 +36,17 @@ _TOP = (
 PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
 
 
+#: rates of methods that are no arguments of MuonZero; each is said as it is
+OWN_RATES = tuple(
+    dict.fromkeys(
+        rate.name
+        for method in METHODS
+        for rate in method.rates
+        if rate.default is not None and rate.name not in PARAM_ALIASES and rate.name not in ARGUMENTS
+    )
+)
+
+
 def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
     """The parameters that DeepSpeed's schedule of this name has, as far as they are read here."""
     return (*filter(None, [schedule.rate_key]), *(f.name for f in fields(schedule)))
@@ -43,9 +55,9 @@ def parameters(schedule: type[ScheduleConfig]) -> tuple[str, ...]:
 SECTIONS: dict[str, tuple[str, ...]] = {
     "": _TOP,
     "compile": (*(f.name for f in fields(CompileConfig)), "deepcompile"),
-    "optimizer": ("type", "params"),
+    "optimizer": ("type", "params", "groups"),
     "zero_optimization": ("stage", "shard_state_over"),
-    "optimizer.params": (*PARAM_ALIASES, *ARGUMENTS),
+    "optimizer.params": (*PARAM_ALIASES, *(name for name in ARGUMENTS if name not in ("groups", "rates")), *OWN_RATES),
     "bf16": ("enabled",),
     "bfloat16": ("enabled",),
     "fp16": ("enabled",),

@@ -34,12 +34,14 @@ from compile_muon.config.checks import (
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
+from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, method_names
 
 __all__ = [
     "ALGORITHMS",
@@ -139,7 +141,7 @@ class MuonConfig(Checked):
         momentum: EMA factor.
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
-        adjust_lr: "original" | "match_rms_adamw" | "spectral".
+        adjust_lr: "original" | "match_rms_adamw" | "spectral", or None for the method's own: "original" but of AdaMuon.
         ns: how the direction is orthogonalized.
     """
 
@@ -147,13 +149,13 @@ class MuonConfig(Checked):
     momentum: float = setting(0.95, check_real, below=1.0)
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
-    adjust_lr: str = setting("original", check_choice, allowed=("original", "match_rms_adamw", "spectral"))
+    adjust_lr: str | None = setting(None, check_choice, none=True, allowed=("original", "match_rms_adamw", "spectral"))
     ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
 
 
 @dataclass(frozen=True)
 class AdamWConfig(Checked):
-    """The AdamW half of the optimizer; fields mean what they mean in ``torch.optim.AdamW``.
+    """The half of the optimizer that is no matrices; fields mean what they mean in ``torch.optim.AdamW``.
 
     Attributes:
         decay_vectors: whether norms, biases and other vectors decay, too, as every parameter does in torch and
@@ -302,6 +304,10 @@ class Config(Checked):
         expert_parallel: whether experts of a Transformers model are spread over ranks.
         machine: name or file of the machine that the cost model decides for, the same on every rank; None for "h100" on
             GPUs and "cpu" on CPUs.
+        method, auxiliary: names out of :data:`compile_muon.passes.methods.METHODS`: what trains the matrices, and what
+            all else.
+        rates: of methods, by name, where they are no fields of ``muon`` and ``adamw``.
+        groups: parameters with a method or rates of their own.
         scheduler: how the rates of both halves change from step to step, or None.
     """
 
@@ -316,6 +322,10 @@ class Config(Checked):
     mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
     expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
     machine: str | None = setting(None, check_machine, none=True)
+    method: str = setting("muon", check_choice, allowed=method_names(MatrixMethod))
+    auxiliary: str = setting("adamw", check_choice, allowed=method_names(ElementMethod))
+    rates: tuple[tuple[str, Any], ...] = setting((), check_own_rates)
+    groups: tuple[GroupConfig, ...] = setting((), check_groups)
     scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
@@ -329,6 +339,7 @@ class Config(Checked):
         for field, value, default in (
             ("Config.muon", self.muon, Config.muon),
             ("Config.muon_params", self.muon_params, Config.muon_params),
+            ("Config.method", self.method, Config.method),
         ):
             if value != default:
                 yield config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')
@@ -345,7 +356,7 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
     if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
-} | {name: (Config, name) for name in ("muon_params", "machine")}
+} | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups")}
 
 C = TypeVar("C", bound=Checked)
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -38,10 +38,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
 from compile_muon.model.support import check_supported
+from compile_muon.passes.methods import MatrixMethod, Method
 
-__all__ = ["Algorithm", "Assignment", "MuonParams", "assign", "lr_scale"]
+__all__ = ["Assignment", "MuonParams", "assign", "lr_scale"]
 
-Algorithm = Literal["muon", "adamw", "frozen"]
 MuonParams = Callable[[str, nn.Parameter], Any] | Sequence[str] | None
 
 #: Words in the name of a bare parameter that say it is a table of vectors.
@@ -61,15 +61,15 @@ class Assignment:
 
     Attributes:
         name: canonical name, as in ``model.named_parameters()``.
-        algorithm: "muon", "adamw", or "frozen" for parameters that need no gradient.
+        algorithm: name of the method, or "frozen" for parameters that need no gradient.
         reason: one line for people.
-        matrix: for Muon only, the view (batch, rows, cols) Newton-Schulz and the lr scale work on.
+        matrix: for methods of matrices only, the view (batch, rows, cols) Newton-Schulz and the lr scale work on.
         vector: whether it is one to weight decay: norms, biases, vectors in disguise.
         undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
     """
 
     name: str
-    algorithm: Algorithm
+    algorithm: str
     reason: str
     matrix: tuple[int, int, int] | None
     vector: bool = False
@@ -79,9 +79,9 @@ class Assignment:
         """Whether weight decay is for it.
 
         Args:
-            vectors: whether it is for vectors of AdamW.
+            vectors: whether it is for vectors that are no matrices.
         """
-        return not self.undecayed and (self.algorithm == "muon" or vectors or not self.vector)
+        return not self.undecayed and (self.matrix is not None or vectors or not self.vector)
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,16 @@ def assign(
     meta: bool = False,
     dtensors: bool = False,
     partial: bool = False,
+    chosen: Mapping[str, tuple[Method, str]] | None = None,
+    methods: tuple[str, str] = ("muon", "adamw"),
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
     ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device; ``dtensors``
     what tensor and expert parallelism make of them; ``partial`` a model that is a part of another, in which nothing may
-    be for Muon.
+    be for Muon. ``chosen`` is the method of some parameters, and why, ahead of all rules but the first; ``methods``
+    what matrices and all else have by the rules, in place of Muon and AdamW.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -126,19 +129,35 @@ def assign(
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if use_muon:
-        chosen, heads = _choose(parameters, uses, muon_params), output_heads(model)
-        result = {name: _decide(name, param, uses[id(param)], heads, chosen) for name, param in parameters.items()}
+        selected, heads = _choose(parameters, uses, muon_params), output_heads(model)
+        result = {name: _decide(name, param, uses[id(param)], heads, selected) for name, param in parameters.items()}
     else:
         result = {name: _plain_adamw(name, param) for name, param in parameters.items()}
+    for name, (method, reason) in (chosen or {}).items():
+        result[name] = _by_group(name, parameters[name], uses[id(parameters[name])], method, reason)
     for name, param in parameters.items():
         undecayed = bool(getattr(param, "_no_weight_decay", False))
         result[name] = replace(result[name], vector=_is_vector(param, uses[id(param)]), undecayed=undecayed)
-    if not use_muon:
-        return result
-    trained = {a.algorithm for a in result.values()} - {"frozen"}
-    if not trained or (trained == {"adamw"} and not partial):
+    trained = [a for a in result.values() if a.algorithm != "frozen"]
+    if use_muon and not any(a.matrix for a in trained) and not (trained and partial):
         _raise_no_muon(result, muon_params)
-    return result
+    by_rule = dict(zip(("muon", "adamw"), methods, strict=True))
+    return {
+        name: a if chosen and name in chosen else replace(a, algorithm=by_rule.get(a.algorithm, a.algorithm))
+        for name, a in result.items()
+    }
+
+
+def _by_group(name: str, param: nn.Parameter, uses: Sequence[_Use], method: Method, reason: str) -> Assignment:
+    if not isinstance(method, MatrixMethod):
+        return Assignment(name, method.name, reason, None)
+    if param.ndim < 2 or not param.numel():
+        problem, remedy = (
+            f"is for matrices, and {reason} holds {name}, {list(param.shape)}",
+            "leave it out of the group",
+        )
+        raise config_error("method", method.name, problem, remedy)
+    return Assignment(name, method.name, reason, _matrix(param, uses))
 
 
 def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
@@ -289,7 +308,7 @@ def _raise_no_muon(result: Mapping[str, Assignment], muon_params: MuonParams) ->
         )
     field = "muon_params" if muon_params is not None else "model"
     matrices = {
-        a.name: a.reason for a in result.values() if a.algorithm == "adamw" and a.reason not in ("vector", "scalar")
+        a.name: a.reason for a in result.values() if a.algorithm != "frozen" and a.reason not in ("vector", "scalar")
     }
     raise config_error(
         field,

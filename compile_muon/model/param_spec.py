@@ -19,7 +19,7 @@ __all__ = ["describe"]
 
 
 def _muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
-    if assignment.algorithm != "muon" or assignment.matrix is None:
+    if assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
     if not layout.expert.alone:
@@ -56,6 +56,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
         exchange="local" if local else "owner",
         backend=ns.backend,
         memory_limit=ns.memory_limit,
+        algorithm=assignment.algorithm,
     )
 
 

@@ -64,7 +64,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 def _layouts(specs: Mapping[str, ParamSpec]) -> Iterator[tuple[str, str]]:
     for name, spec in specs.items():
-        yield f"{name} algorithm", "adamw" if spec.muon is None else "muon"
+        yield f"{name} algorithm", "elementwise" if spec.muon is None else spec.muon.algorithm
         yield from _fields(spec, f"{name} ")
 
 

@@ -8,6 +8,7 @@ those of data parallelism (uneven and empty shards allowed), and its module read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,7 +140,8 @@ def shard_model(
     mesh: Mesh | None,
     roles: dict[str, Role],
     ledger: Ledger,
-    hyper: Tensor,
+    hypers: Mapping[str, Tensor],
+    device: torch.device,
     spread: ExpertPlan | None = None,
 ) -> list[Account]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
@@ -151,13 +153,13 @@ def shard_model(
         mesh: the ranks by axis, None for one process.
         roles: of each parameter, by name.
         ledger: where the parameters keep their accounts.
-        hyper: the ``(1 - momentum, momentum)`` tensor of the optimizer; its device is the shards'.
+        hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
+        device: of the shards.
         spread: of experts over ranks, to be done once everything is known to fit.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
     named = dict(model.named_parameters())
-    device = hyper.device
     costs = costs_for(config.machine, device.type)
     ledger.costs = costs.shared_by(1 if mesh is None else mesh.size)
     specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
@@ -177,7 +179,7 @@ def shard_model(
         momentum = torch.zeros_like(local) if spec.muon else local.new_empty(0)
         group = None if mesh is None else mesh.everyone
         accounts[param] = Account(
-            name, new, spec, momentum, hyper, replica, ledger, handouts, group, placed=roles[name].placed
+            name, new, spec, momentum, hypers[name], replica, ledger, handouts, group, placed=roles[name].placed
         )
     install_readers(model, accounts)
     return list(accounts.values())

@@ -59,8 +59,9 @@ def step_graphs(
             found.append(_check(survey, {account.name: directions[account.name] for account in late}))
         for account in trained:
             state = optimizer.state[account.param]
-            if "step" in state:  # of AdamW, which reads it: fake tensors know what they are made of
-                state["step"] = torch.tensor(0.0)
+            for slot, value in state.items():
+                if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
+                    state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph:
             optimizer._commit({account.name: directions[account.name] for account in muon})
         found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))

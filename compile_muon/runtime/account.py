@@ -44,7 +44,7 @@ class Account:
             graphs, which get the module's own tensors.
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
             itself: what users save must not carry the account with it.
-        hyper: ``[2]`` fp32 ``(1 - momentum factor, momentum factor)``, one tensor for all parameters of an optimizer.
+        hyper: ``[2]`` fp32 ``(1 - momentum, momentum)``, one tensor for all that share these rates.
         replica: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
             this rank's slice; else None.
         ledger: the policy of the optimizer that owns the parameter.
@@ -52,6 +52,7 @@ class Account:
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
+        factor: the momentum in ``hyper``.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
     """
@@ -70,6 +71,7 @@ class Account:
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
+    factor: float = 0.0
     refreshed_at: int = -1
     refresh: Refresh | None = None
     key: bytes = field(init=False)

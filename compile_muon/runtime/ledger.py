@@ -66,7 +66,6 @@ class Ledger:
             never.
         accounts: the optimizer's parameters.
         accumulating: inside :meth:`accumulate`.
-        momentum_factor: as graphs read it from ``Account.hyper``.
         before_backward: called before a backward graph runs.
         costs: what the machine costs, as each of its ranks sees it; the same on every rank.
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
@@ -81,7 +80,6 @@ class Ledger:
     update: str
     accounts: list[Account] = field(default_factory=list)
     accumulating: bool = False
-    momentum_factor: float = 0.0
     before_backward: Callable[[], None] | None = None
     costs: Costs = Costs()
     options: FrameOptions = FrameOptions(codegen="eager")

@@ -34,7 +34,7 @@ _MAX_KEPT = 64
 
 
 def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
-    """Placeholders (gradients, momenta, the shared hyper tensor), one marker each, directions as outputs."""
+    """Placeholders (gradients, momenta, hyper tensors), one marker each, directions as outputs."""
     graph = Graph()
     inputs: list[Any] = []
 
@@ -46,12 +46,17 @@ def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModu
 
     grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(accounts)]
     momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(accounts)]
-    hyper = placeholder("hyper", accounts[0].hyper)
+    hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(accounts))}
     directions = []
     for grad, momentum, account in zip(grads, momenta, accounts, strict=True):
-        directions.append(Orthogonalize.insert(graph, grad, momentum, hyper, account.spec).node)
+        directions.append(Orthogonalize.insert(graph, grad, momentum, hypers[id(account.hyper)], account.spec).node)
     graph.output(tuple(directions))
     return GraphModule(torch.nn.Module(), graph), inputs
+
+
+def _hypers(accounts: Sequence[Account]) -> list[Tensor]:
+    """What these share, each once."""
+    return list({id(account.hyper): account.hyper for account in accounts}.values())
 
 
 @dataclass
@@ -86,7 +91,7 @@ class StepGraphs:
         run, traffic = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        results = run([*grads, *(account.momentum for account in accounts), accounts[0].hyper])
+        results = run([*grads, *(account.momentum for account in accounts), *_hypers(accounts)])
         return list(results), traffic
 
     def _compile(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.errors import ranks_named
+from compile_muon.passes.methods import METHODS, State
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.speculation import Speculation, differ
@@ -27,7 +28,8 @@ __all__ = ["Survey", "not_finite", "squares"]
 
 _HALF = (torch.float16, torch.bfloat16)
 # What speaks against a step if it is not zero, and if it is so for some ranks only; all else must be finite.
-_WRONG = ("refused", "momentum", "first moment", "second moment", "rate", "differs", "direction")
+_STATES = tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
+_WRONG = ("refused", "momentum", *_STATES, "rate", "differs", "direction")
 _OF_ALL = ("missing", "ready")
 
 #: (what, how many numbers of it) in the order in which they stand in a vector
@@ -140,6 +142,11 @@ class Survey:
         self._spread("gradient", accounts, present, values)
         missing = {account.name: float(account.param.grad is None) for account in accounts}
         self.add_facts("missing", missing)
+
+    def add_states(self, accounts: Sequence[Account], state: State, tensors: Sequence[Tensor]) -> None:
+        """Which of these states are not finite."""
+        if tensors and state.each != "parameter":
+            self.add(state.label, [account.name for account in accounts], not_finite(tensors))
 
     def add_rate(self, name: str, rate: Any) -> None:
         """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
@@ -279,6 +286,10 @@ class Survey:
     def numbers(self, what: str) -> Mapping[str, float]:
         """What :meth:`wait` has read under ``what``, by name."""
         return self._read.get(what, {})
+
+    def spoiled(self) -> dict[str, list[str]]:
+        """Names of what the optimizer has, and that is not finite, by kind."""
+        return {what: sorted(self.names(what)) for what in ("momentum", *_STATES, "rate")}
 
     def names(self, what: str) -> set[str]:
         """Names under ``what`` whose number is not zero."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -59,8 +59,12 @@ class Entry:
         """How it is cut; None where every rank holds all of it."""
         if self.account is None:
             return None
-        layout = self.account.spec.layout
-        return self.account.spec if layout.sharded or layout.parted else None
+        spec = self.account.spec
+        if self.shape != spec.layout.whole:  # a state with one number a row: ranks with other columns have the same
+            columns = spec.layout.tensor_dim is not None and self.shape[spec.layout.tensor_dim] == 1
+            dim = None if columns else spec.layout.tensor_dim
+            spec = replace(spec, layout=replace(spec.layout, whole=self.shape, tensor_dim=dim))
+        return spec if spec.layout.sharded or spec.layout.parted else None
 
 
 @dataclass

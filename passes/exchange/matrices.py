@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ..methods import matrix_method
 from ..spec import MuonSpec, decode_dtype
 
 __all__ = ["as_matrices", "newton_schulz", "wire_dtype"]
@@ -22,9 +25,15 @@ def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
 
 
 def newton_schulz(matrices: list[Tensor], settings: MuonSpec) -> list[Tensor]:
-    """Newton-Schulz of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, an opaque op; in ``settings.dtype``."""
+    """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
+    opaque op, and what a method has around it."""
     if not matrices:
         return []
+    run, whole = partial(_newton_schulz, settings), matrix_method(settings.algorithm).whole
+    return run(matrices) if whole is None else whole(matrices, run)
+
+
+def _newton_schulz(settings: MuonSpec, matrices: list[Tensor]) -> list[Tensor]:
     return torch.ops.muon_zero.newton_schulz(
         matrices,
         list(settings.coefficients),

@@ -19,8 +19,7 @@ from itertools import groupby
 
 from torch import Tensor
 
-from compile_muon.kernels import muon_momentum
-
+from ..methods import matrix_method
 from ..spec import ParamSpec
 from .local import local
 from .matrices import wire_dtype
@@ -74,10 +73,8 @@ def orthogonalize_group(
     updates = []
     for grad, momentum, hyper, spec in zip(grads, momenta, hypers, specs, strict=True):
         muon = spec.muon_settings
-        update, _ = muon_momentum(
-            grad, momentum, beta=(hyper[0], hyper[1]), nesterov=muon.nesterov, out_dtype=wire_dtype(muon)
-        )
-        updates.append(update)
+        before = matrix_method(muon.algorithm).before
+        updates.append(before(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
 
     directions: list[Tensor] = list(updates)
     keys = [route(spec) for spec in specs]

@@ -475,7 +475,7 @@ def test_muons_groups_have_one_momentum():
     names = [group["name"] for group in optimizer.param_groups]
     assert names == ["muon", "muon_no_decay", "adamw", "adamw_no_decay"]
     optimizer.param_groups[1]["momentum"] = 0.5
-    with pytest.raises(ConfigError, match="momentum = .*differs between Muon's groups"):
+    with pytest.raises(ConfigError, match="momentum = .*differs between muon, muon_no_decay"):
         optimizer.step()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from books import AUXILIARIES, BOOKS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -96,12 +97,15 @@ class Reference:
         matrices: who gets Muon, and how each is viewed.
         clip: global norm to clip gradients to.
         slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
+        method, auxiliary: out of :mod:`books`.
     """
 
     model: nn.Module
     matrices: Matrices
     clip: float | None = None
     slices: int = 1
+    method: str = "muon"
+    auxiliary: str = "adamw"
     directions: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
 
@@ -110,7 +114,8 @@ class Reference:
         self.momentum = {name: torch.zeros_like(self.named[name]) for name in self.matrices}
         rest = [param for name, param in self.named.items() if name not in self.matrices and param.requires_grad]
         biases = [param for name, param in self.named.items() if name.endswith("bias")]
-        self.adamw = torch.optim.AdamW(
+        self.states: dict[str, dict[str, Any]] = {name: {} for name in self.matrices}
+        self.adamw = AUXILIARIES[self.auxiliary](
             decayed_apart(rest, biases), lr=ADAMW_LR, betas=BETAS, eps=ADAMW_EPS, weight_decay=DECAY
         )
         self.lr = LR
@@ -134,6 +139,19 @@ class Reference:
         for name, view in self.matrices.items():
             param, buffer = self.named[name], self.momentum[name]
             if param.grad is None:
+                continue
+            if self.method != "muon":
+                view, lr = self.matrices[name], self.lr
+                if self.method == "heavy_ball":
+                    buffer.mul_(MOMENTUM).add_(param.grad)
+                    update = param.grad + MOMENTUM * buffer
+                else:
+                    buffer.lerp_(param.grad, 1 - MOMENTUM)
+                    update = param.grad.lerp(buffer, MOMENTUM)
+                written = BOOKS[self.method](
+                    newton_schulz, update.reshape(view), param.reshape(view), self.states[name], lr, DECAY
+                )
+                param.copy_(written.reshape(param.shape))
                 continue
             buffer.lerp_(param.grad, 1 - MOMENTUM)
             self.directions[name] = self._direction(param.grad.lerp(buffer, MOMENTUM), view)
@@ -252,7 +270,10 @@ def train(
     world, rank = (place // sharing for place in world_and_rank())
     micro = settings.get("gradient_accumulation_steps", 1)
     whole = copy.deepcopy(model) if unsharded is None else unsharded
-    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices)
+    method = settings.get("method", "muon")
+    book = "cautious" if dict(settings.get("rates", {})).get("cautious_decay") else method
+    rest = "cautious" if book == "cautious" else settings.get("auxiliary", "adamw")
+    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices, book, rest)
     exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
@@ -263,7 +284,7 @@ def train(
     )  # fmt: skip
     config = dataclasses.replace(config, expert_parallel=experts or ExpertParallelConfig())
     optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
-    chosen = {row.name for row in optimizer.summary().rows if row.algorithm == "muon"}
+    chosen = {row.name for row in optimizer.summary().rows if row.algorithm == method}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
     run: Any
     if codegen is None and settings.get("update") == "backward":
@@ -288,7 +309,7 @@ def train(
         gradients = {name: full(param.grad).clone() for name, param in named.items() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        directions = _directions_of_step(before, named, reference)
+        directions = _directions_of_step(before, named, reference) if book == "muon" else {}
         reference.train_step(step, data, loss, world=world, micro=micro, used=used)
         for name, grad in gradients.items():
             distance = float((grad - reference.gradients[name]).norm())

@@ -27,6 +27,7 @@ from compile_muon.config import (
     load_config,
     read_options,
 )
+from compile_muon.config.groups import GroupConfig
 from compile_muon.config.sections import SECTIONS
 from compile_muon.errors import (
     CheckpointError,
@@ -133,7 +134,7 @@ def test_several_mistakes_are_one_error_of_a_line_each():
 
 def test_defaults_are_those_of_the_issue():
     config = Config()
-    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, "original", NSConfig(None, "jordan", "auto", "auto", 1e-7))
+    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, None, NSConfig(None, "jordan", "auto", "auto", 1e-7))
     assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert config.zero == ZeroConfig(2, "auto", 1, None, "error", 100, None, None)
     assert config.compile == CompileConfig(
@@ -385,6 +386,10 @@ KWARGS = {
     "communicators": ("separate", "zero.communicators", "separate"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
     "machine": ("h200", "machine", "h200"),
+    "method": ("normuon", "method", "normuon"),
+    "auxiliary": ("lion", "auxiliary", "lion"),
+    "rates": ({"beta2": 0.9}, "rates", (("beta2", 0.9),)),
+    "groups": ({"*.q": {"lr": 0.5}}, "groups", (GroupConfig("*.q", ("*.q",), None, (("lr", 0.5),)),)),
 }
 
 
@@ -410,6 +415,10 @@ def test_each_keyword_sets_its_field_and_no_other(name):
 def test_each_keyword_is_an_optimizer_param(name):
     value, path, stored = KWARGS[name]
     expected = {**leaves(Config()), path: stored}
+    if name in ("rates", "groups"):  # each rate by itself, and a key beside params
+        given = {"optimizer": {"params": value} if name == "rates" else {"groups": value}}
+        assert leaves(load_config(given)) == expected
+        return
     if name in ("lr", "weight_decay"):  # shared by both halves in DeepSpeed's vocabulary
         expected[f"adamw.{name}"] = stored
     assert leaves(load_config(params(**{name: value}))) == expected
@@ -475,7 +484,7 @@ FULL = {
 
 def test_the_whole_vocabulary():
     config = load_config(FULL)
-    assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, "original", NSConfig(6, method="standard"))
+    assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, None, NSConfig(6, method="standard"))
     assert config.adamw == AdamWConfig(0.002, (0.8, 0.99), 1e-6, 0.05)
     assert config.zero == ZeroConfig(
         3, gradient_clipping=0.5, gradient_accumulation_steps=4, param_dtype=torch.bfloat16
@@ -947,7 +956,8 @@ SIGNATURE = {
 
 def test_signature_dataclasses_and_json_have_the_same_settings():
     assert SIGNATURE.keys() - {"mesh", "norm_group", "weights", "init"} == ARGUMENTS.keys() == KWARGS.keys()
-    assert set(SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == {"muon_lr", "adam_lr", "betas", "eps"}
+    own = {"muon_lr", "adam_lr", "betas", "eps", "beta2", "cautious_decay"}
+    assert set(SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == own
     # by keyword; what is under `compile` belongs to initialize
     unreachable = {
         "muon.ns.eps",

@@ -1,0 +1,162 @@
+"""The setting ``groups``: parameters by pattern, each with its method and rates."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from compile_muon.config.checked import Mistakes
+from compile_muon.config.checks import check_boolean, check_choice, check_pair, check_patterns, check_real, unknown_name
+from compile_muon.errors import config_error
+from compile_muon.passes.methods import METHODS, Rate, method_names
+
+__all__ = ["GroupConfig", "check_groups", "check_own_rates", "checked_rate", "named_groups"]
+
+_NOT_RATES = ("params", "method", "name")
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """One group.
+
+    Args:
+        name: its name, or the pattern.
+        params: name patterns, or a predicate ``f(name, param)``.
+        method: of :data:`compile_muon.passes.methods.METHODS`; None for the one that each parameter has by the rules.
+        rates: name and value of those that differ from the defaults.
+        complete: whether a parameter in none of the groups is an error, as where they are lists of parameters.
+    """
+
+    name: str
+    params: Callable[[str, nn.Parameter], Any] | tuple[str, ...]
+    method: str | None = None
+    rates: tuple[tuple[str, Any], ...] = ()
+    complete: bool = False
+
+    @property
+    def said(self) -> str:
+        """The patterns, for errors."""
+        return "a function" if callable(self.params) else ", ".join(self.params[:3])
+
+
+def checked_rate(rate: Rate, value: object, path: str) -> Any:
+    """The canonical value.
+
+    Raises:
+        ConfigError: it is of another kind, or out of range.
+    """
+    if isinstance(rate.default, bool):
+        return check_boolean(path, value)
+    if rate.name == "betas":
+        return check_pair(path, value)
+    if rate.name == "lr" and isinstance(value, Tensor):
+        return value
+    return check_real(path, value, positive=rate.positive, below=rate.below)
+
+
+def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
+    """Rates beside those that the configuration has fields for, of a method's own."""
+    if isinstance(value, tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise config_error(field, value, "must be a mapping", 'write {"beta2": 0.95}')
+    return _rates(field, value)
+
+
+def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
+    known = {rate.name: rate for method in METHODS for rate in method.rates}
+    mistakes, found = Mistakes(), []
+    for name, value in values.items():
+        with mistakes.collected():
+            if name not in known:
+                raise unknown_name(f"{field}.{name}", value, str(name), known, "is no rate of any method")
+            found.append((name, checked_rate(known[name], value, f"{field}.{name}")))
+    mistakes.raise_all()
+    return tuple(found)
+
+
+def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
+    """A mapping of patterns to settings, or a list of mappings with ``params``."""
+    if isinstance(value, Mapping):
+        value = [
+            {"params": [pattern], "name": pattern, **_settings(field, pattern, of)} for pattern, of in value.items()
+        ]
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise config_error(
+            field, value, "must be a mapping of patterns or a list", 'write {"*.qkv.weight": {"lr": 0.01}}'
+        )
+    mistakes, found = Mistakes(), list[GroupConfig]()
+    for number, group in enumerate(value):
+        with mistakes.collected():
+            found.append(group if isinstance(group, GroupConfig) else _group(field, number, group))
+    for number, group in enumerate(found):
+        if group.name in [other.name for other in found[:number]]:
+            mistakes.add(config_error(f"{field}[{number}].name", group.name, "is given twice", "name each otherwise"))
+    mistakes.raise_all()
+    return tuple(found)
+
+
+def _settings(field: str, pattern: object, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise config_error(f"{field}.{pattern}", value, "must be an object", 'write {"lr": 0.01}')
+    return value
+
+
+def _group(field: str, number: int, group: object) -> GroupConfig:
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise config_error(f"{field}[{number}]", group, "is not a group", 'write {"params": ["pattern"], "lr": 0.01}')
+    name = str(group.get("name", number))
+    path, params, method = f"{field}[{name}]", group["params"], group.get("method")
+    mistakes = Mistakes()
+    with mistakes.collected():
+        params = check_patterns(f"{path}.params", [params] if isinstance(params, str) else params)
+    if method is not None:
+        with mistakes.collected():
+            method = check_choice(f"{path}.method", method, method_names())
+    rates: tuple[tuple[str, Any], ...] = ()
+    with mistakes.collected():
+        rates = _rates(path, {key: entry for key, entry in group.items() if key not in (*_NOT_RATES, "complete")})
+    if method is not None and not mistakes.found:
+        own = [rate.name for one in METHODS if one.name == method for rate in one.rates]
+        for rate, value in rates:
+            if rate not in own:
+                problem = f"is no rate of {method}"
+                mistakes.add(config_error(f"{path}.{rate}", value, problem, f"use some of {', '.join(own)}"))
+    mistakes.raise_all()
+    return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
+
+
+def named_groups(groups: object, model: nn.Module) -> object:
+    """Groups of parameters, as ``torch.optim`` takes them, as groups of names; others as they are.
+
+    Raises:
+        ConfigError: a tensor that is no parameter of the model.
+    """
+    if groups is None or isinstance(groups, Mapping | str) or not isinstance(groups, Iterable):
+        return groups
+    names = {id(param): name for name, param in model.named_parameters()}
+    found: list[Any] = []
+    for number, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, Mapping) else None
+        if params is None or isinstance(params, str) or callable(params) and not isinstance(params, Tensor):
+            found.append(group)
+            continue
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in listed]
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            found.append(group)
+            continue
+        if unknown := [tensor for tensor in tensors if id(tensor) not in names]:
+            shape = list(unknown[0].shape)
+            raise config_error(
+                f"groups[{number}].params", shape, "is the shape of a tensor that is no parameter of the model",
+                "give model.parameters() as they are when the optimizer is made",
+            )  # fmt: skip
+        patterns = tuple(glob.escape(names[id(tensor)]) for tensor in tensors if tensor.requires_grad)
+        if patterns:
+            found.append({**group, "params": patterns, "complete": True})
+    return found

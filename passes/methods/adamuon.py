@@ -1,0 +1,49 @@
+"""AdaMuon: the direction divided by a running root of its square, element by element, and put to one RMS.
+
+    O = NewtonSchulz(sign(M)),  V <- b V + (1 - b) O^2,  P = O / (sqrt(V) + eps),  D = P sqrt(min(m, n)) / (|P| + eps)
+
+The paper's third version. With the scale of AdamW's RMS, its own, an update has the RMS ``0.2 lr``. The first version,
+which the authors' code has, takes no sign, and divides V by ``1 - b^t``, which the last line undoes. Megatron's
+optimizer of this name leaves that line out, and is another one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State, averaged
+
+__all__ = ["ADAMUON"]
+
+
+def _before(
+    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+) -> Tensor:
+    return averaged(grad, momentum, beta, nesterov, out_dtype).sign()
+
+
+def _after(piece: Piece) -> After:
+    old, beta = piece.states["second_moment"], piece.rates["beta2"]
+    new = old.lerp(piece.direction.square().to(old.dtype), 1 - beta)
+    divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    return After(divided, {"second_moment": new}, divided.square().sum((-2, -1))[:, None])
+
+
+def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[float, Tensor]:
+    return keep, move * math.sqrt(min(piece.rows, piece.cols)) / (facts[:, 0].sqrt() + piece.rates["eps"])
+
+
+ADAMUON = MatrixMethod(
+    "adamuon",
+    "arXiv 2507.11005",
+    (LR, MOMENTUM, *DECAY, Rate("beta2", 0.95, below=1.0), Rate("eps", 1e-8, positive=True)),
+    (State("second_moment", "second moment"),),
+    adjust_lr="match_rms_adamw",
+    before=_before,
+    after=_after,
+    facts=1,
+    finish=_finish,
+)

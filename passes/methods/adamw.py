@@ -1,0 +1,55 @@
+"""AdamW: torch's, on the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from .method import DECAY, LR, ElementMethod, Rate, State
+
+__all__ = ["ADAMW"]
+
+
+def _step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[MutableMapping[str, Tensor]],
+    group: Mapping[str, Any],
+    withheld: Tensor | None,
+) -> None:
+    """On CUDA torch's fused kernel, which rounds once where ``foreach`` rounds after every operation."""
+    fused = True if params[0].is_cuda else None
+    adamw(
+        params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=fused,
+        found_inf=withheld if fused else None,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+ADAMW = ElementMethod(
+    "adamw",
+    "torch.optim.AdamW",
+    (LR, Rate("betas", None), Rate("eps", None), *DECAY),
+    (
+        State("step", "step count", each="parameter"),
+        State("exp_avg", "first moment"),
+        State("exp_avg_sq", "second moment"),
+    ),
+    step=_step,
+    withholds=True,
+)

@@ -1,0 +1,34 @@
+"""Muon over a sum of gradients in place of their average: ``M <- beta M + G``, as Megatron, Moonlight and Kimi have it.
+
+Newton-Schulz divides by the norm, so with a constant ``beta`` and from zeros on it is Muon; where a schedule changes
+``beta``, the sum weighs old gradients otherwise than the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, MOMENTUM, MatrixMethod
+
+__all__ = ["HEAVY_BALL"]
+
+
+def _before(
+    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(momentum.dtype, torch.float32)
+    factor = beta[1].reshape(()).to(wide)
+    grad = grad.to(wide)
+    new = momentum.to(wide) * factor + grad
+    return (grad + factor * new if nesterov else new).to(out_dtype)
+
+
+def _advance(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
+    torch._foreach_mul_(list(momenta), beta)
+    torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
+
+
+HEAVY_BALL = MatrixMethod("heavy_ball", "arXiv 2502.16982", (LR, MOMENTUM, *DECAY), before=_before, advance=_advance)

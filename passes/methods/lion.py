@@ -1,0 +1,42 @@
+"""Lion: the sign of an average of gradients; one state, half of AdamW's.
+
+c = b1 M + (1 - b1) G,   W <- (1 - lr weight_decay) W - lr sign(c),   M <- b2 M + (1 - b2) G
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, ElementMethod, Rate, State
+
+__all__ = ["LION"]
+
+
+def _step(
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[MutableMapping[str, Tensor]],
+    group: Mapping[str, Any],
+    withheld: Tensor | None,
+) -> None:
+    momenta = [state["exp_avg"] for state in states]
+    near, far = group["betas"]
+    mixed = torch._foreach_lerp(momenta, grads, 1 - near)
+    torch._foreach_sign_(mixed)
+    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_mul_(mixed, -group["lr"])
+    torch._foreach_add_(params, mixed)
+    torch._foreach_lerp_(momenta, grads, 1 - far)
+
+
+LION = ElementMethod(
+    "lion",
+    "arXiv 2302.06675",
+    (LR, Rate("betas", (0.9, 0.99), below=1.0), *DECAY),
+    (State("exp_avg", "first moment"),),
+    step=_step,
+)

@@ -1,0 +1,42 @@
+"""MuonH, or Hyperball: weights stay on the sphere of the norm they have, and a step is a share ``lr`` of it.
+
+    W' = W - lr D |W| / max(|D|, eps),   W <- W' |W| / max(|W'|, eps)
+
+No weight decay; the scale by the shape cancels. A weight of zeros never moves. Of a stack each matrix has its own norm.
+``|W'|^2 = |W|^2 - 2 a <W, D> + a^2 |D|^2`` with ``a = lr |W| / |D|``: three facts say it all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import LR, MOMENTUM, After, MatrixMethod, Piece, Rate
+
+__all__ = ["MUONH"]
+
+
+def _after(piece: Piece) -> After:
+    weight, direction = piece.weight, piece.direction
+    facts = [x.sum((-2, -1)) for x in (weight.square(), direction.square(), weight * direction)]
+    return After(direction, facts=torch.stack(facts, dim=-1))
+
+
+def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[Tensor, Tensor]:
+    eps = piece.rates["eps"]
+    weight, direction, both = facts.unbind(-1)
+    radius = weight.sqrt()
+    share = piece.rates["lr"] * radius / direction.sqrt().clamp(min=eps)
+    moved = (weight - 2 * share * both + share.square() * direction).clamp(min=0).sqrt()
+    factor = radius / moved.clamp(min=eps)
+    return factor, -share * factor
+
+
+MUONH = MatrixMethod(
+    "muonh",
+    "github.com/KellerJordan/modded-nanogpt (track 3), github.com/marin-community/marin",
+    (LR, MOMENTUM, Rate("eps", 1e-10, positive=True)),
+    after=_after,
+    facts=3,
+    finish=_finish,
+)

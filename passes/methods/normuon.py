@@ -1,0 +1,47 @@
+"""NorMuon: each row of the direction divided by a running root of its mean square, the whole put back to its norm.
+
+The form of the paper and its code (rows, no correction of the bias, which the last line would undo). dion has the same
+with the Frobenius norms of a rank's own rows, so its steps depend on the number of ranks, and these do not; nanogpt,
+nanochat and Megatron take columns where a matrix is wide.
+
+    v_i <- mean_j O_ij^2,  V <- b V + (1 - b) v,  P = O / (sqrt(V) + eps),  D = P |O| / (|P| + eps)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, MOMENTUM, After, MatrixMethod, Piece, Rate, State
+
+__all__ = ["NORMUON"]
+
+
+def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
+    return direction.square().sum(-1, keepdim=True)
+
+
+def _after(piece: Piece) -> After:
+    assert piece.sums is not None
+    old, beta = piece.states["row_second_moment"], piece.rates["beta2"]
+    new = old.lerp((piece.sums / piece.cols).to(old.dtype), 1 - beta)
+    divided = piece.direction / (new.to(piece.direction.dtype).sqrt() + piece.rates["eps"])
+    facts = torch.stack([x.square().sum((-2, -1)) for x in (piece.direction, divided)], dim=-1)
+    return After(divided, {"row_second_moment": new}, facts)
+
+
+def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[float, Tensor]:
+    norm, divided = facts.sqrt().unbind(-1)
+    return keep, move * norm / (divided + piece.rates["eps"])
+
+
+NORMUON = MatrixMethod(
+    "normuon",
+    "arXiv 2510.05491",
+    (LR, MOMENTUM, *DECAY, Rate("beta2", 0.95, below=1.0), Rate("eps", 1e-10, positive=True)),
+    (State("row_second_moment", "second moment of rows", each="row"),),
+    row_sums=_row_sums,
+    after=_after,
+    facts=2,
+    finish=_finish,
+)

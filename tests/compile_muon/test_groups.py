@@ -1,0 +1,170 @@
+"""Parameter groups: whatever they are given by, each has its method and rates, and mistakes are told at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import compile_muon
+from compile_muon import ConfigError, MuonZero, load_config
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.q, self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 12, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        h = h + self.q(h)
+        return self.head(self.norm(h + self.down(self.up(h).relu())))
+
+
+def loss_of(run: Callable[[Tensor], Tensor]) -> Tensor:
+    tokens = torch.arange(24).view(4, 6) % 12
+    return nn.functional.cross_entropy(run(tokens).flatten(0, 1), (tokens * 5 % 12).flatten())
+
+
+def made(**settings: Any) -> tuple[Model, MuonZero]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, MuonZero(model, update="step", ns_dtype="float32", **settings)
+
+
+def told(optimizer: MuonZero) -> dict[str, tuple[str, set[str]]]:
+    names = {account.param: account.name for account in optimizer._ledger.accounts}
+    return {g["name"]: (g["algorithm"], {names[p] for p in g["params"]}) for g in optimizer.param_groups}
+
+
+def test_patterns_leave_the_rest_as_it_is() -> None:
+    _, optimizer = made(groups={"embed*": {"lr": 0.5}, "q.weight": {"method": "normuon", "beta2": 0.9}})
+    found = told(optimizer)
+    assert found["embed*"] == ("adamw", {"embed.weight"}) and found["q.weight"] == ("normuon", {"q.weight"})
+    assert found["muon"] == ("muon", {"up.weight", "down.weight"})
+    by_name = {group["name"]: group for group in optimizer.param_groups}
+    assert by_name["embed*"]["lr"] == 0.5 and by_name["adamw"]["lr"] == 3e-4
+    assert by_name["q.weight"]["beta2"] == 0.9 and by_name["q.weight"]["lr"] == 0.02
+    assert "row_second_moment" in optimizer.state[by_name["q.weight"]["params"][0]]
+
+
+def test_groups_as_trainers_give_them() -> None:
+    """Decay and no decay, each of matrices and vectors: what has several methods becomes several groups."""
+    torch.manual_seed(0)
+    model = Model()
+    decay = [param for param in model.parameters() if param.ndim > 1]
+    groups = [
+        {"params": decay, "weight_decay": 0.3, "name": "decay"},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0, "name": "rest"},
+    ]
+    optimizer = MuonZero(model, groups=groups)
+    found = told(optimizer)
+    assert found["decay_muon"] == ("muon", {"q.weight", "up.weight", "down.weight"})
+    assert found["decay_adamw"] == ("adamw", {"embed.weight", "head.weight"})
+    assert found["rest"][1] == {"q.bias", "up.bias", "down.bias", "norm.weight", "norm.bias"}
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.3, 0.3, 0.0]
+    with pytest.raises(ConfigError, match=r"groups = .*up.weight.*: in no group, so nothing would train them"):
+        MuonZero(other := Model(), groups=[{"params": [other.q.weight], "lr": 0.1}])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_two_momenta_and_rates_are_those_of_two_optimizers(compiled: bool) -> None:
+    """Layer-wise rates: the gradient is the same, so each matrix moves as it does where all have its rates."""
+    groups = {"q.weight": {"momentum": 0.5, "lr": 0.1}, "head.weight": {"lr": 0.01, "weight_decay": 0.0}}
+    weights = {}
+    for name, settings in (
+        ("both", {"groups": groups}),
+        ("q.weight", {"momentum": 0.5, "lr": 0.1}),
+        ("head.weight", {"adamw_lr": 0.01, "adamw_weight_decay": 0.0}),
+        ("up.weight", {}),
+    ):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = MuonZero(model, update="backward" if compiled else "step", ns_dtype="float32", **settings)
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+        loss_of(run).backward()
+        optimizer.step()
+        weights[name] = {key: param.detach().clone() for key, param in model.named_parameters()}
+        if compiled:
+            assert optimizer.metrics()["directions_used"] == 3
+    for name in ("q.weight", "head.weight", "up.weight"):
+        assert torch.equal(weights["both"][name], weights[name][name]), name
+    assert not torch.equal(weights["both"]["q.weight"], weights["up.weight"]["q.weight"])
+
+
+def test_schedulers_and_state_dicts_see_all_groups() -> None:
+    model, optimizer = made(groups={"embed*": {"lr": 0.5}, "q.weight": {"method": "muonh"}})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for _ in range(2):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert {round(group["lr"] / group["initial_lr"], 6) for group in optimizer.param_groups} == {round(1 / 3, 6)}
+    other, again = made(groups={"embed*": {"lr": 0.1}, "q.weight": {"method": "muonh"}})
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for run, each in ((model, optimizer), (other, again)):
+        loss_of(run).backward()
+        each.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_the_norm_of_muonh_stays() -> None:
+    model, optimizer = made(method="muonh", lr=0.1)
+    before = model.up.weight.norm().item()
+    for _ in range(20):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.up.weight.norm().item() == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (
+            {"q.weight": {"method": "normun"}},
+            r"groups\[q.weight\].method = 'normun': is not a known choice; did",
+        ),
+        ({"q.weight": {"method": "muon", "beta2": 0.9}}, r"groups\[q.weight\].beta2 = 0.9: is no rate of muon"),
+        ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is no rate of adamw"),
+        ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is no rate of any method"),
+        ({"q.*": {"lr": 1.0}, "*.weight": {"lr": 0.1}}, r"q.weight.*: is in the groups q.\* and \*.weight"),
+        ({"z*": {"lr": 0.1}}, r"groups\[z\*\] = 'z\*': holds no trained parameter"),
+        ({"q.bias": {"method": "muonh"}}, r"method = 'muonh': is for matrices, and group q.bias holds q.bias"),
+        ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is no rate of muonh"),
+        ({"q.weight": {"lr": -1.0}}, r"groups\[q.weight\].lr = -1.0: lies outside"),
+    ],
+)
+def test_mistakes_name_group_value_and_remedy(groups: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(groups=groups)
+    with pytest.raises(ConfigError, match=said.replace("groups", "(optimizer.)?groups", 1)):
+        MuonZero.from_config(Model(), load_config({"optimizer": {"groups": groups}}))
+
+
+def test_all_mistakes_are_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(groups={"q.*": {"lr": -1, "method": "lyon"}, "up*": {"betaz": 1}})
+    assert len(caught.value.errors) == 3
+    with pytest.raises(ConfigError) as caught:
+        made(groups={"q.*": {"lr": 1.0}, "*.bias": {"lr": 1.0}, "z": {}})
+    assert len(caught.value.errors) == 2
+
+
+def test_json_names_a_method_and_its_rates() -> None:
+    config = load_config(
+        {"optimizer": {"type": "NorMuon", "params": {"beta2": 0.8, "muon_lr": 0.01, "adam_lr": 0.001}}}
+    )
+    model = Model()
+    _, optimizer = compile_muon.initialize(model, config)
+    group = optimizer.param_groups[0]
+    assert (group["algorithm"], group["beta2"], group["lr"]) == ("normuon", 0.8, 0.01)
+    assert optimizer.summary().muon_parameters == 8 * 8 + 2 * 8 * 16

@@ -1,0 +1,125 @@
+"""Every method, at every stage and mesh, beside an unsharded reference written from its paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_meshes
+import test_model_parallel
+import torch
+from books import BETA2
+from harness import Ranks
+from reference import Report, full, train, world_and_rank
+from test_training import MATRICES, STEPS, Odd, data, loss
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_muon
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from compile_muon.passes.methods import METHODS, MatrixMethod, matrix_method
+from compile_muon.runtime.shards import local_tensor
+
+OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
+WAYS = [*OWN, "cautious", "lion"]
+
+
+def settings_of(way: str) -> dict[str, Any]:
+    if way == "cautious":
+        return {"rates": {"cautious_decay": True}}
+    if way == "lion":
+        return {"auxiliary": "lion"}
+    found: dict[str, Any] = {"method": way}
+    if "beta2" in {rate.name for rate in matrix_method(way).rates}:
+        found["rates"] = {"beta2": BETA2}
+    return found
+
+
+def trained(way: str, **settings: Any) -> Report:
+    torch.manual_seed(0)
+    return train(Odd(), MATRICES, loss, data, steps=STEPS, **settings_of(way), **settings)
+
+
+def check(reports: list[Report]) -> None:
+    for rank, report in enumerate(reports):
+        assert not report.problems(), f"rank {rank}: {report.problems()}"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("world", "stage", "micro"), [(1, 2, 1), (2, 0, 1), (2, 1, 2), (3, 2, 1), (3, 3, 1)])
+def test_a_method_is_what_its_paper_says(
+    ranks: Callable[[int], Ranks], way: str, world: int, stage: int, micro: int
+) -> None:
+    check(ranks(world).run(trained, way=way, stage=stage, update="step", gradient_accumulation_steps=micro))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_directions_of_backward(ranks: Callable[[int], Ranks], way: str) -> None:
+    check(ranks(2).run(trained, way=way, stage=3, update="backward"))
+
+
+def on_replicas(way: str, **settings: Any) -> Report:
+    return test_meshes.train_on((2, 2), **settings_of(way), **settings)
+
+
+def on_slices(way: str, **settings: Any) -> Report:
+    return test_model_parallel.train_sliced((2, 2), ("shard", "tensor"), **settings_of(way), **settings)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mesh", [on_replicas, on_slices])
+def test_meshes_with_several_axes(ranks: Callable[[int], Ranks], way: str, mesh: Callable[..., Report]) -> None:
+    check(ranks(4).run(mesh, way=way, stage=3, update="step"))
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def through_a_checkpoint(
+    way: str, folder: str, stage: int, mesh: tuple[int, int] | None, begin: bool, whole: bool
+) -> dict[str, Any]:
+    """Three steps and a save, or what was saved and two steps more; states and weights at the end.
+
+    Args:
+        whole: by the state as one file has it, instead of a folder.
+    """
+    torch.manual_seed(0)
+    model = Odd()
+    placed = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    optimizer = compile_muon.MuonZero(model, mesh=placed, stage=stage, update="step", **settings_of(way))
+    file = Path(folder) / "whole.pt"
+    if not begin:
+        compile_muon.Checkpointer(folder).load(model, optimizer)
+        if whole:
+            for states in optimizer.state.values():
+                for tensor in states.values():
+                    local_tensor(tensor).zero_()
+            load_full_optimizer_state(optimizer, torch.load(file) if world_and_rank()[1] == 0 else None)
+    for step in range(3) if begin else (3, 4):
+        loss(model, data(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = full_optimizer_state(optimizer)
+    if begin:
+        compile_muon.Checkpointer(folder).save(3, model, optimizer)
+        if world_and_rank()[1] == 0:
+            torch.save(state, file)
+    return {"state": state, "weights": {name: full(param).detach() for name, param in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(("way", "whole"), [("normuon", False), ("normuon", True), ("lion", False)])
+def test_states_go_from_mesh_to_mesh(ranks: Callable[[int], Ranks], tmp_path: Path, way: str, whole: bool) -> None:
+    ranks(3).run(through_a_checkpoint, way=way, folder=str(tmp_path), stage=3, mesh=None, begin=True, whole=whole)
+    found = [
+        ranks(world).run(
+            through_a_checkpoint, way=way, folder=str(tmp_path), stage=stage, mesh=mesh, begin=False, whole=whole
+        )[0]
+        for world, stage, mesh in ((1, 2, None), (4, 2, (2, 2)))
+    ]
+    for name, weight in found[0]["weights"].items():
+        torch.testing.assert_close(found[1]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    for name, states in found[0]["state"]["state"].items():
+        for slot, value in states.items():
+            assert value.any(), (name, slot)
+            torch.testing.assert_close(found[1]["state"]["state"][name][slot], value, rtol=1e-4, atol=1e-7)
