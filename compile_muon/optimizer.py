@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -40,6 +41,7 @@ from compile_muon.model.readers import place_of_another
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
+from compile_muon.model.views import with_views
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
@@ -99,6 +101,9 @@ class MuonZero(Optimizer):
             precision.
         muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
         machine: name or file of the machine that buckets and owners are chosen for; default: by the type of the device.
+        muon_views: what of a parameter is a matrix by itself, by name pattern: ``{"heads": 8}`` or ``{"split": [8, 2,
+            2]}`` of its rows, with ``"dim": 1`` of its columns; ``param.muon_view`` says the same.
+        per_head_muon, split_fused: read heads, and fused projections, in the model's attention modules and MLPs.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
             order; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
@@ -130,6 +135,9 @@ class MuonZero(Optimizer):
         auxiliary: str = Config.auxiliary,
         rates: Mapping[str, Any] | Sequence[Any] = Config.rates,
         groups: Mapping[str, Any] | Sequence[Any] = Config.groups,
+        muon_views: Mapping[str, Any] | Sequence[Any] = Config.muon_views,
+        per_head_muon: bool = Config.per_head_muon,
+        split_fused: bool = Config.split_fused,
         ns_steps: int | None = NSConfig.steps,
         ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
         ns_method: str = NSConfig.method,
@@ -213,6 +221,7 @@ class MuonZero(Optimizer):
             chosen=chosen_methods(config, model),
             methods=(config.method, config.auxiliary),
         )
+        assignments = with_views(config, assignments, model)
         groups = plan_groups(config, assignments, model)
         self.config = config
         self.grad_norm: Tensor | None = None
@@ -247,13 +256,6 @@ class MuonZero(Optimizer):
         self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
-        self._scales = {
-            account.name: lr_scale(
-                config.muon.adjust_lr or matrix_method(muon.algorithm).adjust_lr, muon.rows, muon.cols
-            )
-            for account in self._muon
-            if (muon := account.spec.muon) is not None
-        }
         self._accounts = {account.param: account for account in trained}
         self._methods = {group.name: group.method for group in groups}
         self._summed = [
@@ -472,8 +474,8 @@ class MuonZero(Optimizer):
             slots = [self.state[account.param] for account in own]
             if isinstance(method, MatrixMethod):
                 made = [directions.pop(account.name) for account in own]
-                scales = [self._scales[account.name] for account in own]
-                matrices.append(Matrices(method, group, own, made, scales, slots))
+                scale = partial(lr_scale, self.config.muon.adjust_lr or method.adjust_lr)
+                matrices.append(Matrices(method, group, own, made, scale, slots))
             elif isinstance(method, ElementMethod):
                 rest.append((method, group, own, slots))
         with self._ledger.range("step commit muon"):

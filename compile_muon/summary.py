@@ -131,8 +131,8 @@ def _row(account: Account, assignment: Assignment, config: Config) -> Row:
     muon = account.spec.muon
     work = 0.0
     if muon is not None:
-        k, l = sorted((muon.rows, muon.cols))  # noqa: E741
-        work = account.spec.layout.expert.size * muon.batch * standard_flops(k, l, muon.steps) / 2
+        flops = [n * standard_flops(min(shape), max(shape), muon.steps) for n, *shape in muon.matrices]
+        work = account.spec.layout.expert.size * sum(flops) / 2
     return Row(
         name=account.name,
         shape=account.spec.layout.whole,

@@ -292,15 +292,13 @@ class Costs:
 
 def owned_work(muon: MuonSpec, costs: Costs) -> float:
     """Nanoseconds that a parameter takes its owner."""
-    seconds = costs.newton_schulz_seconds(
-        muon.rows,
-        muon.cols,
-        steps=muon.steps,
-        dtype=muon.dtype,
-        restarts=len(muon.restarts) if muon.method == "gram" else None,
-    )
+    restarts = len(muon.restarts) if muon.method == "gram" else None
+
+    def seconds(rows: int, cols: int) -> float:
+        return costs.newton_schulz_seconds(rows, cols, steps=muon.steps, dtype=muon.dtype, restarts=restarts)
+
     # To the nanosecond, which is less than the libraries of two machines can differ by.
-    return muon.batch * round(seconds * 1e9)
+    return sum(count * round(seconds(rows, cols) * 1e9) for count, rows, cols in muon.matrices)
 
 
 def exchange_start(layout: Layout, costs: Costs) -> int:

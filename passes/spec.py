@@ -17,6 +17,7 @@ import torch
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 
 from .layout import Axis, Layout
+from .views import View
 
 __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
 
@@ -48,6 +49,7 @@ class MuonSpec:
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
         algorithm: name of the method (:mod:`compile_muon.passes.methods`).
+        view: the matrices in each ``rows x cols``, where these are not one by themselves.
     """
 
     batch: int
@@ -64,11 +66,19 @@ class MuonSpec:
     backend: str = "auto"
     memory_limit: int = MEMORY_LIMIT
     algorithm: str = "muon"
+    view: View | None = None
 
     @property
     def steps(self) -> int:
         """Number of Newton-Schulz steps."""
         return len(self.coefficients) // 3
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """``(count, rows, cols)`` of what is orthogonalized by itself."""
+        if self.view is None:
+            return ((self.batch, self.rows, self.cols),)
+        return self.view.shapes(self.rows, self.cols)
 
     @property
     def kernel_settings(self) -> tuple[object, ...]:
@@ -122,5 +132,6 @@ class ParamSpec:
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])
             muon["restarts"] = tuple(muon["restarts"])
+            muon["view"] = None if muon["view"] is None else View.from_json(muon["view"])
             muon = MuonSpec(**muon)
         return ParamSpec(Layout(**layout), **fields, muon=muon)

@@ -37,6 +37,7 @@ from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
     NO_MUON,
+    VIEWS,
     AdamWConfig,
     CompileConfig,
     Config,
@@ -58,6 +59,8 @@ _BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
 #: Arguments nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = frozenset(name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)) | {
     "muon_params",
+    "method",
+    *VIEWS,
 }
 
 

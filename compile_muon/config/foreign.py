@@ -183,11 +183,6 @@ _REQUESTS: tuple[_Request, ...] = (
         "Muon and the AdamW of torch are what there is here",
     ),
     _Request(
-        {"optimizer.params": "per_head_muon"},
-        "is not supported: a fused projection is orthogonalized as one matrix",
-        "",
-    ),
-    _Request(
         {
             "zero_optimization": "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients "
             "zeropp_loco_param"

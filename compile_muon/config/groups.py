@@ -14,7 +14,7 @@ from compile_muon.config.checks import check_boolean, check_choice, check_pair, 
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS, Rate, method_names
 
-__all__ = ["GroupConfig", "check_groups", "check_own_rates", "checked_rate", "named_groups"]
+__all__ = ["GroupConfig", "check_groups", "check_views", "check_own_rates", "checked_rate", "named_groups"]
 
 _NOT_RATES = ("params", "method", "name")
 
@@ -128,6 +128,24 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
                 mistakes.add(config_error(f"{path}.{rate}", value, problem, f"use some of {', '.join(own)}"))
     mistakes.raise_all()
     return GroupConfig(name, params, method, rates, bool(group.get("complete", False)))
+
+
+def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
+    """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
+    if isinstance(value, tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise config_error(
+            field, value, "must be a mapping of patterns", 'write {"*.qkv.weight": {"split": [8, 2, 2]}}'
+        )
+    found = []
+    for pattern, view in value.items():
+        entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
+        if not isinstance(pattern, str) or not entries:
+            raise config_error(f"{field}.{pattern}", view, "is no view", 'write {"heads": 8} or {"split": [8, 2, 2]}')
+        plain = ((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in entries.items())
+        found.append((pattern, tuple(plain)))
+    return tuple(found)
 
 
 def named_groups(groups: object, model: nn.Module) -> object:

@@ -34,7 +34,7 @@ from compile_muon.config.checks import (
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
-from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates
+from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
 from compile_muon.errors import ConfigError, config_error
@@ -47,6 +47,7 @@ __all__ = [
     "ALGORITHMS",
     "ARGUMENTS",
     "NO_MUON",
+    "VIEWS",
     "AdamWConfig",
     "Arguments",
     "CompileConfig",
@@ -308,6 +309,9 @@ class Config(Checked):
             all else.
         rates: of methods, by name, where they are no fields of ``muon`` and ``adamw``.
         groups: parameters with a method or rates of their own.
+        muon_views: what of a parameter is a matrix by itself, by pattern: ``{"heads": 8}``, ``{"split": [8, 2, 2]}``.
+        per_head_muon: so for each head of the attention modules that are known by their names.
+        split_fused: so for fused queries, keys and values, and for fused gates.
         scheduler: how the rates of both halves change from step to step, or None.
     """
 
@@ -326,6 +330,9 @@ class Config(Checked):
     auxiliary: str = setting("adamw", check_choice, allowed=method_names(ElementMethod))
     rates: tuple[tuple[str, Any], ...] = setting((), check_own_rates)
     groups: tuple[GroupConfig, ...] = setting((), check_groups)
+    muon_views: tuple[tuple[str, Any], ...] = setting((), check_views)
+    per_head_muon: bool = setting(False, check_boolean)
+    split_fused: bool = setting(False, check_boolean)
     scheduler: ScheduleConfig | None = setting(None, check_instance, kind=ScheduleConfig, none=True)
 
     def contradictions(self) -> Iterator[ConfigError]:
@@ -350,13 +357,14 @@ class Config(Checked):
 
 # -------------------------------------------------------------------------- MuonZero's keyword arguments
 
+VIEWS = ("muon_views", "per_head_muon", "split_fused")
 #: MuonZero keyword argument -> (dataclass, field): the one table Python and JSON settings go through.
 ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     prefix + f.name: (owner, f.name)
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
     if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
-} | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups")}
+} | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
 
 C = TypeVar("C", bound=Checked)
 

@@ -39,6 +39,7 @@ from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
 from compile_muon.model.support import check_supported
 from compile_muon.passes.methods import MatrixMethod, Method
+from compile_muon.passes.views import View
 
 __all__ = ["Assignment", "MuonParams", "assign", "lr_scale"]
 
@@ -65,6 +66,7 @@ class Assignment:
         reason: one line for people.
         matrix: for methods of matrices only, the view (batch, rows, cols) Newton-Schulz and the lr scale work on.
         vector: whether it is one to weight decay: norms, biases, vectors in disguise.
+        view: what of the matrix is one by itself, if not all of it.
         undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
     """
 
@@ -74,6 +76,7 @@ class Assignment:
     matrix: tuple[int, int, int] | None
     vector: bool = False
     undecayed: bool = False
+    view: View | None = None
 
     def decays(self, *, vectors: bool) -> bool:
         """Whether weight decay is for it.

@@ -14,6 +14,7 @@ from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.layout import Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
+from compile_muon.passes.views import most_work
 
 __all__ = ["describe"]
 
@@ -29,11 +30,12 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
                 "stack of them; set param.use_muon = False, or cut it over the axis tensor"
             )
         batch = layout.shape[0]
-    ns = config.muon.ns
+    ns, view = config.muon.ns, assignment.view
+    most = (rows, cols) if view is None else most_work(view.shapes(rows, cols))
     try:
         chosen = resolve_coefficients(ns.coefficients, ns.steps)
         dtype = resolve_dtype(ns.dtype, device, chosen, ns.method)
-        method = resolve_method(ns.method, rows, cols, dtype, chosen)
+        method = resolve_method(ns.method, *most, dtype, chosen)
         check_backend(ns.backend, dtype, device)
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
@@ -42,6 +44,9 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
     apart = layout.sharded or not layout.expert.alone
     # Whole matrices already: one process, or experts where they live.
     local = world == 1 or (batch > 1 and apart and not layout.joined)
+    if view is not None and apart and not layout.joined and layout.replica_group.alone:
+        bounds = [layout.region(rank)[0] for rank in layout.holders]
+        local = local or all(view.within(part.start, part.stop) for part in bounds)
     return MuonSpec(
         batch=batch,
         rows=rows,
@@ -57,6 +62,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
         backend=ns.backend,
         memory_limit=ns.memory_limit,
         algorithm=assignment.algorithm,
+        view=view,
     )
 
 

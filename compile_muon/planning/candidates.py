@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compile_muon.config import Config
-from compile_muon.config.settings import MuonConfig
+from compile_muon.config.settings import VIEWS, MuonConfig
 from compile_muon.errors import config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype
 from compile_muon.model.mesh import axis_sizes
@@ -86,4 +87,7 @@ def with_adamw(config: Config) -> Config:
     """The same training with every parameter under AdamW."""
     update = "auto" if config.zero.update == "backward" else config.zero.update
     zero = replace(config.zero, update=update)
-    return replace(config, algorithm="adamw", muon=MuonConfig(), muon_params=None, zero=zero)
+    own: dict[str, Any] = {
+        name: Config.__dataclass_fields__[name].default for name in ("muon_params", "method", "groups", *VIEWS)
+    }
+    return replace(config, algorithm="adamw", muon=MuonConfig(), zero=zero, **own)

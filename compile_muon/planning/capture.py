@@ -37,6 +37,7 @@ from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import gathers
+from compile_muon.runtime.shards import local_tensor
 
 __all__ = [
     "Captured",
@@ -236,11 +237,10 @@ def captured(
     ]
     played += step_graphs(sharded.optimizer, trained, ready, options)
     accounts = sharded.accounts
-    muon = [account for account in trained if account.spec.muon is not None]
-    adamw = [account for account in trained if account.spec.muon is None]
+    states = [value for account in trained for value in sharded.optimizer.state[account.param].values()]
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
-        "optimizer": sum(_nbytes(a.momentum) for a in muon) + sum(2 * _nbytes(a.local) for a in adamw),
+        "optimizer": sum(_nbytes(local_tensor(state)) for state in states if state.ndim),
     }
     ranks = 1 if sharded.mesh is None else sharded.mesh.size
     return Captured(tuple(played), _groups(accounts, played), ranks, resident, options.codegen)

@@ -6,10 +6,10 @@ wait for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piec
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.states import cut_in_columns, matrices_of, view
+from compile_muon.runtime.states import Part, cut_in_columns, matrices_of, parts_of
 
 __all__ = ["Matrices", "commit_elements", "commit_matrices"]
 
@@ -34,7 +34,7 @@ class Matrices:
         rates: of the group.
         accounts: those with a gradient.
         directions: of their shards, in any floating dtype.
-        scales: factor on the learning rate of each.
+        scale: factor on the learning rate, of the rows and columns of a matrix.
         states: the optimizer's, of each.
     """
 
@@ -42,7 +42,7 @@ class Matrices:
     rates: Mapping[str, Any]
     accounts: Sequence[Account]
     directions: Sequence[Tensor]
-    scales: Sequence[float]
+    scale: Callable[[int, int], float]
     states: Sequence[Mapping[str, Tensor]]
 
     @property
@@ -64,34 +64,54 @@ def commit_matrices(
     for group in groups:
         if group.plain and group.accounts:
             _commit_plain(group, withheld)
-    rest = [(group, i) for group in groups if not group.plain for i in range(len(group.accounts))]
-    pieces = _with_sums([(group.method, group.accounts[i], _piece(group, i)) for group, i in rest])
-    afters = [
-        After(piece.direction) if group.method.after is None else group.method.after(piece)
-        for (group, _), piece in zip(rest, pieces, strict=True)
+    parts = [
+        _Part(group, i, part)
+        for group in groups
+        if not group.plain
+        for i, account in enumerate(group.accounts)
+        for part in parts_of(account.spec)
     ]
-    made = {group.accounts[i]: after for (group, i), after in zip(rest, afters, strict=True)}
-    totals = _totals({a: after.facts for a, after in made.items() if after.facts is not None}, summed, everyone)
-    for (group, i), piece, after in zip(rest, pieces, afters, strict=True):
-        _write(group, i, piece, after, totals.get(group.accounts[i]), withheld)
+    pieces = _with_sums(parts)
+    afters = [
+        After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
+    totals = _totals(list(zip(parts, afters, strict=True)), summed, everyone)
+    for part, piece, after in zip(parts, pieces, afters, strict=True):
+        _write(part, piece, after, totals.get(part.account), withheld)
     for group in groups:
         if not group.plain and group.accounts:
             _advance(group, withheld)
 
 
 def _commit_plain(group: Matrices, withheld: Tensor | None) -> None:
-    accounts, averaged = group.accounts, group.method.advance is None
-    # torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)`, which is also what the direction was made with.
-    averages = Averages([a.momentum for a in accounts], [a.local_grad for a in accounts], 1 - group.rates["momentum"])
-    muon_apply(
-        [account.local.detach() for account in accounts],
-        list(group.directions),
-        lr=group.rates["lr"],
-        weight_decay=group.rates.get("weight_decay", 0.0),
-        scale=list(group.scales),
-        averages=averages if averaged else None,
-        withheld=withheld,
-    )
+    averaged = group.method.advance is None
+    # What is moved, along what, and momentum and gradient, a row each.
+    rows: list[tuple[Tensor, ...]] = []
+    scales: list[float] = []
+    for account, direction in zip(group.accounts, group.directions, strict=True):
+        tensors = (account.local.detach(), direction, account.momentum, account.local_grad)
+        parts = parts_of(account.spec)
+        own = [group.scale(part.rows, part.cols) for part in parts]
+        if len(set(own)) > 1:  # unequal matrices of a view
+            rows += [tuple(part.of(tensor) for tensor in tensors) for part in parts]
+            scales += own
+        elif own:
+            rows.append(tensors)
+            scales.append(own[0])
+    if rows:
+        params, directions, momenta, grads = (list(column) for column in zip(*rows, strict=True))
+        # torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)`, which is also what the direction was made with.
+        averages = Averages(momenta, grads, 1 - group.rates["momentum"])
+        muon_apply(
+            params,
+            directions,
+            lr=group.rates["lr"],
+            weight_decay=group.rates.get("weight_decay", 0.0),
+            scale=scales,
+            averages=averages if averaged else None,
+            withheld=withheld,
+        )
     if not averaged:
         _advance(group, withheld)
 
@@ -116,87 +136,115 @@ def _unless(withheld: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None
             tensor.copy_(torch.where(withheld == 1, old, tensor))
 
 
+@contextmanager
+def _in_rows(tensor: Tensor) -> Iterator[Tensor]:
+    """Memory in rows, which ends up in ``tensor``: a convolution may lie channels last."""
+    rows = tensor.contiguous()
+    yield rows
+    if rows is not tensor:
+        tensor.copy_(rows)
+
+
 # ------------------------------------------------------------------------------------------- methods with more to say
 
 
-def _piece(group: Matrices, i: int) -> Piece:
-    account, spec = group.accounts[i], group.accounts[i].spec
-    wide = torch.promote_types(account.local.dtype, torch.float32)
-    return Piece(
-        direction=view(group.directions[i].to(wide), spec),
-        weight=view(account.local.detach().to(wide), spec),
-        grad=view(account.local_grad, spec),
-        states={s.name: view(local_tensor(group.states[i][s.name]), spec) for s in group.method.states},
-        sums=None,
-        rates=group.rates,
-        rows=spec.muon_settings.rows,
-        cols=spec.muon_settings.cols,
-    )
+class _Part(NamedTuple):
+    """Equal matrices of one account."""
+
+    group: Matrices
+    i: int
+    part: Part
+
+    @property
+    def account(self) -> Account:
+        return self.group.accounts[self.i]
+
+    def state(self, name: str) -> Tensor:
+        """``[n, r, c]`` or ``[n, r, 1]``, the same memory."""
+        tensor = local_tensor(self.group.states[self.i][name])
+        each = {state.name: state.each for state in self.group.method.states}[name]
+        return self.part.of_rows(tensor) if each == "row" else self.part.of(tensor)
+
+    def piece(self) -> Piece:
+        wide = torch.promote_types(self.account.local.dtype, torch.float32)
+        return Piece(
+            direction=self.part.of(self.group.directions[self.i]).to(wide),
+            weight=self.part.of(self.account.local.detach()).to(wide),
+            grad=self.part.of(self.account.local_grad),
+            states={state.name: self.state(state.name) for state in self.group.method.states},
+            sums=None,
+            rates=self.group.rates,
+            rows=self.part.rows,
+            cols=self.part.cols,
+        )
 
 
-def _with_sums(found: Sequence[tuple[MatrixMethod, Account, Piece]]) -> list[Piece]:
+def _with_sums(parts: Sequence[_Part]) -> list[Piece]:
     """The pieces with the sums over rows that their methods ask for; where ranks have parts of the same rows, summed
     over these ranks, for all that share a group at once."""
-    sums = [None if m.row_sums is None else m.row_sums(p.direction, p.weight) for m, _, p in found]
-    parts: dict[str, list[Tensor]] = {}
-    for (_, account, _), own in zip(found, sums, strict=True):
-        if own is not None and cut_in_columns(account.spec):
-            parts.setdefault(account.spec.layout.tensor.group, []).append(own)
-    for group, several in parts.items():
+    pieces = [part.piece() for part in parts]
+    methods = [part.group.method for part in parts]
+    sums = [
+        None if method.row_sums is None else method.row_sums(piece.direction, piece.weight)
+        for method, piece in zip(methods, pieces, strict=True)
+    ]
+    shared: dict[str, list[Tensor]] = {}
+    for part, own in zip(parts, sums, strict=True):
+        if own is not None and cut_in_columns(part.account.spec):
+            shared.setdefault(part.account.spec.layout.tensor.group, []).append(own)
+    for group, several in shared.items():
         joined = torch.cat([x.reshape(-1) for x in several])
         dist.all_reduce(joined, group=group_named(group))
         for x, whole in zip(several, joined.split([x.numel() for x in several]), strict=True):
             x.copy_(whole.view(x.shape))
-    return [replace(piece, sums=own) for (_, _, piece), own in zip(found, sums, strict=True)]
+    return [replace(piece, sums=own) for piece, own in zip(pieces, sums, strict=True)]
 
 
 def _totals(
-    own: Mapping[Account, Tensor], summed: Sequence[Account], everyone: dist.ProcessGroup | None
+    own: Sequence[tuple[_Part, After]], summed: Sequence[Account], everyone: dist.ProcessGroup | None
 ) -> dict[Account, Tensor]:
-    """Facts of whole matrices, ``[n, k]``, of those that this rank has rows of.
+    """Facts of the whole matrices of each account, ``[matrices, k]``.
 
     Args:
         own: of this rank's rows.
     """
-    if everyone is None or not summed:
-        return dict(own)
-    places = [
-        (account, *matrices_of(account.spec), matrix_method(account.spec.muon_settings.algorithm).facts)
-        for account in summed
-    ]
-    dtypes = [facts.dtype for facts in own.values()]
+    if not summed:
+        return {}
+    sizes = [matrices_of(a.spec) * matrix_method(a.spec.muon_settings.algorithm).facts for a in summed]
+    dtypes = [after.facts.dtype for _, after in own if after.facts is not None]
+    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
-    vector = torch.zeros(
-        sum(count * width for _, count, _, width in places),
-        dtype=torch.float64 if torch.float64 in dtypes else torch.float32,
-        device=summed[0].local.device,
-    )
-    rows = dict(zip(summed, vector.split([count * width for _, count, _, width in places]), strict=True))
-    mine = {}
-    for account, count, start, width in places:
-        if account in own:
-            mine[account] = rows[account].view(count, width)[start : start + len(own[account])]
+    vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
+    found = {
+        account: rows.view(matrices_of(account.spec), -1)
+        for account, rows in zip(summed, vector.split(sizes), strict=True)
+    }
+    for part, after in own:
+        if after.facts is not None:
+            rows = found[part.account][part.part.first : part.part.first + len(after.facts)]
             # What several ranks hold would be counted once for each.
-            mine[account].copy_(own[account] / account.spec.layout.copies)
-    dist.all_reduce(vector, group=everyone)
-    return mine
+            rows.add_(after.facts / (1 if everyone is None else part.account.spec.layout.copies))
+    if everyone is not None:
+        dist.all_reduce(vector, group=everyone)
+    return found
 
 
-def _write(group: Matrices, i: int, piece: Piece, after: After, facts: Tensor | None, withheld: Tensor | None) -> None:
-    local = group.accounts[i].local.detach()
+def _write(part: _Part, piece: Piece, after: After, facts: Tensor | None, withheld: Tensor | None) -> None:
+    group = part.group
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
-    move: Any = -(lr * group.scales[i])
+    move: Any = -(lr * group.scale(piece.rows, piece.cols))
     if group.method.finish is not None and facts is not None:
-        keep, move = group.method.finish(facts.to(piece.direction.dtype), keep, move, piece)
+        own = facts[part.part.first : part.part.first + len(piece.direction)].to(piece.direction.dtype)
+        keep, move = group.method.finish(own, keep, move, piece)
     keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim else x for x in (keep, move))
     if group.rates.get("cautious_decay", False):
         keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
-    states = {name: local_tensor(group.states[i][name]) for name in after.states}
-    with _unless(withheld, [local, *states.values()]):
-        local.copy_((piece.weight * keep + after.direction * move).view(local.shape))
+    states = {name: part.state(name) for name in after.states}
+    with _in_rows(part.account.local.detach()) as local, _unless(withheld, [local, *states.values()]):
+        part.part.of(local).copy_(piece.weight * keep + after.direction * move)
         for name, new in after.states.items():
-            states[name].copy_(new.view(states[name].shape))
+            states[name].copy_(new)
 
 
 # ------------------------------------------------------------------------------------------- element by element

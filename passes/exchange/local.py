@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
-from .matrices import as_matrices, newton_schulz
+from .matrices import as_matrices, orthogonalized
 from .transfers import hand_round
 
 __all__ = ["here", "local"]
@@ -45,13 +45,20 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
 def here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Directions of matrices that lie whole on this rank, all made by it."""
     muon = specs[0].muon_settings
-    views = []
+    seen, views = [], []
     for update, spec in zip(updates, specs, strict=True):
         settings = spec.muon_settings
         stack = settings.batch > 1  # of which this rank may hold fewer
-        views.append(update.reshape(-1, settings.rows, settings.cols) if stack else as_matrices(update, settings))
-    present = [i for i, view in enumerate(views) if view.numel() > 0]
-    found = dict(zip(present, newton_schulz([views[i] for i in present], muon), strict=True))
+        view = settings.view
+        if view is not None and spec.layout.sharded:
+            view = view.within(spec.layout.local_rows.start, spec.layout.local_rows.stop)
+            seen.append(update.reshape(update.shape[0], settings.cols))
+        else:
+            seen.append(update.reshape(-1, settings.rows, settings.cols) if stack else as_matrices(update, settings))
+        views.append(view)
+    present = [i for i, x in enumerate(seen) if x.numel() > 0]
+    made = orthogonalized([seen[i] for i in present], muon, [views[i] for i in present])
+    found = dict(zip(present, made, strict=True))
     # A rank past the last expert has nothing to orthogonalize.
     return [
         found[i].reshape(u.shape) if i in found else u.new_empty(u.shape, dtype=decode_dtype(muon.dtype))

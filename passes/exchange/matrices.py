@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from ..methods import matrix_method
 from ..spec import MuonSpec, decode_dtype
+from ..views import View
 
-__all__ = ["as_matrices", "newton_schulz", "wire_dtype"]
+__all__ = ["as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
@@ -24,13 +26,24 @@ def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
     return flat.reshape(muon.rows, muon.cols) if muon.batch == 1 else flat.reshape(muon.batch, muon.rows, muon.cols)
 
 
-def newton_schulz(matrices: list[Tensor], settings: MuonSpec) -> list[Tensor]:
+def orthogonalized(
+    matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None] | None = None
+) -> list[Tensor]:
     """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
-    opaque op, and what a method has around it."""
+    opaque op, and what a method has around it.
+
+    Args:
+        views: what of each is a matrix by itself.
+    """
     if not matrices:
         return []
+    views = views or [None] * len(matrices)
+    parts = [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
     run, whole = partial(_newton_schulz, settings), matrix_method(settings.algorithm).whole
-    return run(matrices) if whole is None else whole(matrices, run)
+    flat = [part for several in parts for part in several]
+    made = iter(run(flat) if whole is None else whole(flat, run))
+    found = [[next(made) for _ in several] for several in parts]
+    return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
 
 
 def _newton_schulz(settings: MuonSpec, matrices: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from ..costs import Costs, owned_work
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
 from .local import here
-from .matrices import as_matrices, newton_schulz
+from .matrices import as_matrices, orthogonalized
 from .packing import pack, unpack
 from .transfers import all_to_all, hand_round
 
@@ -171,7 +171,7 @@ def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequen
         pieces = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
         joined = [specs[i].layout.join(pieces[k :: len(mine)]) for k, i in enumerate(mine)]
         whole = [as_matrices(matrix, specs[i].muon_settings) for matrix, i in zip(joined, mine, strict=True)]
-    directions = newton_schulz(whole, specs[0].muon_settings)
+    directions = orthogonalized(whole, specs[0].muon_settings, [specs[i].muon_settings.view for i in mine])
     dtype = decode_dtype(specs[0].muon_settings.dtype)
     if mine:
         cut = [specs[i].layout.cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]

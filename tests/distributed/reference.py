@@ -52,6 +52,8 @@ ADAMW_LR, BETAS = 3e-4, (0.9, 0.95)
 
 #: name -> (batch, rows, cols)
 Matrices = Mapping[str, tuple[int, int, int]]
+#: dim, and the rows or columns of each matrix along it
+Blocks = tuple[int, list[Tensor]]
 #: (model, batch) -> loss
 Loss = Callable[[nn.Module, Any], Tensor]
 #: (step, micro-batch, rank) -> batch
@@ -98,6 +100,7 @@ class Reference:
         clip: global norm to clip gradients to.
         slices: 1, or the mistake of ZeRO systems: Newton-Schulz on each of so many row slices.
         method, auxiliary: out of :mod:`books`.
+        blocks: of some matrices, what is one by itself.
     """
 
     model: nn.Module
@@ -106,6 +109,7 @@ class Reference:
     slices: int = 1
     method: str = "muon"
     auxiliary: str = "adamw"
+    blocks: Mapping[str, Blocks] = field(default_factory=dict)
     directions: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
 
@@ -140,7 +144,7 @@ class Reference:
             param, buffer = self.named[name], self.momentum[name]
             if param.grad is None:
                 continue
-            if self.method != "muon":
+            if self.method != "muon" or self.blocks:
                 view, lr = self.matrices[name], self.lr
                 if self.method == "heavy_ball":
                     buffer.mul_(MOMENTUM).add_(param.grad)
@@ -148,10 +152,16 @@ class Reference:
                 else:
                     buffer.lerp_(param.grad, 1 - MOMENTUM)
                     update = param.grad.lerp(buffer, MOMENTUM)
-                written = BOOKS[self.method](
-                    newton_schulz, update.reshape(view), param.reshape(view), self.states[name], lr, DECAY
-                )
-                param.copy_(written.reshape(param.shape))
+                book, states = BOOKS[self.method], self.states[name]
+                if name not in self.blocks:
+                    written = book(newton_schulz, update.reshape(view), param.reshape(view), states, lr, DECAY)
+                    param.copy_(written.reshape(param.shape))
+                    continue
+                dim, blocks = self.blocks[name]
+                for number, block in enumerate(blocks):
+                    own, old = (x.index_select(dim, block)[None] for x in (update, param))
+                    written = book(newton_schulz, own, old, states.setdefault(str(number), {}), lr, DECAY)
+                    param.index_copy_(dim, block, written[0])
                 continue
             buffer.lerp_(param.grad, 1 - MOMENTUM)
             self.directions[name] = self._direction(param.grad.lerp(buffer, MOMENTUM), view)
@@ -250,6 +260,7 @@ def train(
     unsharded: nn.Module | None = None,
     sharing: int = 1,
     experts: ExpertParallelConfig | None = None,
+    blocks: Mapping[str, Blocks] | None = None,
     **settings: Any,
 ) -> Report:
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
@@ -264,6 +275,7 @@ def train(
         measure_noise: also train a reference in fp64.
         unsharded: the whole model, where ``model`` is a part of it.
         sharing: how many neighbouring ranks have the same data.
+        blocks: what of some matrices is one by itself, as the reference has it.
         experts: how those of a Transformers model are spread.
         settings: of MuonZero.
     """
@@ -273,7 +285,7 @@ def train(
     method = settings.get("method", "muon")
     book = "cautious" if dict(settings.get("rates", {})).get("cautious_decay") else method
     rest = "cautious" if book == "cautious" else settings.get("auxiliary", "adamw")
-    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices, book, rest)
+    reference = Reference(whole, matrices, settings.get("gradient_clipping"), slices, book, rest, blocks or {})
     exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
@@ -309,7 +321,7 @@ def train(
         gradients = {name: full(param.grad).clone() for name, param in named.items() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        directions = _directions_of_step(before, named, reference) if book == "muon" else {}
+        directions = _directions_of_step(before, named, reference) if book == "muon" and not blocks else {}
         reference.train_step(step, data, loss, world=world, micro=micro, used=used)
         for name, grad in gradients.items():
             distance = float((grad - reference.gradients[name]).norm())

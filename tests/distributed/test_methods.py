@@ -14,6 +14,7 @@ from books import BETA2
 from harness import Ranks
 from reference import Report, full, train, world_and_rank
 from test_training import MATRICES, STEPS, Odd, data, loss
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
@@ -47,7 +48,15 @@ def check(reports: list[Report]) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("world", "stage", "micro"), [(1, 2, 1), (2, 0, 1), (2, 1, 2), (3, 2, 1), (3, 3, 1)])
+@pytest.mark.parametrize(
+    ("world", "stage", "micro"),
+    [
+        (2, 0, 1),
+        (2, 1, 2),
+        (3, 3, 1),
+        *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2, 1), (3, 2, 1))),
+    ],
+)
 def test_a_method_is_what_its_paper_says(
     ranks: Callable[[int], Ranks], way: str, world: int, stage: int, micro: int
 ) -> None:
@@ -71,6 +80,109 @@ def on_slices(way: str, **settings: Any) -> Report:
 @pytest.mark.parametrize("mesh", [on_replicas, on_slices])
 def test_meshes_with_several_axes(ranks: Callable[[int], Ranks], way: str, mesh: Callable[..., Report]) -> None:
     check(ranks(4).run(mesh, way=way, stage=3, update="step"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- views
+
+WIDTH, HEADS, KEYS, SIZE = 8, 4, 2, 3
+
+
+class Fused(nn.Module):
+    """Attention and MLP with fused projections, of sizes that ranks cut in the middle of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.qkv = nn.Linear(WIDTH, (HEADS + 2 * KEYS) * SIZE, bias=False)
+        self.merge = nn.Linear(HEADS * SIZE, WIDTH, bias=False)
+        self.gates = nn.Linear(WIDTH, 2 * 11, bias=False)
+        self.down = nn.Linear(11, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        q, k, v = self.qkv(h).unflatten(-1, (-1, SIZE)).transpose(1, 2).split([HEADS, KEYS, KEYS], 1)
+        k, v = (x.repeat_interleave(HEADS // KEYS, 1) for x in (k, v))
+        made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.merge(made.transpose(1, 2).flatten(-2))
+        gate, up = self.gates(h).chunk(2, -1)
+        return self.head(h + self.down(nn.functional.silu(gate) * up))
+
+
+def runs(*sizes: int) -> list[Tensor]:
+    return list(torch.arange(sum(sizes)).split(list(sizes)))
+
+
+ROWS = torch.arange((HEADS + 2 * KEYS) * SIZE).view(KEYS, -1)  # of each group of queries
+PART = HEADS // KEYS * SIZE
+TURNS = [*ROWS[:, :PART].flatten().split(SIZE), ROWS[:, PART : PART + SIZE].flatten(), ROWS[:, -SIZE:].flatten()]
+#: what users say, and which rows or columns the reference takes for it
+VIEWS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, list[Tensor]]]]] = {
+    "heads": (
+        {"qkv*": {"heads": HEADS + 2 * KEYS}, "merge*": {"heads": HEADS, "dim": 1}},
+        {"qkv.weight": (0, runs(*[SIZE] * 8)), "merge.weight": (1, runs(*[SIZE] * HEADS))},
+    ),
+    "split": (
+        {"qkv*": {"split": [12, 6, 6]}, "gates*": {"split": [11, 11]}, "merge*": {"split": [5, 7], "dim": 1}},
+        {"qkv.weight": (0, runs(12, 6, 6)), "gates.weight": (0, runs(11, 11)), "merge.weight": (1, runs(5, 7))},
+    ),
+    "turns": (  # Megatron's: queries, keys and values take turns; queries by heads, the others whole
+        {"qkv*": {"split": [12, 6, 6], "groups": KEYS, "heads": [HEADS, 1, 1]}, "down*": {"split": [3, 5]}},
+        {"qkv.weight": (0, TURNS), "down.weight": (0, runs(3, 5))},
+    ),
+}
+FUSED = {"qkv.weight": (1, 24, 8), "merge.weight": (1, 8, 12), "gates.weight": (1, 22, 8), "down.weight": (1, 8, 11)}
+
+
+def trained_in_parts(way: str, view: str, mesh: tuple[int, int] | None = None, **settings: Any) -> Report:
+    torch.manual_seed(0)
+    views, blocks = VIEWS[view]
+    if mesh is not None:
+        settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    return train(
+        Fused(), FUSED, loss, data, steps=STEPS, blocks=blocks, muon_views=views, **settings_of(way), **settings
+    )
+
+
+@pytest.mark.parametrize("way", ["muon", "normuon", pytest.param("muonh", marks=pytest.mark.full)])
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(
+    ("world", "stage"), [(2, 3), (3, 1), *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (2, 0)))]
+)
+def test_a_view_is_a_loop_over_its_matrices(
+    ranks: Callable[[int], Ranks], way: str, view: str, world: int, stage: int
+) -> None:
+    check(ranks(world).run(trained_in_parts, way=way, view=view, stage=stage, update="step"))
+
+
+@pytest.mark.parametrize(("way", "view"), [("muon", "heads"), ("normuon", "turns"), ("adamuon", "split")])
+def test_views_in_backward(ranks: Callable[[int], Ranks], way: str, view: str) -> None:
+    check(ranks(2).run(trained_in_parts, way=way, view=view, stage=3, update="backward"))
+
+
+@pytest.mark.parametrize(("way", "view"), [("normuon", "turns"), ("adamuon", "split")])
+def test_views_on_replicas(ranks: Callable[[int], Ranks], way: str, view: str) -> None:
+    check(ranks(4).run(trained_in_parts, way=way, view=view, stage=3, update="step", mesh=(2, 2)))
+
+
+def sent_for(views: dict[str, Any]) -> tuple[dict[str, str], int]:
+    """Exchange of each matrix, and the bytes of a step."""
+    torch.manual_seed(0)
+    model = Fused()
+    optimizer = compile_muon.MuonZero(model, stage=2, update="step", muon_views=views, ns_dtype="float32")
+    loss(model, data(0, 0, 0)).backward()
+    before = optimizer.traffic.bytes_sent
+    optimizer.step()
+    exchanges = {row.name: row.exchange for row in optimizer.summary().rows if row.exchange != "-"}
+    return exchanges, optimizer.traffic.bytes_sent - before
+
+
+def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: Callable[[int], Ranks]) -> None:
+    whole, sent = ranks(2).run(sent_for, views={})[0]
+    heads, less = ranks(2).run(sent_for, views={"qkv*": {"heads": 8}, "gates*": {"split": [11, 11]}})[0]
+    assert set(whole.values()) == {"owner"}
+    assert heads == {**whole, "qkv.weight": "local", "gates.weight": "local"}
+    assert 0 < less < sent
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -389,6 +389,9 @@ KWARGS = {
     "method": ("normuon", "method", "normuon"),
     "auxiliary": ("lion", "auxiliary", "lion"),
     "rates": ({"beta2": 0.9}, "rates", (("beta2", 0.9),)),
+    "muon_views": ({"*.q": {"split": [8, 4]}}, "muon_views", (("*.q", (("split", (8, 4)),)),)),
+    "per_head_muon": (True, "per_head_muon", True),
+    "split_fused": (True, "split_fused", True),
     "groups": ({"*.q": {"lr": 0.5}}, "groups", (GroupConfig("*.q", ("*.q",), None, (("lr", 0.5),)),)),
 }
 
@@ -692,7 +695,6 @@ def test_bad_configs(source, field, words):
         ("compile.offload_parameters", "does not offload"),
         ("zero_optimization.zero_quantized_weights", "ZeRO++"),
         ("optimizer.params.amsgrad", "AdamW"),
-        ("optimizer.params.per_head_muon", "one matrix"),
         ("optimizer.params.max_grad_norm", "gradient_clipping"),
         ("bf16.bf16_optimizer_states", "not honoured"),
     ],
@@ -836,6 +838,9 @@ def test_adamw_keeps_the_engine():
 MUON_KEYS = {key: value for key, (value, path, _) in KWARGS.items() if path.startswith("muon")} | {
     "muon_lr": 0.02,  # a default given explicitly is refused as well
     "ns_steps": 5,
+    "method": "normuon",
+    "per_head_muon": True,
+    "split_fused": True,
 }
 
 
@@ -848,7 +853,7 @@ def test_keys_of_muon_are_refused_with_adamw(key):
 
 def test_muon_keys_under_test_are_all_there_are():
     expected = "momentum nesterov adjust_lr muon_params muon_lr ns_steps ns_coefficients ns_method ns_dtype"
-    expected += " ns_backend ns_memory_limit"
+    expected += " ns_backend ns_memory_limit method muon_views per_head_muon split_fused"
     assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
 
 

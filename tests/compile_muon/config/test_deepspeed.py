@@ -221,7 +221,7 @@ def test_what_is_switched_off_is_every_feature_that_is_refused():
     only_of_other_optimizers = {
         path for path in requests if re.search(r"freeze|cuda_|comm_b|_scaler|clip|coef|fact", path)
     }
-    elsewhere = {"optimizer.params.per_head_muon", "scheduler.params.last_batch_iteration"}
+    elsewhere = {"scheduler.params.last_batch_iteration"}
     assert requests - only_of_other_optimizers - elsewhere <= set(noted)
 
 

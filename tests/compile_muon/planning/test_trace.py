@@ -83,6 +83,26 @@ def test_adamw_of_a_trace_with_muon() -> None:
     assert found.traffic.matrices == 0
 
 
+def test_methods_groups_and_views_are_in_a_plan() -> None:
+    """Their states are memory, facts travel, and what lies whole on its rank does not; beside plain Muon."""
+    own = {
+        "method": "normuon",
+        "muon_views": {"*qkv.weight": {"split": [48, 48, 48], "heads": 2}},
+        "groups": {"*up.weight": {"method": "adamuon"}, "embedding*": {"lr": 0.1}},
+    }
+    config = configured(2, **own)
+    trace = trace_step(load_subject("tiny_gpt:GPT", Batch(16, 8)).build, (TOKENS,), config, options())
+    plain, found = (
+        compare(traced(), Target(4, configured(2), AXES[0], "nccl"), rank=1),
+        compare(trace, Target(4, config, AXES[0], "nccl"), rank=1),
+    )
+    up, rows = 2 * 192 * 48, 2 * (144 + 48 + 48)  # elements of one kind of state, rows of the others
+    more = found.peak.by_category["optimizer"] - plain.peak.by_category["optimizer"]
+    assert more == 4 * (up + rows) / 4
+    assert found.traffic.bytes_sent < plain.traffic.bytes_sent
+    assert compare(trace, Target(4, with_adamw(config), AXES[0], "nccl"), rank=1).traffic.matrices == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "changes"),
     [

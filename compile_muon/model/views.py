@@ -1,0 +1,170 @@
+"""What of a parameter is orthogonalized by itself: as users say, or as the model's modules do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from compile_muon.config import Config
+from compile_muon.config.checked import Mistakes
+from compile_muon.errors import config_error
+from compile_muon.model.assignment import Assignment
+from compile_muon.passes.views import View
+
+__all__ = ["with_views"]
+
+_KEYS = ("split", "heads", "groups", "dim")
+_REMEDY = "write some of split, heads, groups and dim: docs/how-to/methods.md"
+
+
+class _Said(NamedTuple):
+    """A view that is asked for."""
+
+    field: str
+    value: Mapping[str, Any]
+    reason: str
+
+
+def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.Module) -> dict[str, Assignment]:
+    """The assignments, with the views of matrices in them.
+
+    ``param.muon_view`` wins over ``muon_views``, which wins over what ``per_head_muon`` and ``split_fused`` read in the
+    model.
+
+    Raises:
+        ConfigError: a view that does not fit its parameter, or is not of a matrix; a pattern that matches none.
+    """
+    named, mistakes = dict(model.named_parameters()), Mistakes()
+    said = dict(_of_modules(config, model)) | dict(_of_patterns(config, assignments, mistakes))
+    for name, param in named.items():
+        if (own := getattr(param, "muon_view", None)) is not None:
+            said[name] = _Said(f"{name}.muon_view", own, "param.muon_view")
+    found = dict(assignments)
+    for name, given in said.items():
+        assignment = assignments[name]
+        if assignment.matrix is None:
+            if given.reason.startswith("param") and assignment.algorithm != "frozen":
+                problem = f"is for matrices, and {assignment.algorithm} trains {name} ({assignment.reason})"
+                mistakes.add(config_error(given.field, dict(given.value), problem, "leave it out"))
+            continue
+        with mistakes.collected():
+            view = _checked(name, given, tuple(named[name].shape))
+            if view.count > 1:
+                reason = f"{assignment.reason}, as {view.count} matrices ({given.reason})"
+                found[name] = replace(assignment, view=view, reason=reason)
+    mistakes.raise_all()
+    return found
+
+
+def _checked(name: str, given: _Said, shape: tuple[int, ...]) -> View:
+    value = given.value
+    if not isinstance(value, Mapping) or not set(value) <= set(_KEYS) or not value:
+        raise config_error(given.field, value, "is no view", _REMEDY)
+    if len(shape) != 2:
+        problem = f"is for parameters of two dimensions, and {name} is {list(shape)}"
+        raise config_error(given.field, dict(value), problem, "leave it out: a stack is one of matrices already")
+    try:
+        return View.of(shape[1 if value.get("dim") == 1 else 0], **value)
+    except (TypeError, ValueError) as error:
+        problem = f"does not fit {name}, {list(shape)}: {error}"
+        raise config_error(given.field, dict(value), problem, _REMEDY) from None
+
+
+def _of_patterns(
+    config: Config, assignments: Mapping[str, Assignment], mistakes: Mistakes
+) -> Iterator[tuple[str, _Said]]:
+    for pattern, view in config.muon_views:
+        hits = [name for name, a in assignments.items() if a.matrix is not None and fnmatchcase(name, pattern)]
+        if not hits:
+            problem = "matches no matrix"
+            mistakes.add(config_error(f"muon_views[{pattern}]", dict(view), problem, "match one, or leave it out"))
+        for name in hits:
+            yield name, _Said(f"muon_views[{pattern}]", dict(view), f"muon_views {pattern!r}")
+
+
+# ------------------------------------------------------------------------------------------- what modules are known by
+
+#: last part of a projection's name, by whose heads it has
+_QUERIES = ("q_proj", "query", "q_lin", "q", "wq", "to_q")
+_KEYS_AND_VALUES = (
+    *("k_proj", "v_proj", "key", "value", "k_lin", "v_lin"),
+    *("k", "v", "wk", "wv", "to_k", "to_v"),
+)
+#: fused ones: q, k and v one behind the other, and taking turns by key head
+_FUSED = ("qkv_proj", "Wqkv", "qkv")
+_INTERLEAVED = ("query_key_value",)
+_GATED = ("gate_up_proj", "gate_up", "w12")
+
+
+def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]:
+    if not (config.per_head_muon or config.split_fused):
+        return
+    for name, module in model.named_modules():
+        attention = _Heads.of(module, model)
+        for child, inner in module.named_children():
+            weight = getattr(inner, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+                transposed = type(inner).__name__ == "Conv1D"  # Hugging Face's, which keeps [in, out]
+                known = "qkv_proj" if transposed and child == "c_attn" else child
+                view = _known(config, known, attention, weight.shape[1 if transposed else 0])
+                if view is not None:
+                    reason = "per_head_muon" if "heads" in view else "split_fused"
+                    view = {**view, "dim": 1} if transposed else view
+                    yield f"{name}.{child}.weight".lstrip("."), _Said(f"{reason} of {name}.{child}", view, reason)
+        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+            width, heads = module.embed_dim, module.num_heads
+            view = {"split": [width] * 3, **({"heads": heads} if config.per_head_muon else {})}
+            yield f"{name}.in_proj_weight".lstrip("."), _Said(f"in_proj of {name}", view, "nn.MultiheadAttention")
+
+
+class _Heads(NamedTuple):
+    """Of an attention module."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @classmethod
+    def of(cls, module: nn.Module, model: nn.Module) -> _Heads | None:
+        """As the module says, or the configuration it was built from."""
+        config = getattr(module, "config", None) or getattr(model, "config", None)
+
+        def read(*names: str) -> int | None:
+            for place in (module, config):
+                for name in names:
+                    value = getattr(place, name, None)
+                    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                        return value
+            return None
+
+        queries = read("num_attention_heads", "num_heads", "n_heads", "n_head")
+        if queries is None:
+            return None
+        keys = read("num_key_value_heads", "num_kv_heads", "n_kv_heads") or queries
+        width = read("hidden_size", "n_embd", "embed_dim", "dim")
+        size = read("head_dim") or (None if width is None else width // queries)
+        return None if size is None else cls(queries, keys, size)
+
+
+def _known(config: Config, child: str, heads: _Heads | None, rows: int) -> dict[str, Any] | None:
+    """The view of a projection of this name with so many rows; None where nothing is known of it."""
+    if child in _GATED and config.split_fused and rows % 2 == 0:
+        return {"split": [rows // 2] * 2}
+    if heads is None:
+        return None
+    queries, keys, size = heads
+    per_head = config.per_head_muon
+    if child in _QUERIES and per_head:
+        return {"heads": queries}
+    if child in _KEYS_AND_VALUES and per_head:
+        return {"heads": keys}
+    if child in (*_FUSED, *_INTERLEAVED):
+        groups = keys if child in _INTERLEAVED else 1
+        split = [queries * size, keys * size, keys * size]
+        view: dict[str, Any] = {"split": split, "groups": groups}
+        return {**view, "heads": [queries, keys, keys]} if per_head else view
+    return None

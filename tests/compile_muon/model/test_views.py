@@ -1,0 +1,121 @@
+"""Views of a model's parameters: as users say them, and as known modules have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, FalconConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, Phi3Config
+
+from compile_muon import ConfigError, MuonZero, load_config
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+SMALL |= {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def views_of(model: nn.Module, **settings: Any) -> dict[str, Any]:
+    """Dim, and the rows or columns of each matrix, by the end of the parameter's name."""
+    optimizer = MuonZero(model, update="step", **settings)
+    found = {}
+    for account in optimizer._ledger.accounts:
+        if account.spec.muon is not None and (view := account.spec.muon.view) is not None:
+            numbers = torch.arange(account.param.shape[view.dim])
+            shape = (-1, 1) if view.dim == 0 else (1, -1)
+            parts = [one.flatten().tolist() for part in view.cut(numbers.view(shape)) for one in part]
+            found[".".join(account.name.split(".")[-2:])] = (view.dim, parts)
+    return found
+
+
+def runs(*sizes: int) -> list[list[int]]:
+    return [part.tolist() for part in torch.arange(sum(sizes)).split(list(sizes))]
+
+
+def test_heads_and_fused_projections_of_transformers() -> None:
+    torch.manual_seed(0)
+    llama = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, num_key_value_heads=2))
+    assert views_of(llama, per_head_muon=True, split_fused=True) == {
+        "q_proj.weight": (0, runs(*[4] * 4)),
+        "k_proj.weight": (0, runs(4, 4)),
+        "v_proj.weight": (0, runs(4, 4)),
+    }
+    for per_head, parts in ((False, runs(16, 8, 8)), (True, runs(*[4] * 8))):
+        phi = AutoModelForCausalLM.from_config(Phi3Config(**SMALL, num_key_value_heads=2))
+        found = views_of(phi, per_head_muon=per_head, split_fused=True)
+        assert found == {"qkv_proj.weight": (0, parts), "gate_up_proj.weight": (0, runs(24, 24))}
+    gpt2 = AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_head=4, n_layer=1, vocab_size=32))
+    assert views_of(gpt2, split_fused=True) == {"c_attn.weight": (1, runs(16, 16, 16))}  # [in, out] there
+
+
+def test_projections_whose_parts_take_turns() -> None:
+    """By ``view(..., heads, 3 * size)`` of GPT-NeoX, and ``view(..., key_heads, queries + 2, size)`` of Falcon."""
+    neox = AutoModelForCausalLM.from_config(GPTNeoXConfig(**SMALL))
+    rows = torch.arange(48).view(4, 3, 4)
+    expected = [rows[:, part].flatten().tolist() for part in range(3)]
+    assert views_of(neox, split_fused=True) == {"query_key_value.weight": (0, expected)}
+    settings = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
+    new = FalconConfig(**settings, num_kv_heads=2, new_decoder_architecture=True)
+    falcon = AutoModelForCausalLM.from_config(new)
+    rows = torch.arange(32).view(2, 4, 4)
+    queries, keys, values = rows[:, :2].reshape(-1, 4), rows[:, 2], rows[:, 3]
+    expected = [x.tolist() for part in (queries, keys, values) for x in part]
+    assert views_of(falcon, per_head_muon=True) == {"query_key_value.weight": (0, expected)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.LayerNorm(8)
+
+
+def test_torchs_own_attention_patterns_and_attributes() -> None:
+    model = Model()
+    model.down.weight.muon_view = {"heads": 3, "dim": 1}
+    found = views_of(model, split_fused=True, muon_views={"up*": {"split": [8, 4]}, "down*": {"heads": 2}})
+    assert found == {
+        "attention.in_proj_weight": (0, runs(8, 8, 8)),
+        "up.weight": (0, runs(8, 4)),
+        "down.weight": (1, runs(4, 4, 4)),
+    }
+    optimizer = MuonZero(Model(), muon_views={"up*": {"heads": 3}})
+    (row,) = [row for row in optimizer.summary().rows if row.name == "up.weight"]
+    assert row.reason.endswith("as 3 matrices (muon_views 'up*')")
+
+
+def test_json_says_the_same() -> None:
+    params = {"per_head_muon": True, "muon_views": {"up*": {"split": [8, 4]}}, "muon_lr": 0.1, "adam_lr": 0.1}
+    optimizer = MuonZero.from_config(Model(), load_config({"optimizer": {"params": params}}))
+    views = {a.name: a.spec.muon.view for a in optimizer._ledger.accounts if a.spec.muon is not None}
+    assert views["up.weight"].count == 2 and views["attention.in_proj_weight"].count == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"muon_views": {"up*": {"heads": 5}}},
+            r"muon_views\[up\*\] = {'heads': 5}: does not fit up.weight, \[12",
+        ),
+        ({"muon_views": {"norm*": {"heads": 2}}}, r"muon_views\[norm\*\] = {'heads': 2}: matches no matrix"),
+        ({"muon_views": {"up*": {"head": 2}}}, r"muon_views\[up\*\] = {'head': 2}: is no view"),
+        (
+            {"muon_views": {"conv*": {"heads": 2}}},
+            r"is for parameters of two dimensions, and conv.weight is \[4",
+        ),
+        ({"muon_views": ["up"]}, r"muon_views = \['up'\]: must be a mapping of patterns"),
+    ],
+)
+def test_mistakes(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        MuonZero(Model(), **settings)
+
+
+def test_a_view_of_what_is_no_matrix() -> None:
+    model = Model()
+    model.norm.weight.muon_view = {"heads": 2}
+    with pytest.raises(ConfigError, match=r"norm.weight.muon_view = .*: is for matrices, and adamw trains norm.weight"):
+        MuonZero(model)
