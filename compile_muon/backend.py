@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
-from compile_muon.errors import ConfigError, warn_user
+from compile_muon.errors import ConfigError, UnsupportedModelError, warn_user
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes.attention import UnknownAttention, note_attention
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
@@ -230,8 +231,13 @@ def compile_frame(
     Args:
         lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
     """
-    accounts = filter(None, map(account_of, example_inputs))
-    costs = next((account.ledger.costs for account in accounts), Costs())
+    ledger = next((account.ledger for account in map(account_of, example_inputs) if account is not None), None)
+    costs = Costs() if ledger is None else ledger.costs
+    if ledger is not None and ledger.notes_logits:
+        try:
+            note_attention(gm)
+        except UnknownAttention as problem:
+            raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
     frame = _Frame(options, f"frame{next(_frame_numbers):04d}", costs)
     if options.codegen == "eager":
         return _compile_eager(gm, example_inputs, frame, lowering)

@@ -50,6 +50,7 @@ from compile_muon.runtime.commit import Matrices, commit_elements, commit_matric
 from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
+from compile_muon.runtime.qk_clip import check_heads, clip_heads
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import edits_of, local_tensor
@@ -74,6 +75,8 @@ class MuonZero(Optimizer):
         adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
         adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape; None for the
             method's own.
+        qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
+            queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
         method, auxiliary: what trains the matrices, and what all else: names out of
             :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball"; "adamw",
             "lion").
@@ -131,6 +134,8 @@ class MuonZero(Optimizer):
         adamw_weight_decay: float = AdamWConfig.weight_decay,
         adamw_decay_vectors: bool = AdamWConfig.decay_vectors,
         adjust_lr: str | None = MuonConfig.adjust_lr,
+        qk_clip: float | None = MuonConfig.qk_clip,
+        qk_clip_alpha: float = MuonConfig.qk_clip_alpha,
         method: str = Config.method,
         auxiliary: str = Config.auxiliary,
         rates: Mapping[str, Any] | Sequence[Any] = Config.rates,
@@ -227,6 +232,7 @@ class MuonZero(Optimizer):
         self.grad_norm: Tensor | None = None
         self._pending: _Pending | None = None
         self._norm = math.nan
+        self._max_logit: Tensor | None = None
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
         if norm_group is not None:
@@ -253,6 +259,7 @@ class MuonZero(Optimizer):
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
         _warn_of_half_masters(trained)
+        self._ledger.notes_logits = config.muon.qk_clip is not None
         self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
@@ -336,11 +343,11 @@ class MuonZero(Optimizer):
         """Plain numbers for a logger, without waiting for the device but where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` of the latest step (before clipping; NaN before the first), ``muon_lr``, ``adamw_lr``, and
-            since the start on this rank: ``bytes_sent`` (where the mesh has several axes also by axis,
-            ``bytes_sent_shard``), ``directions_speculated`` (made in backward), ``directions_used`` and
-            ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``), ``skipped_steps``,
-            ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
+            ``grad_norm`` of the latest step (before clipping; NaN before the first), with ``qk_clip`` its
+            ``max_logit``, ``muon_lr``, ``adamw_lr``, and since the start on this rank: ``bytes_sent`` (where the mesh
+            has several axes also by axis, ``bytes_sent_shard``), ``directions_speculated`` (made in backward),
+            ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
+            ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
         """
         self.check()
         counters = self._ledger.counters
@@ -351,6 +358,7 @@ class MuonZero(Optimizer):
         by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
             "grad_norm": self._norm,
+            **({} if self._max_logit is None else {"max_logit": float(self._max_logit)}),
             **rates,
             "bytes_sent": counters.traffic.bytes_sent,
             **by_axis,
@@ -483,6 +491,9 @@ class MuonZero(Optimizer):
         with self._ledger.range("step commit adamw"):
             for given in rest:
                 commit_elements(*given, withheld)
+        if self.config.muon.qk_clip is not None:
+            muon = self.config.muon
+            self._max_logit = clip_heads(self._muon, muon, self._group, withheld)
 
     def _model_problem(self) -> UnsupportedModelError | None:
         """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
@@ -492,6 +503,8 @@ class MuonZero(Optimizer):
         try:
             self._ownership.check()
             self._handouts.check(thoroughly=True)
+            if self.config.muon.qk_clip is not None:
+                check_heads(self._muon)
         except UnsupportedModelError as problem:
             if self._group is None:
                 raise

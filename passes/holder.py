@@ -19,6 +19,16 @@ class Holder(Protocol):
     def await_refresh(self, read: Tensor | None = None) -> None:
         """Return when what is resident of the weight is that of the shards, and ``read``, which stands for it, too."""
 
+    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
+        """Keep the largest logit of each head, of queries that this parameter projects.
+
+        Args:
+            key_state: of the parameter that projects the keys.
+            largest: ``[heads]`` fp32.
+            size: of a head.
+            dims: of both parameters, that heads lie along.
+        """
+
     def reducing(self) -> AbstractContextManager[object]:
         """Around the reduction of an eager backward."""
 

@@ -100,6 +100,8 @@ def _written(config: Config) -> dict[str, Any]:
         bf16 = {"enabled": True}
         del given["param_dtype"]
     scheduler = _scheduler(config, given)
+    if views := given.pop("muon_views", ()):
+        given["muon_views"] = {pattern: {key: _plain(value) for key, value in view} for pattern, view in views}
     rates, groups, method = given.pop("rates", ()), given.pop("groups", ()), given.pop("method", None)
     optimizer = {
         "type": "AdamW" if config.algorithm == "adamw" else method,
@@ -147,7 +149,10 @@ def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:
             given.pop(f"adamw_{key}", None)
         elif key in given:  # has no name of Muon's alone
             given["adamw_weight_decay"] = adamw
-    named = both | {_IN_PARAMS.get(argument, argument): _plain(value) for argument, value in given.items()}
+    named = both | {
+        _IN_PARAMS.get(argument, argument): value if isinstance(value, dict) else _plain(value)
+        for argument, value in given.items()
+    }
     return {key: named[key] for key in sorted(named, key=_ORDER.index)}
 
 

@@ -143,6 +143,8 @@ class MuonConfig(Checked):
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
         adjust_lr: "original" | "match_rms_adamw" | "spectral", or None for the method's own: "original" but of AdaMuon.
+        qk_clip: largest logit of attention that a step leaves as it is (MuonClip), None for any.
+        qk_clip_alpha: how much of the scaling is of the queries; the rest is of the keys.
         ns: how the direction is orthogonalized.
     """
 
@@ -151,6 +153,8 @@ class MuonConfig(Checked):
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
     adjust_lr: str | None = setting(None, check_choice, none=True, allowed=("original", "match_rms_adamw", "spectral"))
+    qk_clip: float | None = setting(None, check_real, none=True, positive=True)
+    qk_clip_alpha: float = setting(0.5, check_real, below=1.0)
     ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
 
 

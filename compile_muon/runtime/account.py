@@ -29,7 +29,24 @@ if TYPE_CHECKING:
     from compile_muon.runtime.ledger import Ledger
     from compile_muon.runtime.replicas import Refresh
 
-__all__ = ["Account", "account_of"]
+__all__ = ["Account", "Attention", "account_of"]
+
+
+@dataclass(eq=False)
+class Attention:
+    """Attention whose queries a parameter projects.
+
+    Args:
+        key: what projects its keys.
+        largest: ``[heads]`` fp32, the largest logit of each since the last step.
+        size: of a head.
+        dims: of the weights of queries and keys, that heads lie along.
+    """
+
+    key: Account
+    largest: Tensor
+    size: int
+    dims: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -53,6 +70,7 @@ class Account:
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
         factor: the momentum in ``hyper``.
+        attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
     """
@@ -72,6 +90,7 @@ class Account:
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
     factor: float = 0.0
+    attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
     key: bytes = field(init=False)
@@ -145,6 +164,14 @@ class Account:
             self.refresh.finish()
         if read is not None and self.replica is not None and read.data_ptr() != self.replica.data_ptr():
             read.copy_(self.replica)
+
+    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
+        """Keep the largest logit of each head, until the next step."""
+        if self.attention is None:
+            key = account_of(key_state)
+            assert key is not None
+            self.attention = Attention(key, torch.full_like(largest, -float("inf")), size, tuple(dims))
+        self.attention.largest.copy_(torch.maximum(self.attention.largest, largest))
 
     @contextmanager
     def reducing(self) -> Iterator[None]:

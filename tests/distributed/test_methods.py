@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import test_meshes
 import test_model_parallel
 import torch
+import torch.distributed as dist
 from books import BETA2
 from harness import Ranks
 from reference import Report, full, train, world_and_rank
@@ -19,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
-from compile_muon.passes.methods import METHODS, MatrixMethod, matrix_method
+from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, matrix_method
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
 from compile_muon.runtime.shards import local_tensor
 
 OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
@@ -235,3 +238,79 @@ def test_states_go_from_mesh_to_mesh(ranks: Callable[[int], Ranks], tmp_path: Pa
         for slot, value in states.items():
             assert value.any(), (name, slot)
             torch.testing.assert_close(found[1]["state"]["state"][name][slot], value, rtol=1e-4, atol=1e-7)
+
+
+# --------------------------------------------------------------------------------------------------------------- counts
+
+
+def counted(way: str, update: str) -> tuple[int, int, int]:
+    """All-reduces, other bytes and matrices orthogonalized in the third step."""
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = compile_muon.MuonZero(model, stage=2, update=update, **settings_of(way))
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if update == "backward" else model
+    for step in range(3):
+        before = optimizer.traffic
+        loss(run, data(step, 0, 0)).backward()
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            optimizer.step()
+        optimizer.zero_grad()
+    now = optimizer.traffic
+    return all_reduce.call_count, now.bytes_sent - before.bytes_sent, now.matrices - before.matrices
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_method_costs_one_collective_where_it_has_facts(ranks: Callable[[int], Ranks], update: str) -> None:
+    group = ranks(2)
+    plain = group.run(counted, way="muon", update=update)
+    for way in OWN:
+        facts = matrix_method(way).facts
+        for (calls, sent, matrices), (plain_calls, *rest) in zip(
+            group.run(counted, way=way, update=update), plain, strict=True
+        ):
+            assert calls == plain_calls + bool(facts), way
+            assert [sent, matrices] == rest, way
+
+
+# ------------------------------------------------------------------------------------------------ steps left out
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
+    """On a GPU the host does not know yet whether a step may write; here the kernels are told the same."""
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = compile_muon.MuonZero(model, update="step", **settings_of(way))
+    kept = {}
+    for withheld in (0.0, 1.0, 0.0):
+        loss(model, data(0, 0, 0)).backward()
+        before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
+        parts = _parts(optimizer)
+        commit_matrices(*parts, None, torch.tensor(withheld))
+        for group in optimizer.param_groups:
+            if isinstance(method := optimizer._method(group), ElementMethod) and not method.withholds:
+                own = optimizer._with_gradient(group)
+                slots = [optimizer.state[account.param] for account in own]
+                commit_elements(method, group, own, slots, torch.tensor(withheld))
+        after = everything(model, optimizer)
+        kept[withheld] = {name for name, value in after.items() if torch.equal(value, before[name])}
+        optimizer.zero_grad()
+    assert kept[1.0] == after.keys()
+    assert not kept[0.0] & {"experts", "conv.weight", "uneven.weight", "momentum_buffer of experts"}
+
+
+def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    states = {f"{slot} of {name}": x for name, p in named.items() for slot, x in optimizer.state[p].items()}
+    return {**named, **states}
+
+
+def _parts(optimizer: compile_muon.MuonZero) -> tuple[list[Matrices], list[Any]]:
+    found = []
+    for group in optimizer.param_groups:
+        method, own = optimizer._method(group), optimizer._with_gradient(group)
+        if isinstance(method, MatrixMethod):
+            slots = [optimizer.state[account.param] for account in own]
+            made = [torch.randn_like(account.local) for account in own]
+            found.append(Matrices(method, group, own, made, lambda rows, cols: 1.0, slots))
+    return found, optimizer._summed

@@ -134,7 +134,7 @@ def test_several_mistakes_are_one_error_of_a_line_each():
 
 def test_defaults_are_those_of_the_issue():
     config = Config()
-    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, None, NSConfig(None, "jordan", "auto", "auto", 1e-7))
+    assert config.muon == MuonConfig(0.02, 0.95, True, 0.1, None, ns=NSConfig(None, "jordan", "auto", "auto", 1e-7))
     assert config.adamw == AdamWConfig(3e-4, (0.9, 0.95), 1e-8, 0.1)
     assert config.zero == ZeroConfig(2, "auto", 1, None, "error", 100, None, None)
     assert config.compile == CompileConfig(
@@ -386,6 +386,8 @@ KWARGS = {
     "communicators": ("separate", "zero.communicators", "separate"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
     "machine": ("h200", "machine", "h200"),
+    "qk_clip": (100, "muon.qk_clip", 100.0),
+    "qk_clip_alpha": (0.3, "muon.qk_clip_alpha", 0.3),
     "method": ("normuon", "method", "normuon"),
     "auxiliary": ("lion", "auxiliary", "lion"),
     "rates": ({"beta2": 0.9}, "rates", (("beta2", 0.9),)),
@@ -487,7 +489,7 @@ FULL = {
 
 def test_the_whole_vocabulary():
     config = load_config(FULL)
-    assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, None, NSConfig(6, method="standard"))
+    assert config.muon == MuonConfig(0.03, 0.9, True, 0.05, None, ns=NSConfig(6, method="standard"))
     assert config.adamw == AdamWConfig(0.002, (0.8, 0.99), 1e-6, 0.05)
     assert config.zero == ZeroConfig(
         3, gradient_clipping=0.5, gradient_accumulation_steps=4, param_dtype=torch.bfloat16
@@ -853,7 +855,7 @@ def test_keys_of_muon_are_refused_with_adamw(key):
 
 def test_muon_keys_under_test_are_all_there_are():
     expected = "momentum nesterov adjust_lr muon_params muon_lr ns_steps ns_coefficients ns_method ns_dtype"
-    expected += " ns_backend ns_memory_limit method muon_views per_head_muon split_fused"
+    expected += " ns_backend ns_memory_limit method qk_clip qk_clip_alpha muon_views per_head_muon split_fused"
     assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
 
 

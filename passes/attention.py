@@ -1,0 +1,184 @@
+"""MuonClip's eyes: the largest logit of each head, noted where attention is called.
+
+A pass over Dynamo's graph, where attention is still one call. It finds the weights that queries and keys come from, and
+puts ``note_logits`` in front of the call, which computes the products of queries and keys once more, a block of rows at
+a time, and keeps their maximum beside the weight's state. Source: Kimi K2, arXiv 2507.20534.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from .holder import holder_of
+from .markers import UNSHARD
+from .spec import ParamSpec
+
+__all__ = ["UnknownAttention", "largest_logits", "note_attention"]
+
+#: rows of queries at a time
+_BLOCK = 256
+_SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_LINEAR = (F.linear, torch._C._nn.linear)
+_PRODUCTS = (*_LINEAR, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, operator.matmul, "matmul", "addmm")
+_TURNS = ("t", "transpose", "permute", torch.t, torch.transpose, torch.permute)
+_SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
+_CASTS = ("to", "contiguous", "type", "float", "bfloat16", "half", torch.Tensor.to)
+_UNSHARDS = (UNSHARD, torch.ops.muon_zero.unshard)
+
+
+class UnknownAttention(Exception):
+    """Attention whose queries or keys do not come straight from one weight each."""
+
+
+def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    """``max over batch and pairs of scale <q, k> + mask``, of the pairs that see each other.
+
+    Args:
+        query: ``[..., heads, queries, size]``.
+        key: ``[..., key heads, keys, size]``, where key heads divide heads.
+        mask: as ``scaled_dot_product_attention`` takes it: True where a pair counts, or what is added.
+        causal: whether a query sees only keys up to its own place.
+    Returns:
+        ``[heads]`` fp32. Memory is that of a block of rows.
+    """
+    heads, length = query.shape[-3], query.shape[-2]
+    if key.shape[-3] != heads:
+        key = key.repeat_interleave(heads // key.shape[-3], -3)
+    found = torch.full((heads,), -math.inf, device=query.device)
+    for start in range(0, length, _BLOCK):
+        stop = min(start + _BLOCK, length)
+        seen = min(stop, key.shape[-2]) if causal else key.shape[-2]
+        logits = (query[..., start:stop, :] @ key[..., :seen, :].mT).float() * scale
+        if causal:
+            rows = torch.arange(start, stop, device=query.device)[:, None]
+            logits = logits.masked_fill(torch.arange(seen, device=query.device) > rows, -math.inf)
+        if mask is not None:
+            own = mask[..., start:stop, :seen] if mask.shape[-2] > 1 else mask[..., :seen]
+            logits = logits.masked_fill(~own, -math.inf) if own.dtype is torch.bool else logits + own
+        found = torch.maximum(found, logits.amax((-2, -1)).reshape(-1, heads).amax(0))
+    return found
+
+
+@torch.library.custom_op("muon_zero::note_logits", mutates_args=())
+def note_logits(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    query_state: Tensor,
+    key_state: Tensor,
+    scale: float,
+    causal: bool,
+    dims: list[int],
+) -> Tensor:
+    """The queries again; what was found goes to the holder of their weight's state.
+
+    Args:
+        dims: of the weights of queries and keys, that their heads lie along.
+    """
+    holder = holder_of(query_state)
+    if holder is not None:
+        holder.note_logits(key_state, largest_logits(query, key, mask, scale, causal), query.shape[-1], dims)
+    return query.clone()
+
+
+@note_logits.register_fake
+def _(query: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.preserve_format)
+
+
+note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 7))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What projects queries or keys: the state of its weight, and the dim that outputs lie along."""
+
+    state: Node
+    dim: int
+
+
+def note_attention(gm: GraphModule) -> None:
+    """Put ``note_logits`` in front of every attention of a graph of Dynamo, and of those inside it.
+
+    Raises:
+        UnknownAttention: naming why.
+    """
+    for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
+        for node in list(sub.graph.nodes):
+            if node.op == "call_function" and "flex_attention" in str(node.target):
+                raise UnknownAttention("flex_attention hands out no logits here; use scaled_dot_product_attention")
+            if node.target in _SDPA:
+                _note(sub, node)
+        sub.recompile()
+
+
+def _note(gm: GraphModule, node: Node) -> None:
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    query, key = given["query"], given["key"]
+    sources = []
+    for what, start in (("queries", query), ("keys", key)):
+        found = dict.fromkeys(_sources(start))
+        if len(found) != 1:
+            raise UnknownAttention(f"{what} come from {len(found)} weights, where the rows of one are scaled")
+        sources += list(found)
+    size = query.meta["example_value"].shape[-1]
+    scale = given.get("scale")
+    with gm.graph.inserting_before(node):
+        noted = gm.graph.call_function(
+            torch.ops.muon_zero.note_logits.default,
+            (
+                query, key, given.get("attn_mask"), sources[0].state, sources[1].state,
+                1 / math.sqrt(size) if scale is None else float(scale), bool(given.get("is_causal", False)),
+                [source.dim for source in sources],
+            ),
+        )  # fmt: skip
+    noted.meta["example_value"] = query.meta["example_value"]
+    if "query" in node.kwargs:
+        node.update_kwarg("query", noted)
+    else:
+        node.update_arg(0, noted)
+
+
+def _sources(start: Node) -> Iterator[_Source]:
+    """The projections that ``start`` comes from, past rotations, views and copies.
+
+    Raises:
+        UnknownAttention: a norm lies between, which undoes what scaling the weight would do.
+    """
+    seen, left = set[Node](), [start]
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target in _PRODUCTS:
+            for arg in node.all_input_nodes:
+                if (found := _weight(arg)) is not None and len(ParamSpec.decode(found[0].args[-1]).layout.shape) > 1:
+                    yield _Source(found[0].args[1], int(found[1] == (node.target in _LINEAR)))
+            continue
+        weighs = node.target not in _SUMS and any(_weight(arg) is not None for arg in node.all_input_nodes)
+        if weighs or any(word in str(node.target) for word in ("norm", "rsqrt")):
+            raise UnknownAttention("a norm lies between projection and attention (QK-norm), where scaling does nothing")
+        left += node.all_input_nodes
+
+
+def _weight(node: Node) -> tuple[Any, bool] | None:
+    """The ``unshard`` that ``node`` is, but for casts, and whether it is turned; None if it is something else."""
+    turned = False
+    while node.target not in _UNSHARDS:
+        if node.target in _TURNS:
+            turned = not turned
+        elif node.target not in _CASTS:
+            return None
+        node = node.all_input_nodes[0]
+    return node, turned

@@ -1,0 +1,212 @@
+"""MuonClip beside its formula: heads whose logits grew too large, over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from reference import full, world_and_rank
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import compile_muon
+from compile_muon import UnsupportedModelError
+from compile_muon.passes import attention
+from compile_muon.passes.attention import largest_logits
+
+WIDTH, SIZE = 12, 4
+
+
+class Attention(nn.Module):
+    """Queries and keys of 3 heads and 1, or as many; each projection by itself, fused, or kept [in, out]."""
+
+    def __init__(self, kind: str, keys: int, own_mask: bool) -> None:
+        super().__init__()
+        self.kind, self.keys, self.own_mask = kind, keys, own_mask
+        self.embedding = nn.Embedding(16, WIDTH)
+        if kind == "fused":
+            self.qkv = nn.Linear(WIDTH, (3 + 2 * keys) * SIZE, bias=False)
+        elif kind == "turned":
+            self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(WIDTH, n * SIZE) / 3) for n in (3, keys, keys))
+        else:
+            self.q_proj = nn.Linear(WIDTH, 3 * SIZE)
+            self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys * SIZE, bias=False) for _ in range(2))
+        if kind == "normed":
+            self.q_norm = nn.RMSNorm(SIZE)
+        self.merge = nn.Linear(3 * SIZE, WIDTH)
+        self.head = nn.Linear(WIDTH, 16, bias=False)
+
+    def projected(self, h: Tensor) -> list[Tensor]:
+        if self.kind == "fused":
+            parts = self.qkv(h).split([3 * SIZE, self.keys * SIZE, self.keys * SIZE], -1)
+        elif self.kind == "turned":
+            parts = (h @ self.wq, h @ self.wk, h @ self.wv)
+        else:
+            parts = (self.q_proj(h), self.k_proj(h), self.v_proj(h))
+        q, k, v = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts)
+        if self.kind == "normed":
+            q = self.q_norm(q)
+        turn = torch.arange(h.shape[1], dtype=h.dtype)[:, None] / 7  # a rotation of sorts
+        q, k = (torch.cat([x[..., :2] * turn.cos() - x[..., 2:] * turn.sin(), x[..., 2:]], -1) for x in (q, k))
+        return [q, k, v] if self.own_mask else [q, *(x.repeat_interleave(3 // self.keys, 1) for x in (k, v))]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        q, k, v = self.projected(h)
+        if self.own_mask:
+            mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+            made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.7, enable_gqa=True)
+        else:
+            made = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(h + self.merge(made.transpose(1, 2).flatten(-2)))
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randint(0, 16, (3, 9), generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+
+
+def loss(run: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    return F.cross_entropy(run(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def largest(model: Attention, tokens: Tensor) -> Tensor:
+    """Of each head, from the definition."""
+    q, k, _ = model.projected(model.embedding(tokens))
+    k = k if k.shape[1] == 3 else k.repeat_interleave(3, 1)
+    logits = q.double() @ k.double().mT * (0.7 if model.own_mask else 1 / math.sqrt(SIZE))
+    return logits.masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -math.inf).amax((0, 2, 3))
+
+
+#: name, dim, first row or column
+Place = tuple[str, int, int]
+
+
+def heads_of(model: Attention) -> tuple[Place, Place]:
+    """What projects queries, and keys."""
+    if model.kind == "fused":
+        return ("qkv.weight", 0, 0), ("qkv.weight", 0, 3 * SIZE)
+    return (
+        (("wq", 1, 0), ("wk", 1, 0)) if model.kind == "turned" else (("q_proj.weight", 0, 0), ("k_proj.weight", 0, 0))
+    )
+
+
+@torch.no_grad()
+def scale(weights: dict[str, Tensor], place: Place, factors: Tensor) -> None:
+    name, dim, first = place
+    of_rows = factors.repeat_interleave(SIZE)
+    weights[name].narrow(dim, first, len(of_rows)).mul_(of_rows[:, None] if dim == 0 else of_rows)
+
+
+def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codegen: str) -> None:
+    world, rank = world_and_rank()
+    torch.manual_seed(0)
+    whole = Attention(kind, keys, own_mask)
+    for place, heads in zip(heads_of(whole), (3, keys), strict=True):
+        scale(dict(whole.named_parameters()), place, torch.arange(1.0, heads + 1) * 3)
+    seen = torch.stack([largest(whole, batch(0, m, r)) for m in range(micro) for r in range(world)]).amax(0)
+    threshold = float(seen.median())
+    views = {"qkv.weight": {"split": [3 * SIZE, keys * SIZE, keys * SIZE]}} if kind == "fused" else {}
+    after = []
+    for clip in (None, threshold):
+        model = copy.deepcopy(whole)
+        optimizer = compile_muon.MuonZero(
+            model, stage=stage, gradient_accumulation_steps=micro, ns_dtype="float32", muon_views=views,
+            qk_clip=clip, qk_clip_alpha=0.3,
+        )  # fmt: skip
+        run = torch.compile(model, backend="muon_zero", options={"codegen": codegen})
+        for m in range(micro):
+            (loss(run, batch(0, m, rank)) / micro).backward()
+        optimizer.step()
+        after.append({name: full(param).detach().clone() for name, param in model.named_parameters()})
+    plain, found = after
+    shared = (threshold / seen).clamp(max=1).float().view(keys, -1).amin(1)
+    queries, key = heads_of(whole)
+    scale(plain, queries, shared.repeat_interleave(3 // keys) ** 0.3)
+    scale(plain, key, shared**0.7)
+    assert (shared < 1).any()
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
+    whole.load_state_dict(found)  # what is resident has been scaled too
+    torch.testing.assert_close(run(batch(9, 0, 0)), whole(batch(9, 0, 0)), rtol=1e-4, atol=1e-5)
+
+
+#: world, kind, key heads, own mask, stage, micro-batches, codegen
+CASES = [
+    (2, "apart", 3, False, 3, 1, "eager"),
+    (2, "apart", 1, True, 1, 2, "eager"),
+    (2, "fused", 1, False, 2, 1, "eager"),
+    (1, "turned", 3, True, 2, 1, "eager"),
+    pytest.param((1, "fused", 3, False, 2, 2, "inductor"), marks=pytest.mark.full),
+    pytest.param((2, "apart", 1, False, 0, 1, "eager"), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], case: tuple[Any, ...]) -> None:
+    names = ("kind", "keys", "own_mask", "stage", "micro", "codegen")
+    ranks(case[0]).run(clipped, **dict(zip(names, case[1:], strict=True)))
+
+
+def test_logits_that_would_explode_stay_and_the_loss_falls() -> None:
+    """A rate under which logits grow from 1 to dozens."""
+    found = {}
+    for clip in (None, 5.0):
+        torch.manual_seed(0)
+        model = Attention("apart", 3, own_mask=False)
+        optimizer = compile_muon.MuonZero(model, lr=0.2, adamw_lr=0.01, weight_decay=0.0, qk_clip=clip)
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+        losses, logits = [], []
+        for _ in range(25):
+            losses.append(loss(run, batch(0, 0, 0)))
+            losses[-1].backward()
+            logits.append(float(largest(model, batch(0, 0, 0)).max()))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[clip] = (float(losses[0]), float(losses[-1]), logits)
+    assert max(found[None][2]) > 30
+    # rows are scaled behind the step that they are too large in, which has moved them once more
+    assert max(found[5.0][2]) < 8
+    assert found[5.0][1] < 0.1 * found[5.0][0] and found[5.0][1] < found[None][1]
+
+
+def test_blocks_of_rows_see_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k = torch.randn(2, 4, 11, 3), torch.randn(2, 2, 7, 3)
+    monkeypatch.setattr(attention, "_BLOCK", 4)
+    mask = torch.randn(2, 1, 11, 7)
+    logits = 0.3 * q @ k.repeat_interleave(2, 1).mT
+    for causal, given, expected in (
+        (False, None, logits),
+        (True, None, logits.masked_fill(~torch.ones(11, 7, dtype=torch.bool).tril(), -math.inf)),
+        (False, mask, logits + mask),
+        (False, mask > 0, logits.masked_fill(mask <= 0, -math.inf)),
+        (False, mask[:, :, :1] > 0, logits.masked_fill(mask[:, :, :1] <= 0, -math.inf)),
+    ):
+        torch.testing.assert_close(largest_logits(q, k, given, 0.3, causal), expected.amax((0, 2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("normed", r"a norm lies between projection and attention"), ("fused", "set split_fused, or say in muon_views")],
+)
+def test_what_cannot_be_scaled(kind: str, said: str) -> None:
+    torch.manual_seed(0)
+    model = Attention(kind, 3, own_mask=False)
+    optimizer = compile_muon.MuonZero(model, qk_clip=1.0)
+    with pytest.raises((UnsupportedModelError, torch._dynamo.exc.BackendCompilerFailed), match=said):
+        loss(torch.compile(model, backend="muon_zero", options={"codegen": "eager"}), batch(0, 0, 0)).backward()
+        optimizer.step()
+
+
+def test_a_model_that_is_not_compiled() -> None:
+    model = Attention("apart", 3, own_mask=False)
+    optimizer = compile_muon.MuonZero(model, qk_clip=1.0, update="step")
+    loss(model, batch(0, 0, 0)).backward()
+    with pytest.raises(UnsupportedModelError, match="no compiled graph has noted a logit"):
+        optimizer.step()
