@@ -62,9 +62,9 @@ def _parameters(model: nn.Module) -> dict[str, str]:
     return found | {_ORDER: _digest([name for name, _ in named]).hex()[:8]}
 
 
-def _layouts(specs: Mapping[str, ParamSpec]) -> Iterator[tuple[str, str]]:
+def _layouts(specs: Mapping[str, ParamSpec], algorithms: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name, spec in specs.items():
-        yield f"{name} algorithm", "elementwise" if spec.muon is None else spec.muon.algorithm
+        yield f"{name} algorithm", algorithms[name]
         yield from _fields(spec, f"{name} ")
 
 
@@ -77,6 +77,7 @@ def agree(
     config: Config,
     costs: Costs,
     specs: Mapping[str, ParamSpec],
+    algorithms: Mapping[str, str],
     mesh: Mesh,
     heartbeat: Heartbeat | None,
 ) -> None:
@@ -85,6 +86,7 @@ def agree(
     Args:
         costs: what the file of the machine says on this rank.
         specs: static facts by parameter name, as this rank has them.
+        algorithms: what trains each.
         heartbeat: learns the number that each rank's optimizer has.
     Raises:
         ConfigError: versions or settings differ; all ranks raise, naming what differs and on which ranks.
@@ -94,7 +96,7 @@ def agree(
         "library versions": _versions(),
         "settings": dict(_fields(config)) | dict(_fields(costs, "machine.")),
         "parameters": _parameters(model),
-        "layouts": dict(_layouts(specs)),
+        "layouts": dict(_layouts(specs, algorithms)),
     }
     numbers = [int.from_bytes(_digest(facts), "big") for facts in sections.values()]
     mine = torch.tensor([*numbers, 0 if heartbeat is None else heartbeat.number], device=mesh.device_type)

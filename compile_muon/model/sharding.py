@@ -165,7 +165,8 @@ def shard_model(
     specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
     if mesh is not None:
         with ledger.status.at("the sharding of the model"):
-            agree(model, config, costs, specs, mesh, ledger.status.heartbeat)
+            algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
+            agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
