@@ -7,12 +7,9 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,8 +29,8 @@ from compile_muon.config import (
     config_from_kwargs,
 )
 from compile_muon.config.groups import named_groups
-from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
-from compile_muon.model.assignment import assign, lr_scale
+from compile_muon.errors import LedgerError, config_error, listed, warn_user
+from compile_muon.model.assignment import assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
@@ -43,22 +40,14 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
 from compile_muon.model.views import with_views
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.exchange import transfers
-from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
 from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
-from compile_muon.runtime.qk_clip import check_heads, clip_heads
+from compile_muon.runtime.pipeline_stages import PipelineStages
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
-from compile_muon.runtime.shards import edits_of, local_tensor
-from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.states import new_state
-from compile_muon.runtime.step_agreement import Agreement, Copies
-from compile_muon.runtime.step_graph import StepGraphs
-from compile_muon.runtime.survey import Survey, not_finite
+from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.step import Step
 from compile_muon.summary import Summary, summarize
 from compile_muon.weights.materialize import Values
 
@@ -229,10 +218,6 @@ class MuonZero(Optimizer):
         assignments = with_views(config, assignments, model)
         groups = plan_groups(config, assignments, model)
         self.config = config
-        self.grad_norm: Tensor | None = None
-        self._pending: _Pending | None = None
-        self._norm = math.nan
-        self._max_logit: Tensor | None = None
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
         if norm_group is not None:
@@ -243,7 +228,6 @@ class MuonZero(Optimizer):
         for configured in {group.configured for group in groups if group.configured is not None}:
             own = torch.empty_like(self._hyper)
             hypers |= {name: own for group in groups if group.configured == configured for name in group.members}
-        self._step_graphs = StepGraphs()
         self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
         self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
@@ -253,8 +237,6 @@ class MuonZero(Optimizer):
         )
         if values is not None:
             values.fill(model, device)
-        self._ledger.before_backward = self._sync_momentum
-        self._ownership = Ownership(model, self._ledger.accounts)
         self._handouts = self._ledger.accounts[0].handouts
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
@@ -264,20 +246,19 @@ class MuonZero(Optimizer):
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._accounts = {account.param: account for account in trained}
-        self._methods = {group.name: group.method for group in groups}
-        self._summed = [
-            account
-            for account in self._muon
-            if account.spec.muon is not None and matrix_method(account.spec.muon.algorithm).facts
-        ]
         super().__init__(self._param_groups(groups), {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
-        self.defaults[cycled] = self.param_groups[0][cycled]
+        self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
-        self._create_state()
-        self._sync_momentum()
+        self._steps = Step(
+            self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
+            device, self._compares, Ownership(model, self._ledger.accounts), self._handouts,
+        )  # fmt: skip
+        self._steps.create_state()
+        self._steps.sync_momentum()
+        self._ledger.before_backward = self._steps.sync_momentum
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
@@ -293,41 +274,6 @@ class MuonZero(Optimizer):
             for group in groups
         ]
 
-    def _method(self, group: Mapping[str, Any]) -> Method:
-        return self._methods[group["name"]]
-
-    def _with_gradient(self, group: Mapping[str, Any]) -> list[Account]:
-        return [self._accounts[param] for param in group["params"] if param.grad is not None]
-
-    def _create_state(self) -> None:
-        """All state exists from the start, so checkpoints and sharding see it before the first step."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                account, slots = self._accounts[param], self.state[param]
-                if account.spec.muon is not None:
-                    slots["momentum_buffer"] = account.momentum_buffer
-                for state in self._method(group).states:
-                    slots[state.name] = new_state(account, state)
-
-    def _sync_momentum(self) -> None:
-        """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
-        shared: dict[int, list[dict[str, Any]]] = {}
-        for group in self.param_groups:
-            if "momentum" in group:
-                shared.setdefault(id(self._accounts[group["params"][0]].hyper), []).append(group)
-        for groups in shared.values():
-            factors = {float(group["momentum"]) for group in groups}
-            if len(factors) > 1:
-                names = listed([group["name"] for group in groups])
-                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
-            accounts = [self._accounts[param] for group in groups for param in group["params"]]
-            momentum = factors.pop()
-            if momentum != accounts[0].factor:
-                # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
-                accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
-                for account in accounts:
-                    account.factor = momentum
-
     # ------------------------------------------------------------------ what users read
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -338,6 +284,11 @@ class MuonZero(Optimizer):
     def traffic(self) -> Traffic:
         """What this rank has sent and orthogonalized since the start, counted from the graphs that ran."""
         return self._ledger.counters.traffic
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Of the latest step, before clipping; 0-dim fp32 on the device, None before the first."""
+        return self._steps.grad_norm
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, without waiting for the device but where checks are read in the next step.
@@ -357,8 +308,8 @@ class MuonZero(Optimizer):
         several = self._mesh is not None and len(self._mesh.names) > 1
         by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
-            "grad_norm": self._norm,
-            **({} if self._max_logit is None else {"max_logit": float(self._max_logit)}),
+            "grad_norm": self._steps.norm,
+            **({} if (logit := self._steps.max_logit) is None else {"max_logit": float(logit)}),
             **rates,
             "bytes_sent": counters.traffic.bytes_sent,
             **by_axis,
@@ -367,7 +318,7 @@ class MuonZero(Optimizer):
             "directions_discarded": counters.discarded,
             "directions_in_step": counters.in_step,
             "skipped_steps": counters.skipped,
-            "compiled_graphs": counters.graphs + len(self._step_graphs),
+            "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
             "communicators": 0 if self._mesh is None else self._mesh.process_groups,
         }
 
@@ -379,25 +330,8 @@ class MuonZero(Optimizer):
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        survey = pending.survey
-        with self._ledger.range("step wait"):
-            survey.wait()
-        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
-        self._check_agreement(survey, pending.agreement)
-        edited = sorted(survey.names("differs"))
-        if edited:
-            raise LedgerError(
-                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
-                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
-                "set checks='in_step' or update='step'"
-            )
-        if self._refused(survey, pending.directions):
+        if self._steps.check() is False:
             self._scheduled = None
-        else:
-            self._ledger.counters.skipped_in_a_row = 0
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
@@ -430,7 +364,10 @@ class MuonZero(Optimizer):
         status = self._ledger.status
         others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
         with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
-            self._step()
+            self.check()
+            self._check_schedule()
+            if self._steps.run():
+                self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
 
     def _check_schedule(self) -> None:
@@ -444,322 +381,6 @@ class MuonZero(Optimizer):
                 "scheduler", type(self.config.scheduler).__name__, "was not stepped since the last optimizer.step()",
                 "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
             )  # fmt: skip
-
-    def _step(self) -> None:
-        self.check()
-        self._check_schedule()
-        problem = self._model_problem()
-        self._own_momenta()
-        self._sync_momentum()
-        self._whole_gradients()
-        muon = [account for account in self._muon if account.param.grad is not None]
-        rest = [account for account in self._adamw if account.param.grad is not None]
-        agreement = self._agreement() if self._compares else None
-        directions = self._directions(muon, self._survey(problem, agreement), agreement)
-        if directions is not None:
-            self._commit(directions, None if self._pending is None else self._pending.withheld)
-            # In the order in which the model has them, which is about that of their use in the next forward. Whether
-            # all ranks have the same gradients may not be known yet, and they must refresh the same.
-            trained = {*self._muon, *self._adamw} if self._ledger.checks_later else {*muon, *rest}
-            self._ledger.count(start_refresh([account for account in self._ledger.accounts if account in trained]))
-            self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
-        self._ledger.close([*muon, *rest])
-
-    def _commit(self, directions: dict[str, Tensor], withheld: Tensor | None = None) -> None:
-        """Write momenta, moments and parameters.
-
-        Args:
-            directions: by name; each is let go once it is written.
-            withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
-        """
-        if withheld is not None and not withheld.is_cuda:
-            if withheld.item() != 0:
-                return
-            withheld = None
-        matrices, rest = [], []
-        for group in self.param_groups:
-            method, own = self._method(group), self._with_gradient(group)
-            slots = [self.state[account.param] for account in own]
-            if isinstance(method, MatrixMethod):
-                made = [directions.pop(account.name) for account in own]
-                scale = partial(lr_scale, self.config.muon.adjust_lr or method.adjust_lr)
-                matrices.append(Matrices(method, group, own, made, scale, slots))
-            elif isinstance(method, ElementMethod):
-                rest.append((method, group, own, slots))
-        with self._ledger.range("step commit muon"):
-            commit_matrices(matrices, self._summed, self._group, withheld)
-        with self._ledger.range("step commit adamw"):
-            for given in rest:
-                commit_elements(*given, withheld)
-        if self.config.muon.qk_clip is not None:
-            muon = self.config.muon
-            self._max_logit = clip_heads(self._muon, muon, self._group, withheld)
-
-    def _model_problem(self) -> UnsupportedModelError | None:
-        """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
-
-        One process raises at once.
-        """
-        try:
-            self._ownership.check()
-            self._handouts.check(thoroughly=True)
-            if self.config.muon.qk_clip is not None:
-                check_heads(self._muon)
-        except UnsupportedModelError as problem:
-            if self._group is None:
-                raise
-            return problem
-        return None
-
-    def _whole_gradients(self) -> None:
-        """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
-
-        Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
-        """
-        for account in self._ledger.accounts:
-            grad = account.param.grad
-            if isinstance(grad, DTensor) and grad.placements != cast("DTensor", account.param).placements:
-                account.param.grad = grad.redistribute(placements=cast("DTensor", account.param).placements)
-            account.sums.check(account.param.grad, account.name)
-            if account.sums.delivered is not None:
-                account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
-                account.speculations.drop()
-            account.sums.close()
-
-    def _own_momenta(self) -> None:
-        """Momenta that users put into the state, as they may, become those that graphs read."""
-        for account in self._muon:
-            slots = self.state[account.param]
-            if slots["momentum_buffer"] is not account.momentum_buffer:
-                account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
-                slots["momentum_buffer"] = account.momentum_buffer
-
-    def _agreement(self) -> Agreement:
-        """What every rank must bring to this step alike."""
-        values = {f"{g['name']} {rate.name}": g[rate.name] for g in self.param_groups for rate in self._method(g).rates}
-        scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        settings = {name: repr(value) for name, value in values.items() if name not in scalars}
-        step, every = self._ledger.status.step, self.config.zero.check_replicas
-        copies = Copies.of(self._ledger.accounts, self.state) if every and step % every == 0 else None
-        return Agreement(step, settings, scalars, self._ledger.trail, copies)
-
-    def _survey(self, problem: UnsupportedModelError | None, agreement: Agreement | None) -> Survey:
-        """Ask everything that can be asked before directions are made; nothing is waited for.
-
-        On every rank the same numbers in the same order, whatever gradients it has.
-        """
-        survey = Survey(self._group, self._hyper.device, self._ledger.status.step, problem)
-        survey.add_gradients([*self._muon, *self._adamw])
-        if self._muon:
-            survey.add("momentum", [a.name for a in self._muon], not_finite([a.momentum for a in self._muon]))
-        for group in self.param_groups:
-            accounts = [self._accounts[param] for param in group["params"]]
-            for state in self._method(group).states:
-                survey.add_states(accounts, state, [local_tensor(self.state[a.param][state.name]) for a in accounts])
-            for rate in self._method(group).rates:
-                survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
-        if agreement is not None:
-            agreement.put(survey)
-        return survey
-
-    def _directions(
-        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
-    ) -> dict[str, Tensor] | None:
-        """Directions of these matrices by name: those of backward where they hold, the others made here.
-
-        Where checks are read in the next step and nothing here depends on them, waits for nothing. Else waits for the
-        device once, and again only where some were made in backward and others must be made here, or where pipeline
-        stages must know of each other before any is made. Gradients are scaled in place where their norm is over the
-        limit, as ``clip_grad_norm_`` does.
-
-        Returns:
-            None for a step to leave out (``nonfinite="skip"``).
-        """
-        candidates = {account: made for account in muon if (made := self._ready(account)) is not None}
-        ready = {account.name: made for account, made in candidates.items() if self._untouched(account)}
-        # The norm over all pipeline stages is known once they have met.
-        at_once = not self._ledger.speculating and self._stages is None
-        survey.add_speculations(self._muon, {} if at_once else ready)
-        survey.reduce()
-        self.grad_norm = survey.total("gradient").sqrt()
-        directions: dict[str, Tensor] = {}
-        held: set[str] = set()
-        if at_once:
-            self._clip(self.grad_norm)
-            # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
-            directions = self._orthogonalize(muon if self._group is None else self._muon, survey)
-        if self._ledger.checks_later and (
-            at_once or (self.config.zero.gradient_clipping is None and len(ready) == len(muon))
-        ):
-            directions = directions or {name: made.direction for name, made in ready.items()}
-            survey.send()
-            self._pending = _Pending(survey, agreement, frozenset(directions), survey.withheld())
-            self._account(list(candidates), set() if at_once else set(ready), clipped=False)
-            return {account.name: directions[account.name] for account in muon}
-        with self._ledger.range("step wait"):
-            survey.wait()
-        self._check_agreement(survey, agreement)
-        self._norm = math.sqrt(sum(survey.numbers("gradient").values()))
-        if self._ledger.speculating:
-            held = survey.held(1 if self._group is None else self._group.size())
-        if self._stages is not None:
-            under, over = (self._outlook(survey, muon, names) for names in (held, set[str]()))
-            self._norm = self._stages.decide(self._norm, under, over, self._over_limit)
-            self.grad_norm = torch.tensor(self._norm, dtype=torch.float32, device=self._hyper.device)
-        clipped = self._over_limit(self._norm)
-        if not at_once:
-            held = set() if clipped else held
-            directions = {name: ready[name].direction for name in held}
-        if self._refused(survey, directions):
-            return None
-        late = [account for account in muon if account.name not in directions]
-        if clipped and not at_once:
-            self._clip(self.grad_norm)
-        if late:
-            directions |= self._orthogonalize(late, survey)
-            with self._ledger.range("step wait"):
-                survey.wait()
-        if self._stages is not None:
-            self._stages.confirm(wrong=bool(self._wrong(survey, directions)))
-        if (late or self._stages is not None) and self._refused(survey, directions):
-            return None
-        self._ledger.counters.skipped_in_a_row = 0
-        self._account(list(candidates), held, clipped=clipped)
-        return {account.name: directions[account.name] for account in muon}
-
-    def _check_agreement(self, survey: Survey, agreement: Agreement | None) -> None:
-        """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
-        if self._group is None:
-            return
-        if survey.names("refused"):
-            raise survey.refusal or LedgerError(
-                "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
-                "every rank what is done to it on one"
-            )
-        missing = [name for name, count in survey.numbers("missing").items() if 0 < count < self._group.size()]
-        if missing:
-            where = survey.ranks({"missing": missing})
-            raise LedgerError(
-                f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
-                f"step {survey.step}; every rank must use the same parameters in a step, e.g. by adding "
-                "0 * parameter.sum() to the loss where one is not used"
-            )
-        if agreement is not None:
-            agreement.check(survey, self._group)
-        if self._ledger.checks_later:
-            # A rank on which all directions hold does not wait to hear that they do not on another.
-            some = [name for name, count in survey.numbers("ready").items() if 0 < count < self._group.size()]
-            if some:
-                raise LedgerError(
-                    f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
-                    f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
-                )
-
-    def _ready(self, account: Account) -> Speculation | None:
-        """A direction of backward, if the momentum is what it was made with."""
-        made = account.speculations.current
-        if made is None or made.factor != account.factor:
-            return None
-        return made if made.edits == edits_of(account.momentum_buffer) else None
-
-    def _untouched(self, account: Account) -> bool:
-        """Whether the gradient is what backward wrote as far as the host knows, where it must know."""
-        return not self._ledger.checks_later or account.sums.untouched(account.param.grad)
-
-    def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
-        if not accounts:
-            return {}
-        grads = [a.local_grad if a.param.grad is not None else torch.zeros_like(a.local) for a in accounts]
-        with self._ledger.range("step directions", payload=len(accounts)):
-            results, traffic = self._step_graphs.orthogonalize(accounts, grads, self._ledger.options)
-        self._ledger.count(traffic)
-        self._ledger.counters.in_step += sum(account.param.grad is not None for account in accounts)
-        survey.add("direction", [account.name for account in accounts], not_finite(results))
-        return {account.name: result for account, result in zip(accounts, results, strict=True)}
-
-    def _account(self, candidates: Sequence[Account], held: set[str], *, clipped: bool) -> None:
-        """Note in the accounts what has become of the directions of backward."""
-        for account in candidates:
-            if account.name in held:
-                account.speculations.used()
-        self._ledger.counters.used += len(held)
-        reason = "clipped" if clipped else "edited"
-        self._ledger.discarded([account for account in candidates if account.name not in held], reason)
-        for account in self._muon:
-            account.speculations.note_norm(under_limit=not clipped)
-
-    # ------------------------------------------------------------------ clipping and finiteness
-
-    def _over_limit(self, norm: float) -> bool:
-        limit = self.config.zero.gradient_clipping
-        return limit is not None and limit / (norm + 1e-6) < 1
-
-    def _clip(self, norm: Tensor) -> None:
-        """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
-        limit = self.config.zero.gradient_clipping
-        gradients = [a.local_grad for a in (*self._muon, *self._adamw) if a.param.grad is not None]
-        if limit is None or not gradients:
-            return
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        # A step that will be refused leaves gradients as they are.
-        torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))
-
-    def _wrong(self, survey: Survey, directions: Collection[str]) -> dict[str, list[str]]:
-        """What is not finite in this model, names by kind.
-
-        Args:
-            directions: names of those that will be used; what has become of the others does not matter.
-        """
-        gradients = survey.numbers("gradient").items()
-        wrong = {"gradient": [name for name, square in gradients if not math.isfinite(square)]}
-        wrong |= survey.spoiled()
-        if not any(wrong.values()):  # else directions follow from those
-            wrong["direction"] = sorted(survey.names("direction").intersection(directions))
-        return {what: names for what, names in wrong.items() if names}
-
-    def _outlook(self, survey: Survey, muon: Sequence[Account], held: Collection[str]) -> Outlook:
-        """What follows for this pipeline stage if of the directions of backward it uses those that are held."""
-        if self._wrong(survey, held):
-            return Outlook.WRONG
-        return Outlook.LATER if len(held) < len(muon) else Outlook.READY
-
-    def _refused(self, survey: Survey, directions: Collection[str]) -> bool:
-        """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
-
-        Args:
-            directions: as in :meth:`_wrong`.
-        """
-        wrong = self._wrong(survey, directions)
-        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items())
-        others = "" if self._stages is None else self._stages.elsewhere()
-        if not found and not others:
-            return False
-        zero, counters = self.config.zero, self._ledger.counters
-        if found:
-            where = survey.ranks(wrong) if self._compares and zero.nonfinite == "error" else ""
-            where += "" if self._stages is None else self._stages.here()
-            found = f"{found} = inf or nan{where}"
-        else:
-            found = f"{others} found inf or nan, and itself says where"
-        problem = f"{found}: nothing was updated in step {survey.step}"
-        if zero.nonfinite == "error":
-            raise NonFiniteError(
-                f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
-                "out"
-            )
-        counters.skipped += 1
-        counters.skipped_in_a_row += 1
-        if counters.skipped_in_a_row >= zero.max_skipped_steps:
-            raise NonFiniteError(
-                f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
-                "does not recover by itself, go back to a checkpoint"
-            )
-        if counters.skipped == 1:
-            warn_user(
-                f"{problem}; the step was skipped, and so will others be without a word "
-                "(optimizer.metrics()['skipped_steps'] counts them)"
-            )
-        return True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and what was made from them."""
@@ -805,28 +426,13 @@ class MuonZero(Optimizer):
         Args:
             steps: how many steps of training they have behind them, if known; only errors count by it.
         """
-        self._pending = None  # of a step whose weights are gone
+        self._steps.pending = None  # of a step whose weights are gone
         if steps is not None:
             self._ledger.status.step = steps + 1
         for account in self._muon:
             account.speculations.drop()
-        self._sync_momentum()
+        self._steps.sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """What the checks of a step found, which the host reads in the next.
-
-    Args:
-        directions: names of those that the step used.
-        withheld: 1.0 on the device if it wrote nothing.
-    """
-
-    survey: Survey
-    agreement: Agreement | None
-    directions: frozenset[str]
-    withheld: Tensor
 
 
 def _warn_of_half_masters(trained: Sequence[Account]) -> None:

@@ -52,7 +52,7 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
     """
     with optimizer._ledger.status.at("full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
-        optimizer._own_momenta()
+        optimizer._steps.own_momenta()
         found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
         ranks.agree("full_optimizer_state", error)
     if wire.rank != 0:
@@ -75,7 +75,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
     """
     with optimizer._ledger.status.at("load_full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
-        optimizer._own_momenta()
+        optimizer._steps.own_momenta()
         slots = list(_slots(optimizer))
         groups: list[dict[str, Any]] = []
         with ranks.together("optimizer state was not loaded"):

@@ -63,7 +63,7 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph:
-            optimizer._commit({account.name: directions[account.name] for account in muon})
+            optimizer._steps.commit({account.name: directions[account.name] for account in muon})
         found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))
         return [*found, _refresh(trained)]
 
@@ -79,8 +79,9 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
         account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), 0.0)
         for account, row in zip((a for a in accounts if a.name in ready), rows, strict=True)
     }
+    steps = optimizer._steps
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
-        survey = optimizer._survey(None, optimizer._agreement() if optimizer._compares else None)
+        survey = steps.survey(None, steps.agreement() if steps.compares else None)
         survey.add_speculations(accounts, made)
         survey.reduce()
     return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._ledger.checks_later)

@@ -271,13 +271,13 @@ def test_nothing_that_is_not_finite_is_committed(update, spoil, named, early):
 
 def diverge(lab, monkeypatch):
     """Newton-Schulz of the step graph does not end near one."""
-    made = lab.optimizer._step_graphs.orthogonalize
+    made = lab.optimizer._steps.step_graphs.orthogonalize
 
     def diverging(*args):
         directions, traffic = made(*args)
         return [direction * float("inf") for direction in directions], traffic
 
-    monkeypatch.setattr(lab.optimizer._step_graphs, "orthogonalize", diverging)
+    monkeypatch.setattr(lab.optimizer._steps.step_graphs, "orthogonalize", diverging)
 
 
 @pytest.mark.parametrize("update", ["auto", "step"])

@@ -288,8 +288,8 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
         parts = _parts(optimizer)
         commit_matrices(*parts, None, torch.tensor(withheld))
         for group in optimizer.param_groups:
-            if isinstance(method := optimizer._method(group), ElementMethod) and not method.withholds:
-                own = optimizer._with_gradient(group)
+            if isinstance(method := optimizer._steps.method(group), ElementMethod) and not method.withholds:
+                own = optimizer._steps.with_gradient(group)
                 slots = [optimizer.state[account.param] for account in own]
                 commit_elements(method, group, own, slots, torch.tensor(withheld))
         after = everything(model, optimizer)
@@ -308,9 +308,9 @@ def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, 
 def _parts(optimizer: compile_muon.MuonZero) -> tuple[list[Matrices], list[Any]]:
     found = []
     for group in optimizer.param_groups:
-        method, own = optimizer._method(group), optimizer._with_gradient(group)
+        method, own = optimizer._steps.method(group), optimizer._steps.with_gradient(group)
         if isinstance(method, MatrixMethod):
             slots = [optimizer.state[account.param] for account in own]
             made = [torch.randn_like(account.local) for account in own]
             found.append(Matrices(method, group, own, made, lambda rows, cols: 1.0, slots))
-    return found, optimizer._summed
+    return found, optimizer._steps.summed

@@ -290,7 +290,7 @@ def spoil(mine: Trained, what: str) -> None:
         account.speculations.make(made._replace(direction=made.direction * float("inf")))
     elif what == "late" and mine.stage == 0:  # the other stage has its directions
         mine.named["blocks.0.up.weight"].grad.mul_(2)
-        graphs = mine.optimizer._step_graphs
+        graphs = mine.optimizer._steps.step_graphs
         made = graphs.orthogonalize
 
         def diverging(*args: Any) -> Any:
@@ -362,7 +362,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
     mine = Trained(parts=parts, stage=1, update="step", **settings)
     optimizer, module, found = mine.optimizer, mine.module, {}
     odd = mine.rank == mine.shards - 1
-    orthogonalize = optimizer._orthogonalize
+    orthogonalize = optimizer._steps._orthogonalize
     for number, what in enumerate(kinds):
         mine.backward(number)
         before = mine.state()
@@ -375,7 +375,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         elif what == "sums" and mine.stage == 0:
             mine.named["embed.weight"].grad.mul_(2)
         elif what == "later" and mine.stage == 1:
-            optimizer._orthogonalize = fails  # type: ignore[method-assign]
+            optimizer._steps._orthogonalize = fails  # type: ignore[method-assign]
         elif what == "steps" and mine.stage == 0:
             optimizer.loaded(7)
         try:
@@ -385,7 +385,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         if hasattr(module, "extra"):
             del module.extra
-        optimizer._orthogonalize = orthogonalize  # type: ignore[method-assign]
+        optimizer._steps._orthogonalize = orthogonalize  # type: ignore[method-assign]
         optimizer.param_groups[-1]["lr"] = ADAMW_LR
         optimizer.loaded(number)
         optimizer.zero_grad()

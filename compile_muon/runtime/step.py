@@ -1,0 +1,495 @@
+"""What ``optimizer.step()`` does: gather facts, decide, make directions, commit, in this order on the page.
+
+Facts are what :mod:`~compile_muon.runtime.survey` finds, the decision is a function of them
+(:mod:`~compile_muon.runtime.decision`), directions come from backward or the step graph, and
+:mod:`~compile_muon.runtime.commit` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from compile_muon.config import Config
+from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
+from compile_muon.model.assignment import lr_scale
+from compile_muon.model.ownership import Ownership
+from compile_muon.passes.exchange import transfers
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
+from compile_muon.runtime.decision import Decision, Facts, decide, over
+from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
+from compile_muon.runtime.qk_clip import check_heads, clip_heads
+from compile_muon.runtime.replicas import start_refresh
+from compile_muon.runtime.shards import edits_of, local_tensor
+from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.states import new_state
+from compile_muon.runtime.step_agreement import Agreement, Copies
+from compile_muon.runtime.step_graph import StepGraphs
+from compile_muon.runtime.survey import Survey, not_finite
+
+__all__ = ["Step"]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """What the checks of a step found, which the host reads in the next.
+
+    Args:
+        directions: names of those that the step used.
+        withheld: 1.0 on the device if it wrote nothing.
+    """
+
+    survey: Survey
+    agreement: Agreement | None
+    directions: frozenset[str]
+    withheld: Tensor
+
+
+@dataclass(eq=False)
+class Step:
+    """The steps of one optimizer.
+
+    Args:
+        optimizer: whose ``param_groups`` and ``state`` are read anew each time: loading replaces them.
+        config: of it.
+        methods: of its groups, by name.
+        ledger: with the accounts of all parameters.
+        group: all its ranks, None for one process.
+        stages: of a pipeline, None without.
+        device: of all tensors.
+        compares: whether ranks answer.
+        ownership, handouts: what the model holds, and what it was given.
+        grad_norm: of the latest step, on the device.
+        norm: the same as the host knows it, NaN before.
+        max_logit: with ``qk_clip``, of the latest step, on the device.
+        pending: what the host has not read yet of the latest step.
+    """
+
+    optimizer: Optimizer
+    config: Config
+    methods: Mapping[str, Method]
+    ledger: Ledger
+    group: dist.ProcessGroup | None
+    stages: PipelineStages | None
+    device: torch.device
+    compares: bool
+    ownership: Ownership
+    handouts: Handouts
+    step_graphs: StepGraphs = field(default_factory=StepGraphs)
+    grad_norm: Tensor | None = None
+    norm: float = float("nan")
+    max_logit: Tensor | None = None
+    pending: _Pending | None = None
+
+    def __post_init__(self) -> None:
+        trained = [account for account in self.ledger.accounts if account.param.requires_grad]
+        self.accounts = {account.param: account for account in trained}
+        self.muon = [account for account in trained if account.spec.muon is not None]
+        self.rest = [account for account in trained if account.spec.muon is None]
+        # with a gradient or without, the same on every rank
+        self.summed = [a for a in self.muon if matrix_method(a.spec.muon_settings.algorithm).facts]
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """Of a parameter group."""
+        return self.methods[group["name"]]
+
+    def with_gradient(self, group: Mapping[str, Any]) -> list[Account]:
+        """Those of a parameter group that have one."""
+        return [self.accounts[param] for param in group["params"] if param.grad is not None]
+
+    def create_state(self) -> None:
+        """All state exists from the start, so checkpoints and sharding see it before the first step."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                account, slots = self.accounts[param], self.optimizer.state[param]
+                if account.spec.muon is not None:
+                    slots["momentum_buffer"] = account.momentum_buffer
+                for state in self.method(group).states:
+                    slots[state.name] = new_state(account, state)
+
+    def sync_momentum(self) -> None:
+        """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
+        shared: dict[int, list[dict[str, Any]]] = {}
+        for group in self.optimizer.param_groups:
+            if "momentum" in group:
+                shared.setdefault(id(self.accounts[group["params"][0]].hyper), []).append(group)
+        for groups in shared.values():
+            factors = {float(group["momentum"]) for group in groups}
+            if len(factors) > 1:
+                names = listed([group["name"] for group in groups])
+                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
+            accounts = [self.accounts[param] for group in groups for param in group["params"]]
+            momentum = factors.pop()
+            if momentum != accounts[0].factor:
+                # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
+                accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
+                for account in accounts:
+                    account.factor = momentum
+
+    def own_momenta(self) -> None:
+        """Momenta that users put into the state, as they may, become those that graphs read."""
+        for account in self.muon:
+            slots = self.optimizer.state[account.param]
+            if slots["momentum_buffer"] is not account.momentum_buffer:
+                account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
+                slots["momentum_buffer"] = account.momentum_buffer
+
+    def _state(self, account: Account, name: str) -> Tensor:
+        return self.optimizer.state[account.param][name]
+
+    def run(self) -> bool:
+        """One step on what ``.grad`` holds; returns whether it was not left out.
+
+        Raises:
+            NonFiniteError, LedgerError, UnsupportedModelError: nothing was written.
+        """
+        problem = self._model_problem()
+        self.own_momenta()
+        self.sync_momentum()
+        self._whole_gradients()
+        muon = [account for account in self.muon if account.param.grad is not None]
+        rest = [account for account in self.rest if account.param.grad is not None]
+        agreement = self.agreement() if self.compares else None
+        directions = self._directions(muon, self.survey(problem, agreement), agreement)
+        if directions is not None:
+            self.commit(directions, None if self.pending is None else self.pending.withheld)
+            # In the order in which the model has them, which is about that of their use in the next forward. Whether
+            # all ranks have the same gradients may not be known yet, and they must refresh the same.
+            trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*muon, *rest}
+            self.ledger.count(start_refresh([account for account in self.ledger.accounts if account in trained]))
+        self.ledger.close([*muon, *rest])
+        return directions is not None
+
+    def check(self) -> bool | None:
+        """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
+
+        Returns:
+            Whether it was not left out; None if there was nothing to read.
+        Raises:
+            NonFiniteError, LedgerError: for that step, which has written nothing.
+        """
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return None
+        survey = pending.survey
+        facts = self._read(survey)
+        self.norm = facts.norm
+        self._check_agreement(survey, pending.agreement)
+        edited = sorted(survey.names("differs"))
+        if edited:
+            raise LedgerError(
+                f"gradient of {listed(edited)} was edited in a way that PyTorch does not count (.data) after the "
+                f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
+                "set checks='in_step' or update='step'"
+            )
+        if self._refused(survey, facts.wrong(pending.directions)):
+            return False
+        self.ledger.counters.skipped_in_a_row = 0
+        return True
+
+    # ------------------------------------------------------------------ facts
+
+    def survey(self, problem: UnsupportedModelError | None, agreement: Agreement | None) -> Survey:
+        """Ask everything that can be asked before directions are made; nothing is waited for.
+
+        On every rank the same numbers in the same order, whatever gradients it has.
+        """
+        survey = Survey(self.group, self.device, self.ledger.status.step, problem)
+        survey.add_gradients([*self.muon, *self.rest])
+        if self.muon:
+            survey.add("momentum", [a.name for a in self.muon], not_finite([a.momentum for a in self.muon]))
+        for group in self.optimizer.param_groups:
+            accounts = [self.accounts[param] for param in group["params"]]
+            for state in self.method(group).states:
+                survey.add_states(accounts, state, [local_tensor(self._state(a, state.name)) for a in accounts])
+            for rate in self.method(group).rates:
+                survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
+        if agreement is not None:
+            agreement.put(survey)
+        return survey
+
+    def agreement(self) -> Agreement:
+        """What every rank must bring to this step alike."""
+        values = {
+            f"{g['name']} {rate.name}": g[rate.name]
+            for g in self.optimizer.param_groups
+            for rate in self.method(g).rates
+        }
+        scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        settings = {name: repr(value) for name, value in values.items() if name not in scalars}
+        step, every = self.ledger.status.step, self.config.zero.check_replicas
+        copies = Copies.of(self.ledger.accounts, self.optimizer.state) if every and step % every == 0 else None
+        return Agreement(step, settings, scalars, self.ledger.trail, copies)
+
+    def _whole_gradients(self) -> None:
+        """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
+
+        Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
+        """
+        for account in self.ledger.accounts:
+            grad = account.param.grad
+            if isinstance(grad, DTensor) and grad.placements != cast("DTensor", account.param).placements:
+                account.param.grad = grad.redistribute(placements=cast("DTensor", account.param).placements)
+            account.sums.check(account.param.grad, account.name)
+            if account.sums.delivered is not None:
+                account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
+                account.speculations.drop()
+            account.sums.close()
+
+    def _model_problem(self) -> UnsupportedModelError | None:
+        """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
+
+        One process raises at once.
+        """
+        try:
+            self.ownership.check()
+            self.handouts.check(thoroughly=True)
+            if self.config.muon.qk_clip is not None:
+                check_heads(self.muon)
+        except UnsupportedModelError as problem:
+            if self.group is None:
+                raise
+            return problem
+        return None
+
+    def _read(self, survey: Survey) -> Facts:
+        """Wait for the device, once; what the survey has found by now."""
+        with self.ledger.range("step wait"):
+            survey.wait()
+        held = frozenset[str]()
+        if self.ledger.speculating:
+            held = frozenset(survey.held(1 if self.group is None else self.group.size()))
+        return Facts(survey.numbers("gradient"), survey.spoiled(), held, frozenset(survey.names("direction")))
+
+    # ------------------------------------------------------------------ directions
+
+    def _directions(
+        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
+    ) -> dict[str, Tensor] | None:
+        """Directions of these matrices by name: those of backward where they hold, the others made here.
+
+        Where checks are read in the next step and nothing here depends on them, waits for nothing. Else waits for the
+        device once, and again only where some were made in backward and others must be made here, or where pipeline
+        stages must know of each other before any is made. Gradients are scaled in place where their norm is over the
+        limit, as ``clip_grad_norm_`` does.
+
+        Returns:
+            None for a step to leave out (``nonfinite="skip"``).
+        """
+        candidates = {account: found for account in muon if (found := self._ready(account)) is not None}
+        ready = {account.name: found for account, found in candidates.items() if self._untouched(account)}
+        # The norm over all pipeline stages is known once they have met.
+        at_once = not self.ledger.speculating and self.stages is None
+        survey.add_speculations(self.muon, {} if at_once else ready)
+        survey.reduce()
+        self.grad_norm = survey.total("gradient").sqrt()
+        made: dict[str, Tensor] = {}
+        if at_once:
+            self._clip(self.grad_norm)
+            # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
+            made = self._orthogonalize(muon if self.group is None else self.muon, survey)
+        if self._may_wait(at_once, len(ready) == len(muon)):
+            used = made or {name: speculation.direction for name, speculation in ready.items()}
+            survey.send()
+            self.pending = _Pending(survey, agreement, frozenset(used), survey.withheld())
+            self._account(list(candidates), frozenset() if at_once else frozenset(ready), clipped=False)
+            return {account.name: used[account.name] for account in muon}
+        facts = self._read(survey)
+        self._check_agreement(survey, agreement)
+        wanted = [account.name for account in muon]
+        decision = self._decide(facts, wanted, at_once)
+        if self._refused(survey, decision.wrong):
+            return None
+        if not at_once:
+            if decision.clip:
+                self._clip(self.grad_norm)
+            made = {name: ready[name].direction for name in decision.use}
+            if late := [account for account in muon if account.name in decision.make]:
+                made |= self._orthogonalize(late, survey)
+                facts = self._read(survey)
+            wrong = facts.wrong(made)
+            if self.stages is not None:
+                self.stages.confirm(wrong=bool(wrong))
+            if (late or self.stages is not None) and self._refused(survey, wrong):
+                return None
+        self.ledger.counters.skipped_in_a_row = 0
+        self._account(list(candidates), decision.use, clipped=decision.clip)
+        return {name: made[name] for name in wanted}
+
+    def _may_wait(self, at_once: bool, all_ready: bool) -> bool:
+        """Whether the host need not know what the survey finds: the device does."""
+        unclipped = self.config.zero.gradient_clipping is None
+        return self.ledger.checks_later and (at_once or (unclipped and all_ready))
+
+    def _decide(self, facts: Facts, wanted: Sequence[str], at_once: bool) -> Decision:
+        """:func:`~compile_muon.runtime.decision.decide`, over all pipeline stages where there are some."""
+        limit = self.config.zero.gradient_clipping
+        self.norm = facts.norm
+        if self.stages is not None:
+            # What follows here if the norm of all is under the limit, and if it is over it.
+            under, beyond = (self._outlook(decide(facts, wanted, limit, norm)) for norm in (0.0, float("inf")))
+            self.norm = self.stages.decide(self.norm, under, beyond, partial(over, limit))
+            self.grad_norm = torch.tensor(self.norm, dtype=torch.float32, device=self.device)
+        decision = decide(facts, wanted, limit, self.norm)
+        if at_once:  # all were made from gradients that the device has scaled
+            return Decision(decision.clip, frozenset(), frozenset(wanted), facts.wrong(wanted))
+        return decision
+
+    @staticmethod
+    def _outlook(decision: Decision) -> Outlook:
+        """What follows for this pipeline stage."""
+        if decision.wrong:
+            return Outlook.WRONG
+        return Outlook.LATER if decision.make else Outlook.READY
+
+    def _ready(self, account: Account) -> Speculation | None:
+        """A direction of backward, if the momentum is what it was made with."""
+        made = account.speculations.current
+        if made is None or made.factor != account.factor:
+            return None
+        return made if made.edits == edits_of(account.momentum_buffer) else None
+
+    def _untouched(self, account: Account) -> bool:
+        """Whether the gradient is what backward wrote as far as the host knows, where it must know."""
+        return not self.ledger.checks_later or account.sums.untouched(account.param.grad)
+
+    def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
+        if not accounts:
+            return {}
+        grads = [a.local_grad if a.param.grad is not None else torch.zeros_like(a.local) for a in accounts]
+        with self.ledger.range("step directions", payload=len(accounts)):
+            results, traffic = self.step_graphs.orthogonalize(accounts, grads, self.ledger.options)
+        self.ledger.count(traffic)
+        self.ledger.counters.in_step += sum(account.param.grad is not None for account in accounts)
+        survey.add("direction", [account.name for account in accounts], not_finite(results))
+        return {account.name: result for account, result in zip(accounts, results, strict=True)}
+
+    def _account(self, candidates: Sequence[Account], held: Collection[str], *, clipped: bool) -> None:
+        """Note in the accounts what has become of the directions of backward."""
+        for account in candidates:
+            if account.name in held:
+                account.speculations.used()
+        self.ledger.counters.used += len(held)
+        reason = "clipped" if clipped else "edited"
+        self.ledger.discarded([account for account in candidates if account.name not in held], reason)
+        for account in self.muon:
+            account.speculations.note_norm(under_limit=not clipped)
+
+    # ------------------------------------------------------------------ clipping and finiteness
+
+    def _clip(self, norm: Tensor) -> None:
+        """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
+        limit = self.config.zero.gradient_clipping
+        gradients = [a.local_grad for a in (*self.muon, *self.rest) if a.param.grad is not None]
+        if limit is None or not gradients:
+            return
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        # A step that will be refused leaves gradients as they are.
+        torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))
+
+    def _check_agreement(self, survey: Survey, agreement: Agreement | None) -> None:
+        """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
+        if self.group is None:
+            return
+        if survey.names("refused"):
+            raise survey.refusal or LedgerError(
+                "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
+                "every rank what is done to it on one"
+            )
+        missing = [name for name, count in survey.numbers("missing").items() if 0 < count < self.group.size()]
+        if missing:
+            where = survey.ranks({"missing": missing})
+            raise LedgerError(
+                f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
+                f"step {survey.step}; every rank must use the same parameters in a step, e.g. by adding "
+                "0 * parameter.sum() to the loss where one is not used"
+            )
+        if agreement is not None:
+            agreement.check(survey, self.group)
+        if self.ledger.checks_later:
+            # A rank on which all directions hold does not wait to hear that they do not on another.
+            some = [name for name, count in survey.numbers("ready").items() if 0 < count < self.group.size()]
+            if some:
+                raise LedgerError(
+                    f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
+                    f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
+                )
+
+    def _refused(self, survey: Survey, wrong: dict[str, list[str]]) -> bool:
+        """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+
+        Args:
+            wrong: names by kind.
+        """
+        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items())
+        others = "" if self.stages is None else self.stages.elsewhere()
+        if not found and not others:
+            return False
+        zero, counters = self.config.zero, self.ledger.counters
+        if found:
+            where = survey.ranks(wrong) if self.compares and zero.nonfinite == "error" else ""
+            where += "" if self.stages is None else self.stages.here()
+            found = f"{found} = inf or nan{where}"
+        else:
+            found = f"{others} found inf or nan, and itself says where"
+        problem = f"{found}: nothing was updated in step {survey.step}"
+        if zero.nonfinite == "error":
+            raise NonFiniteError(
+                f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "
+                "out"
+            )
+        counters.skipped += 1
+        counters.skipped_in_a_row += 1
+        if counters.skipped_in_a_row >= zero.max_skipped_steps:
+            raise NonFiniteError(
+                f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
+                "does not recover by itself, go back to a checkpoint"
+            )
+        if counters.skipped == 1:
+            warn_user(
+                f"{problem}; the step was skipped, and so will others be without a word "
+                "(optimizer.metrics()['skipped_steps'] counts them)"
+            )
+        return True
+
+    def commit(self, directions: dict[str, Tensor], withheld: Tensor | None = None) -> None:
+        """Write momenta, moments and parameters.
+
+        Args:
+            directions: by name; each is let go once it is written.
+            withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
+        """
+        if withheld is not None and not withheld.is_cuda:
+            if withheld.item() != 0:
+                return
+            withheld = None
+        matrices, rest = [], []
+        for group in self.optimizer.param_groups:
+            method, own = self.method(group), self.with_gradient(group)
+            slots = [self.optimizer.state[account.param] for account in own]
+            if isinstance(method, MatrixMethod):
+                made = [directions.pop(account.name) for account in own]
+                scale = partial(lr_scale, self.config.muon.adjust_lr or method.adjust_lr)
+                matrices.append(Matrices(method, group, own, made, scale, slots))
+            elif isinstance(method, ElementMethod):
+                rest.append((method, group, own, slots))
+        with self.ledger.range("step commit muon"):
+            commit_matrices(matrices, self.summed, self.group, withheld)
+        with self.ledger.range("step commit adamw"):
+            for given in rest:
+                commit_elements(*given, withheld)
+        if self.config.muon.qk_clip is not None:
+            muon = self.config.muon
+            self.max_logit = clip_heads(self.muon, muon, self.group, withheld)
