@@ -15,6 +15,7 @@ import os
 import resource
 import sysconfig
 import time
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -144,11 +145,14 @@ def train(
     config: Path, out: Path, args: argparse.Namespace, texts: tuple[Tensor, Tensor], rank: int, device: torch.device
 ) -> dict:
     torch.manual_seed(args.seed)  # every rank starts from the same weights
-    model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), config)
+    settings = compile_muon.load_config(config)
+    if args.method and settings.algorithm == "muon":
+        settings = replace(settings, method=args.method)
+    model, optimizer = compile_muon.initialize(GPT(args.layers, args.width, args.context).to(device), settings)
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1, 2 * (1.02 - step / args.steps)))
     checkpointer = compile_muon.Checkpointer(out / "checkpoints", asynchronous=True)
     save_every = args.save_every or max(args.steps // 8, 1)
-    name = {"muon": "Muon", "adamw": "AdamW"}[optimizer.config.algorithm]
+    name = {"muon": "Muon", "adamw": "AdamW"}.get(optimizer.param_groups[0]["algorithm"], args.method)
     history = {"algorithm": name, "train": [], "val": {}, "seconds": []}
     history.update(checkpointer.load(model, optimizer, scheduler=schedule) or {})
     losses, val, seconds = history["train"], history["val"], history["seconds"]
@@ -206,6 +210,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where checkpoints and the plot go")
     parser.add_argument("--batch", type=int, default=4, help="windows per rank and step; default 4")
     parser.add_argument("--save-every", type=int, help="steps from checkpoint to checkpoint; default: an eighth of all")
+    parser.add_argument("--method", help="of the matrices, in place of Muon: normuon, adamuon, muonh, heavy_ball")
     parser.add_argument("--compare", action="store_true", help="then AdamW from the same start; plots both")
     parser.add_argument("--timeout", type=float, default=600, help="seconds to wait for another rank; default 600")
     for name, default in dict(steps=500, context=256, layers=4, width=128, seed=0, sample_bytes=400).items():

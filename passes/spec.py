@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 
 from .layout import Axis, Layout
-from .views import View
+from .views import Part, View
 
 __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
 
@@ -115,6 +116,40 @@ class ParamSpec:
         if self.muon is None:
             raise ValueError(f"parameter of shape {self.layout.shape} is not a Muon matrix")
         return self.muon
+
+    @cached_property
+    def stacked(self) -> bool:
+        """Whether dim 0 of a Muon parameter counts matrices."""
+        whole, muon = self.layout.whole, self.muon_settings
+        return len(whole) == 3 and (muon.rows, muon.cols) == whole[1:]
+
+    @property
+    def cut_in_columns(self) -> bool:
+        """Whether ranks of a tensor-parallel group have parts of the same rows of a matrix."""
+        layout = self.layout
+        return layout.joined and layout.tensor_dim is not None and layout.tensor_dim > self.stacked
+
+    @property
+    def matrix_count(self) -> int:
+        """How many matrices the whole parameter is."""
+        if (view := self.muon_settings.view) is not None:
+            return view.count
+        return self.layout.whole[0] if self.stacked else 1
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What this rank has of the matrices of the parameter."""
+        layout, muon = self.layout, self.muon_settings
+        view = muon.view
+        first = layout.part[0].start + (layout.local_rows.start if layout.sharded else 0)
+        if view is None:
+            return (Part(first if self.stacked else 0, muon.rows, muon.cols, None, self.stacked),)
+        columns = layout.part[-1]
+        bounds = (first, first + layout.local_shape[0]) if view.dim == 0 else (columns.start, columns.stop)
+        return tuple(
+            Part(segment.first, *view.shape_of(segment.first, muon.rows, muon.cols), segment, False)
+            for segment in view.segments(*bounds)
+        )
 
     def encode(self) -> str:
         """The string that markers carry."""

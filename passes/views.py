@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Segment", "View", "most_work"]
+__all__ = ["Block", "Part", "Segment", "View", "most_work"]
 
 
 @dataclass(frozen=True)
@@ -217,6 +217,36 @@ class View:
                 return None
             blocks.append(Block(((low - start, high - start),), (high - low) // size))
         return View(tuple(blocks))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Equal matrices, or rows of matrices, in a rank's piece of a parameter.
+
+    Args:
+        first: number of the first of them in the whole parameter.
+        rows, cols: of each whole matrix.
+        segment: where they are, None for all of the piece.
+        stack: whether dim 0 of the piece counts them.
+    """
+
+    first: int
+    rows: int
+    cols: int
+    segment: Segment | None
+    stack: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A piece, or a state of its elements, as ``[n, r, c]``: the same memory."""
+        if self.segment is not None:
+            return self.segment.of(tensor)
+        return tensor if self.stack else tensor.flatten(1).unsqueeze(0)
+
+    def of_rows(self, state: Tensor) -> Tensor:
+        """A state of the piece's rows, as ``[n, r, 1]``: the same memory."""
+        if self.segment is not None:
+            return self.segment.of_rows(state)
+        return state if self.stack else state.unsqueeze(0)
 
 
 def most_work(shapes: Sequence[tuple[int, int, int]]) -> tuple[int, int]:

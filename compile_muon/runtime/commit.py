@@ -18,9 +18,9 @@ from torch import Tensor
 from compile_muon.kernels import Averages, muon_apply
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, matrix_method
 from compile_muon.passes.torch_private import group_named
+from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.runtime.states import Part, cut_in_columns, matrices_of, parts_of
 
 __all__ = ["Matrices", "commit_elements", "commit_matrices"]
 
@@ -69,7 +69,7 @@ def commit_matrices(
         for group in groups
         if not group.plain
         for i, account in enumerate(group.accounts)
-        for part in parts_of(account.spec)
+        for part in account.spec.parts
     ]
     pieces = _with_sums(parts)
     afters = [
@@ -91,7 +91,7 @@ def _commit_plain(group: Matrices, withheld: Tensor | None) -> None:
     scales: list[float] = []
     for account, direction in zip(group.accounts, group.directions, strict=True):
         tensors = (account.local.detach(), direction, account.momentum, account.local_grad)
-        parts = parts_of(account.spec)
+        parts = account.spec.parts
         own = [group.scale(part.rows, part.cols) for part in parts]
         if len(set(own)) > 1:  # unequal matrices of a view
             rows += [tuple(part.of(tensor) for tensor in tensors) for part in parts]
@@ -190,7 +190,7 @@ def _with_sums(parts: Sequence[_Part]) -> list[Piece]:
     ]
     shared: dict[str, list[Tensor]] = {}
     for part, own in zip(parts, sums, strict=True):
-        if own is not None and cut_in_columns(part.account.spec):
+        if own is not None and part.account.spec.cut_in_columns:
             shared.setdefault(part.account.spec.layout.tensor.group, []).append(own)
     for group, several in shared.items():
         joined = torch.cat([x.reshape(-1) for x in several])
@@ -210,13 +210,13 @@ def _totals(
     """
     if not summed:
         return {}
-    sizes = [matrices_of(a.spec) * matrix_method(a.spec.muon_settings.algorithm).facts for a in summed]
+    sizes = [a.spec.matrix_count * matrix_method(a.spec.muon_settings.algorithm).facts for a in summed]
     dtypes = [after.facts.dtype for _, after in own if after.facts is not None]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
     vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
     found = {
-        account: rows.view(matrices_of(account.spec), -1)
+        account: rows.view(account.spec.matrix_count, -1)
         for account, rows in zip(summed, vector.split(sizes), strict=True)
     }
     for part, after in own:
