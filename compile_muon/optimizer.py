@@ -30,7 +30,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import named_groups
 from compile_muon.errors import LedgerError, config_error, listed, warn_user
-from compile_muon.model.assignment import assign
+from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
@@ -254,7 +254,7 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
             self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, Ownership(model, self._ledger.accounts), self._handouts,
+            device, self._compares, Ownership(model, self._ledger.accounts), self._handouts, lr_scale,
         )  # fmt: skip
         self._steps.create_state()
         self._steps.sync_momentum()

@@ -7,10 +7,10 @@ Facts are what :mod:`~compile_muon.runtime.survey` finds, the decision is a func
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
-from compile_muon.model.assignment import lr_scale
-from compile_muon.model.ownership import Ownership
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
@@ -38,6 +36,9 @@ from compile_muon.runtime.states import new_state
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
+
+if TYPE_CHECKING:
+    from compile_muon.model.ownership import Ownership
 
 __all__ = ["Step"]
 
@@ -71,6 +72,7 @@ class Step:
         device: of all tensors.
         compares: whether ranks answer.
         ownership, handouts: what the model holds, and what it was given.
+        scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
         grad_norm: of the latest step, on the device.
         norm: the same as the host knows it, NaN before.
         max_logit: with ``qk_clip``, of the latest step, on the device.
@@ -87,6 +89,7 @@ class Step:
     compares: bool
     ownership: Ownership
     handouts: Handouts
+    scale: Callable[[str, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
@@ -481,7 +484,7 @@ class Step:
             slots = [self.optimizer.state[account.param] for account in own]
             if isinstance(method, MatrixMethod):
                 made = [directions.pop(account.name) for account in own]
-                scale = partial(lr_scale, self.config.muon.adjust_lr or method.adjust_lr)
+                scale = partial(self.scale, self.config.muon.adjust_lr or method.adjust_lr)
                 matrices.append(Matrices(method, group, own, made, scale, slots))
             elif isinstance(method, ElementMethod):
                 rest.append((method, group, own, slots))

@@ -139,7 +139,7 @@ def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codege
 
 #: world, kind, key heads, own mask, stage, micro-batches, codegen
 CASES = [
-    (2, "apart", 3, False, 3, 1, "eager"),
+    pytest.param((2, "apart", 3, False, 3, 1, "eager"), marks=pytest.mark.full),
     (2, "apart", 1, True, 1, 2, "eager"),
     (2, "fused", 1, False, 2, 1, "eager"),
     (1, "turned", 3, True, 2, 1, "eager"),
