@@ -237,6 +237,7 @@ class MuonZero(Optimizer):
         )
         if values is not None:
             values.fill(model, device)
+        self._ownership = Ownership(model, self._ledger.accounts)
         self._handouts = self._ledger.accounts[0].handouts
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
@@ -254,7 +255,7 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
             self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, Ownership(model, self._ledger.accounts), self._handouts, lr_scale,
+            device, self._compares, self._ownership.check, self._handouts, lr_scale,
         )  # fmt: skip
         self._steps.create_state()
         self._steps.sync_momentum()

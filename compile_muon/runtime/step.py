@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,6 @@ from compile_muon.runtime.states import new_state
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
-
-if TYPE_CHECKING:
-    from compile_muon.model.ownership import Ownership
 
 __all__ = ["Step"]
 
@@ -71,7 +68,8 @@ class Step:
         stages: of a pipeline, None without.
         device: of all tensors.
         compares: whether ranks answer.
-        ownership, handouts: what the model holds, and what it was given.
+        check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
+        handouts: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
         grad_norm: of the latest step, on the device.
         norm: the same as the host knows it, NaN before.
@@ -87,7 +85,7 @@ class Step:
     stages: PipelineStages | None
     device: torch.device
     compares: bool
-    ownership: Ownership
+    check_model: Callable[[], None]
     handouts: Handouts
     scale: Callable[[str, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
@@ -257,7 +255,7 @@ class Step:
         One process raises at once.
         """
         try:
-            self.ownership.check()
+            self.check_model()
             self.handouts.check(thoroughly=True)
             if self.config.muon.qk_clip is not None:
                 check_heads(self.muon)

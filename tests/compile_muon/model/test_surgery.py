@@ -643,7 +643,7 @@ def test_a_frozen_parameter_that_is_to_train_now() -> None:
 
 
 def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:
-    ownership = optimizer._steps.ownership
+    ownership = optimizer._ownership
     assert isinstance(ownership, Ownership)
     model.probe = nn.Identity()
     model.teacher = nn.Linear(3, 3).requires_grad_(False)
