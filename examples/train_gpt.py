@@ -187,7 +187,6 @@ def train(
     checkpointer.wait()
     resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peaks = every_rank(torch.cuda.max_memory_allocated() if device.type == "cuda" else resident)
-    sample = generate(model, b"def ", args, device)
     summary, pace = optimizer.summary(), median(seconds)
     table = Table("ZeRO stage | world size", f"{summary.stage} | {summary.world_size} ({device.type})")
     table.add_row("tokens per second", f"{args.batch * args.context * summary.world_size / pace:,.0f}")
@@ -198,7 +197,7 @@ def train(
     table.add_row("loss: training | validation", f"{mean(losses[-10:]):.3f} | {list(val.values())[-1]:.3f}")
     table.add_row("saved", f"{out}/checkpoints | {args.out}/loss.png")
     console.print(table)
-    console.print(sample, markup=False, highlight=False, emoji=False)
+    console.print(generate(model, b"def ", args, device), markup=False, highlight=False, emoji=False)
     return history
 
 

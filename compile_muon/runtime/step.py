@@ -147,9 +147,6 @@ class Step:
                 account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
                 slots["momentum_buffer"] = account.momentum_buffer
 
-    def _state(self, account: Account, name: str) -> Tensor:
-        return self.optimizer.state[account.param][name]
-
     def run(self) -> bool:
         """One step on what ``.grad`` holds; returns whether it was not left out.
 
@@ -211,10 +208,16 @@ class Step:
         survey.add_gradients([*self.muon, *self.rest])
         if self.muon:
             survey.add("momentum", [a.name for a in self.muon], not_finite([a.momentum for a in self.muon]))
+        held: dict[str, dict[str, Tensor]] = {}  # by kind, for all groups at once: few launches
         for group in self.optimizer.param_groups:
-            accounts = [self.accounts[param] for param in group["params"]]
             for state in self.method(group).states:
-                survey.add_states(accounts, state, [local_tensor(self._state(a, state.name)) for a in accounts])
+                if state.each != "parameter":
+                    accounts = [self.accounts[param] for param in group["params"]]
+                    own = {a.name: local_tensor(self.optimizer.state[a.param][state.name]) for a in accounts}
+                    held.setdefault(state.label, {}).update(own)
+        for label, tensors in held.items():
+            survey.add(label, list(tensors), not_finite(list(tensors.values())))
+        for group in self.optimizer.param_groups:
             for rate in self.method(group).rates:
                 survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
         if agreement is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.errors import ranks_named
-from compile_muon.passes.methods import METHODS, State
+from compile_muon.passes.methods import METHODS
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.speculation import Speculation, differ
@@ -142,11 +142,6 @@ class Survey:
         self._spread("gradient", accounts, present, values)
         missing = {account.name: float(account.param.grad is None) for account in accounts}
         self.add_facts("missing", missing)
-
-    def add_states(self, accounts: Sequence[Account], state: State, tensors: Sequence[Tensor]) -> None:
-        """Which of these states are not finite."""
-        if tensors and state.each != "parameter":
-            self.add(state.label, [account.name for account in accounts], not_finite(tensors))
 
     def add_rate(self, name: str, rate: Any) -> None:
         """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
