@@ -19,6 +19,7 @@ __all__ = [
     "LedgerError",
     "MuonZeroError",
     "NonFiniteError",
+    "OffloadError",
     "PassContractError",
     "PeerError",
     "UnsupportedModelError",
@@ -49,6 +50,10 @@ class LedgerError(MuonZeroError, RuntimeError):
 
 class NonFiniteError(MuonZeroError, ArithmeticError):
     """A step would write inf or NaN: under ``nonfinite="error"`` in one step, under ``"skip"`` in too many in a row."""
+
+
+class OffloadError(MuonZeroError, RuntimeError):
+    """Optimizer state cannot be read from its disk or written to it; weights and state are as they were."""
 
 
 class PeerError(MuonZeroError, torch.distributed.DistError):

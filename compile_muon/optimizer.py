@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from compile_muon.config import (
     Config,
     MuonConfig,
     NSConfig,
+    OffloadConfig,
     ZeroConfig,
     config_from_kwargs,
 )
@@ -39,6 +41,7 @@ from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
 from compile_muon.model.views import with_views
+from compile_muon.offload import Home, home_of, states_away, with_fetches
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import backend_of
@@ -64,6 +67,7 @@ class MuonZero(Optimizer):
         adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
         adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape; None for the
             method's own.
+        momentum_dtype: what momenta are kept in: "bfloat16", "8bit", or None for as the master weights.
         qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
             queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
         method, auxiliary: what trains the matrices, and what all else: names out of
@@ -76,6 +80,8 @@ class MuonZero(Optimizer):
         ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
             ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
+            :class:`~compile_muon.config.OffloadConfig`; None for beside the parameters.
         shard_state_over: "shard" or "all" axes of the mesh, for master weights, gradients and optimizer state.
         communicators: "separate" for gathers, reductions and Newton-Schulz, "shared", or "auto": separate on NCCL.
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
@@ -123,6 +129,7 @@ class MuonZero(Optimizer):
         adamw_weight_decay: float = AdamWConfig.weight_decay,
         adamw_decay_vectors: bool = AdamWConfig.decay_vectors,
         adjust_lr: str | None = MuonConfig.adjust_lr,
+        momentum_dtype: str | None = MuonConfig.momentum_dtype,
         qk_clip: float | None = MuonConfig.qk_clip,
         qk_clip_alpha: float = MuonConfig.qk_clip_alpha,
         method: str = Config.method,
@@ -140,6 +147,7 @@ class MuonZero(Optimizer):
         ns_memory_limit: int = NSConfig.memory_limit,
         stage: int = ZeroConfig.stage,
         shard_state_over: str = ZeroConfig.shard_state_over,
+        offload: str | Mapping[str, Any] | OffloadConfig | None = ZeroConfig.offload,
         communicators: str = ZeroConfig.communicators,
         update: str = ZeroConfig.update,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,
@@ -217,6 +225,8 @@ class MuonZero(Optimizer):
         )
         assignments = with_views(config, assignments, model)
         groups = plan_groups(config, assignments, model)
+        away = states_away(config, groups, model)
+        assignments = with_fetches(config, assignments, away)
         self.config = config
         self._group = None if self._mesh is None else self._mesh.everyone
         self._stages = None
@@ -232,9 +242,19 @@ class MuonZero(Optimizer):
         self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
-        self._ledger.accounts = shard_model(
-            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread
+        # Neither a disk nor another rank is in a plan.
+        real = (
+            self._compares
+            if self._group is not None
+            else not any(isinstance(p, FakeTensor) for p in model.parameters())
         )
+        homes: list[Home | None] = []
+        self._ledger.accounts = shard_model(
+            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread,
+            reserve=lambda specs: homes.append(
+                home_of(specs, groups, config, away, self._group, device, real=real)
+            ),
+        )  # fmt: skip
         if values is not None:
             values.fill(model, device)
         self._ownership = Ownership(model, self._ledger.accounts)
@@ -255,8 +275,10 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
             self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, self._ownership.check, self._handouts, lr_scale,
+            device, self._compares, self._ownership.check, self._handouts, lr_scale, homes[0],
         )  # fmt: skip
+        if (home := homes[0]) is not None:
+            home.attach(trained, self)
         self._steps.create_state()
         self._steps.sync_momentum()
         self._ledger.before_backward = self._steps.sync_momentum
@@ -299,10 +321,12 @@ class MuonZero(Optimizer):
             ``max_logit``, ``muon_lr``, ``adamw_lr``, and since the start on this rank: ``bytes_sent`` (where the mesh
             has several axes also by axis, ``bytes_sent_shard``), ``directions_speculated`` (made in backward),
             ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
-            ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use).
+            ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use), and
+            with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
         self.check()
-        counters = self._ledger.counters
+        counters, home = self._ledger.counters, self._steps.home
+        disk = (0, 0) if home is None else home.disk_bytes
         rates: dict[str, float] = {}
         for group in self.param_groups:
             rates.setdefault(f"{group['algorithm']}_lr", float(group["lr"]))
@@ -321,6 +345,7 @@ class MuonZero(Optimizer):
             "skipped_steps": counters.skipped,
             "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
             "communicators": 0 if self._mesh is None else self._mesh.process_groups,
+            **({"disk_bytes_read": disk[0], "disk_bytes_written": disk[1]} if any(disk) else {}),
         }
 
     def check(self) -> None:
@@ -415,6 +440,8 @@ class MuonZero(Optimizer):
                     )
         super().load_state_dict(state_dict)
         for account in self._muon:
+            if account.spec.muon_settings.fetched:
+                continue
             loaded = local_tensor(self.state[account.param]["momentum_buffer"])
             with torch.no_grad():
                 account.momentum.copy_(loaded)
@@ -432,6 +459,9 @@ class MuonZero(Optimizer):
             self._ledger.status.step = steps + 1
         for account in self._muon:
             account.speculations.drop()
+        if self._steps.home is not None:
+            self._steps.home.own()
+            self._steps.home.loaded()
         self._steps.sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))
 

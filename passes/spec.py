@@ -51,6 +51,7 @@ class MuonSpec:
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
         algorithm: name of the method (:mod:`compile_muon.passes.methods`).
         view: the matrices in each ``rows x cols``, where these are not one by themselves.
+        fetched: whether the momentum is elsewhere, and graphs fetch it where they use it.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class MuonSpec:
     memory_limit: int = MEMORY_LIMIT
     algorithm: str = "muon"
     view: View | None = None
+    fetched: bool = False
 
     @property
     def steps(self) -> int:

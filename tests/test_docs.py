@@ -238,6 +238,7 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/checkpoints.md": trained,
     "docs/how-to/weights.md": weights,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
+    "docs/how-to/offload.md": lambda: {"make_model": MyModel},
     "docs/how-to/profiling.md": trained,
     "docs/how-to/transformers.md": hugging_face,
     "docs/how-to/accelerate.md": hugging_face,

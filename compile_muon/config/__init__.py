@@ -1,8 +1,8 @@
 """Configuration: what can be set, in which vocabularies, and what of it is wrong.
 
 The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
-them), ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``settings``, ``foreign``, ``sections``,
-``deepspeed``, ``convert``.
+them), ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``, ``foreign``,
+``sections``, ``deepspeed``, ``convert``.
 """
 
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options
@@ -16,6 +16,7 @@ from compile_muon.config.lr_schedule import (
     WarmupDecayLR,
     WarmupLR,
 )
+from compile_muon.config.offload import OffloadConfig
 from compile_muon.config.settings import (
     ARGUMENTS,
     AdamWConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
+    "OffloadConfig",
     "OneCycle",
     "ScheduleConfig",
     "WarmupCosineLR",

@@ -95,6 +95,9 @@ def _written(config: Config) -> dict[str, Any]:
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     top = {key: given.pop(key) for key in AT_THE_TOP if key in given}
     zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
+    if (offload := given.pop("offload", None)) is not None:
+        zero["offload_optimizer"] = {f.name: v for f in fields(offload) if (v := getattr(offload, f.name)) != f.default}
+        zero["offload_optimizer"]["device"] = offload.device
     experts, bf16 = config.expert_parallel, {}
     if config.zero.param_dtype is torch.bfloat16:
         bf16 = {"enabled": True}

@@ -131,7 +131,9 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         given.values.setdefault("adamw_decay_vectors", True)
         if algorithm == "adamw" and not given.mistakes.found:
             _remark_on_defaults(given)
-    for key, value in section(given, "zero_optimization", top.get("zero_optimization", {})).items():
+    zero = dict(section(given, "zero_optimization", top.get("zero_optimization", {})))
+    _put_offload(given, zero)
+    for key, value in zero.items():
         given.put(key, value, f"zero_optimization.{key}")
     for key in AT_THE_TOP:
         if key in top:
@@ -147,6 +149,24 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
     )
     remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
+
+
+def _put_offload(given: Given, zero: dict[str, Any]) -> None:
+    """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``."""
+    key, value = "offload_optimizer", zero.pop("offload_optimizer", None)
+    if (cpu := zero.pop("cpu_offload", None)) and value is None:
+        key, value = "cpu_offload", {"device": "cpu"} if cpu is True else cpu
+    stay = "save_muon_momentum_buffer_in_memory"
+    momenta = zero.pop(stay, None)
+    if isinstance(value, Mapping) and momenta is not None and value.get("device", "none") not in (None, "none"):
+        with given.mistakes.collected():
+            value = {**value, "momentum": not check_boolean(f"zero_optimization.{stay}", momenta)}
+    elif momenta is not None:
+        given.hints.append(f"zero_optimization.{stay}")
+    if isinstance(value, Mapping) and value.get("device", "none") in (None, "none"):
+        given.hints.append(f"zero_optimization.{key}")
+    elif value is not None:
+        given.put("offload", value, f"zero_optimization.{key}")
 
 
 def _read_algorithm(given: Given, kind: object, params: object) -> str:

@@ -85,7 +85,7 @@ _HINTS: dict[str, str] = {
     "load_from_fp32_weights elastic_checkpoint legacy_stage1 grad_hooks ignore_unused_parameters "
     "memory_efficient_linear override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings "
     "enable_sanity_checks leaf_module cpu_offload_use_pin_memory mics_hierarchical_params_gather "
-    "save_muon_momentum_buffer_in_memory stage3_gather_fp16_weights_on_model_save aio "
+    "stage3_gather_fp16_weights_on_model_save aio "
     + _both(
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold "
@@ -108,14 +108,14 @@ _HINTS: dict[str, str] = {
     "scheduler.params": "cycle_min_mom cycle_max_mom decay_mom_rate",
 }
 
-_OFFLOAD = "asks for DeepSpeed's offload"
-_NO_OFFLOAD = "compile_muon does not offload; stage 3 on more ranks lowers the memory of each"
+_OFFLOAD = "asks for DeepSpeed's offload of more than optimizer state"
+_NO_OFFLOAD = "offload_optimizer is what there is; stage 3 on more ranks lowers the memory of weights"
 
 _REQUESTS: tuple[_Request, ...] = (
-    _Request({"zero_optimization": "offload_optimizer offload_param"}, _OFFLOAD, _NO_OFFLOAD, _nowhere),
+    _Request({"zero_optimization": "offload_param"}, _OFFLOAD, _NO_OFFLOAD, _nowhere),
     _Request(
         {
-            "zero_optimization": "cpu_offload cpu_offload_param cpu_offload_params zenflow",
+            "zero_optimization": "cpu_offload_param cpu_offload_params zenflow",
             "compile": "offload_activation offload_opt_states offload_parameters",
         },
         _OFFLOAD,
@@ -248,9 +248,9 @@ def full_name(section: str, key: str) -> str:
 def refusal(section: str, key: str, value: object) -> ConfigError | None:
     """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
 
-    >>> str(refusal("zero_optimization", "cpu_offload", True)).partition(";")[0]
-    "zero_optimization.cpu_offload = True: asks for DeepSpeed's offload"
-    >>> refusal("zero_optimization", "cpu_offload", False)
+    >>> str(refusal("zero_optimization", "zenflow", True)).partition(";")[0]
+    "zero_optimization.zenflow = True: asks for DeepSpeed's offload of more than optimizer state"
+    >>> refusal("zero_optimization", "zenflow", False)
     """
     request = _REFUSALS.get((section, key))
     if request is None or request.off(value):

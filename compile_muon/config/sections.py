@@ -56,7 +56,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "": _TOP,
     "compile": (*(f.name for f in fields(CompileConfig)), "deepcompile"),
     "optimizer": ("type", "params", "groups"),
-    "zero_optimization": ("stage", "shard_state_over"),
+    "zero_optimization": (
+        "stage",
+        "shard_state_over",
+        "offload_optimizer",
+        "cpu_offload",
+        "save_muon_momentum_buffer_in_memory",
+    ),  # fmt: skip
     "optimizer.params": (*PARAM_ALIASES, *(name for name in ARGUMENTS if name not in ("groups", "rates")), *OWN_RATES),
     "bf16": ("enabled",),
     "bfloat16": ("enabled",),

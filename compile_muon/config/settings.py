@@ -37,6 +37,7 @@ from compile_muon.config.compile_options import CompileOptions
 from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
+from compile_muon.config.offload import OffloadConfig, check_offload
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
@@ -143,6 +144,7 @@ class MuonConfig(Checked):
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
         adjust_lr: "original" | "match_rms_adamw" | "spectral", or None for the method's own: "original" but of AdaMuon.
+        momentum_dtype: what momenta are kept in: "bfloat16" (rounded by chance), "8bit", or None for as master weights.
         qk_clip: largest logit of attention that a step leaves as it is (MuonClip), None for any.
         qk_clip_alpha: how much of the scaling is of the queries; the rest is of the keys.
         ns: how the direction is orthogonalized.
@@ -153,6 +155,7 @@ class MuonConfig(Checked):
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
     adjust_lr: str | None = setting(None, check_choice, none=True, allowed=("original", "match_rms_adamw", "spectral"))
+    momentum_dtype: str | None = setting(None, check_choice, none=True, allowed=("bfloat16", "8bit"))
     qk_clip: float | None = setting(None, check_real, none=True, positive=True)
     qk_clip_alpha: float = setting(0.5, check_real, below=1.0)
     ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
@@ -206,6 +209,7 @@ class ZeroConfig(Checked):
             where the model is in half precision, and else what the model is in.
         shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
             "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
+        offload: where optimizer state is between steps, None for beside the parameters.
         communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
             "shared", or "auto": separate on NCCL, which serves one collective of a communicator after another.
     """
@@ -223,6 +227,7 @@ class ZeroConfig(Checked):
     master_dtype: torch.dtype | None = setting(None, check_dtype, none=True)
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
+    offload: OffloadConfig | None = setting(None, check_offload, none=True)
 
     @property
     def checks_read(self) -> str:

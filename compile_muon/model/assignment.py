@@ -68,6 +68,7 @@ class Assignment:
         vector: whether it is one to weight decay: norms, biases, vectors in disguise.
         view: what of the matrix is one by itself, if not all of it.
         undecayed: whether the model says ``param._no_weight_decay = True``, as state space models do.
+        fetched: whether graphs fetch its momentum, which is not beside it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Assignment:
     vector: bool = False
     undecayed: bool = False
     view: View | None = None
+    fetched: bool = False
 
     def decays(self, *, vectors: bool) -> bool:
         """Whether weight decay is for it.

@@ -63,6 +63,7 @@ def _muon_spec(assignment: Assignment, config: Config, device: torch.device, lay
         memory_limit=ns.memory_limit,
         algorithm=assignment.algorithm,
         view=view,
+        fetched=assignment.fetched,
     )
 
 

@@ -8,7 +8,7 @@ those of data parallelism (uneven and empty shards allowed), and its module read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,6 +143,7 @@ def shard_model(
     hypers: Mapping[str, Tensor],
     device: torch.device,
     spread: ExpertPlan | None = None,
+    reserve: Callable[[Mapping[str, ParamSpec]], object] = lambda specs: None,
 ) -> list[Account]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
@@ -156,6 +157,7 @@ def shard_model(
         hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
         device: of the shards.
         spread: of experts over ranks, to be done once everything is known to fit.
+        reserve: makes room for states that are not beside their parameters, by the specs; raises where there is none.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
@@ -167,17 +169,20 @@ def shard_model(
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
+            reserve(specs)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
+    else:
+        reserve(specs)
     accounts: dict[nn.Parameter, Account] = {}
     handouts = Handouts()
     for name, param in named.items():
         spec = specs[name]
         new, replica = _split(param, spec, mesh, roles[name], device)
         local = local_tensor(new).detach()
-        momentum = torch.zeros_like(local) if spec.muon else local.new_empty(0)
+        momentum = torch.zeros_like(local) if spec.muon and not spec.muon.fetched else local.new_empty(0)
         group = None if mesh is None else mesh.everyone
         accounts[param] = Account(
             name, new, spec, momentum, hypers[name], replica, ledger, handouts, group, placed=roles[name].placed

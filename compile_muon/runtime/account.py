@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from compile_muon.errors import LedgerError
 from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
@@ -57,8 +59,8 @@ class Account:
         name: qualified name in the model; ``key`` is its bytes.
         param: the ``nn.Parameter`` users see (a DTensor where sharded).
         spec: static facts; ``text`` is their encoding, as markers carry it.
-        momentum: of the shard (Muon), or an empty tensor. Every marker takes it: it identifies the parameter to the
-            graphs, which get the module's own tensors.
+        momentum: of the shard (Muon), or an empty tensor, for AdamW and where it is not beside the parameter. Every
+            marker takes it: it identifies the parameter to the graphs, which get the module's own tensors.
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
             itself: what users save must not carry the account with it.
         hyper: ``[2]`` fp32 ``(1 - momentum, momentum)``, one tensor for all that share these rates.
@@ -70,6 +72,7 @@ class Account:
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
         factor: the momentum in ``hyper``.
+        home: what keeps its states, where they are not beside it.
         attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
@@ -90,6 +93,7 @@ class Account:
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
     factor: float = 0.0
+    home: Lender | None = None
     attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
@@ -101,7 +105,8 @@ class Account:
         self.key = self.name.encode()
         self.text = self.spec.encode()
         self.refreshed_at = edits_of(self.param)
-        self.momentum_buffer = like_parameter(self.param, self.momentum.detach())
+        fetched = self.spec.muon is not None and self.spec.muon.fetched
+        self.momentum_buffer = self.momentum if fetched else like_parameter(self.param, self.momentum.detach())
         hold(self.momentum, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
@@ -110,7 +115,12 @@ class Account:
         ledger = copy.deepcopy(self.ledger, memo)
         param, replica = copy.deepcopy(self.param, memo), copy.deepcopy(self.replica, memo)
         momentum = self.momentum.detach().clone()
-        fresh: dict[str, Any] = {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
+        fresh: dict[str, Any] = {
+            "home": None,
+            "visits": Visits(),
+            "sums": UnreducedSums(),
+            "speculations": Speculations(),
+        }
         fresh["handouts"] = copy.deepcopy(self.handouts, memo)
         copied = replace(self, param=param, replica=replica, momentum=momentum, ledger=ledger, _watched=False, **fresh)
         ledger.accounts.append(copied)
@@ -164,6 +174,12 @@ class Account:
             self.refresh.finish()
         if read is not None and self.replica is not None and read.data_ptr() != self.replica.data_ptr():
             read.copy_(self.replica)
+
+    def fetch(self, out: Tensor) -> Tensor:
+        """Write the momentum, which is elsewhere, to ``out``."""
+        if self.home is None:
+            raise LedgerError(f"{self.name}: its momentum is kept by the optimizer of the model that this is a copy of")
+        return self.home.fetch(self, out)
 
     def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
         """Keep the largest logit of each head, until the next step."""

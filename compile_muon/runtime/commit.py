@@ -22,75 +22,113 @@ from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import local_tensor
 
-__all__ = ["Matrices", "commit_elements", "commit_matrices"]
+__all__ = ["Lend", "Matrices", "Prepared", "commit_elements", "commit_states", "commit_weights"]
 
 
-@dataclass(frozen=True)
+#: accounts -> some of them after the other, each with its states, momentum among them: what is written to these is kept
+Lend = Callable[[Sequence[Account]], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
+
+
+@dataclass(frozen=True, eq=False)
 class Matrices:
     """What a step writes of one group of matrices.
 
     Args:
         method: of the group.
         rates: of the group.
-        accounts: those with a gradient.
-        directions: of their shards, in any floating dtype.
+        directions: of the shards of those with a gradient, in any floating dtype.
         scale: factor on the learning rate, of the rows and columns of a matrix.
-        states: the optimizer's, of each.
     """
 
     method: MatrixMethod
     rates: Mapping[str, Any]
-    accounts: Sequence[Account]
-    directions: Sequence[Tensor]
+    directions: Mapping[Account, Tensor]
     scale: Callable[[int, int], float]
-    states: Sequence[Mapping[str, Tensor]]
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Those with a gradient."""
+        return list(self.directions)
 
     @property
     def plain(self) -> bool:
         """Whether all of it is one decay and one addition."""
         return self.method.after is None and not self.rates.get("cautious_decay", False)
 
+    @property
+    def joint(self) -> bool:
+        """Whether one launch may move momenta and weights."""
+        return self.plain and self.method.advance is None
 
-def commit_matrices(
-    groups: Sequence[Matrices], summed: Sequence[Account], everyone: dist.ProcessGroup | None, withheld: Tensor | None
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is left to be written of matrices once their states are: weights alone.
+
+    Args:
+        averaged: whether momenta are still to be moved, together with the weights.
+        parts: of methods with more to say than a direction.
+    """
+
+    groups: Sequence[Matrices]
+    averaged: bool
+    parts: Sequence[tuple[_Part, Piece, After]]
+
+
+def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | None, *, beside: bool) -> Prepared:
+    """Move momenta toward the gradients, and write further states.
+
+    Args:
+        lend: gives the states.
+        withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        beside: whether all momenta are beside their parameters: :func:`commit_weights` then moves those that one launch
+            can move together with the weights.
+    """
+    found: list[tuple[_Part, Piece, After]] = []
+    parts = [
+        _Part(group, account, part)
+        for group in groups
+        if not group.plain
+        for account in group.accounts
+        for part in account.spec.parts
+    ]
+    summed = list(zip(parts, _row_sums(parts), strict=True))
+    for group in groups:
+        if group.joint and beside:
+            continue
+        for accounts, states in lend(group.accounts):
+            of = dict(zip(accounts, states, strict=True))
+            own = [(part, sums) for part, sums in summed if part.group is group and part.account in of]
+            found += _after(own, of, withheld)
+            _advance(group, accounts, [local_tensor(row["momentum_buffer"]) for row in states], withheld)
+    return Prepared(groups, beside, found)
+
+
+def commit_weights(
+    prepared: Prepared, summed: Sequence[Account], everyone: dist.ProcessGroup | None, withheld: Tensor | None
 ) -> None:
-    """Move momenta toward the gradients, and matrices along their directions.
+    """Move matrices along their directions.
 
     Args:
         summed: matrices of methods with facts, with a gradient or without: on every rank the same.
         everyone: all ranks of the optimizer.
         withheld: as for :func:`~compile_muon.kernels.muon_apply`.
     """
-    for group in groups:
-        if group.plain and group.accounts:
-            _commit_plain(group, withheld)
-    parts = [
-        _Part(group, i, part)
-        for group in groups
-        if not group.plain
-        for i, account in enumerate(group.accounts)
-        for part in account.spec.parts
-    ]
-    pieces = _with_sums(parts)
-    afters = [
-        After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
-        for part, piece in zip(parts, pieces, strict=True)
-    ]
-    totals = _totals(list(zip(parts, afters, strict=True)), summed, everyone)
-    for part, piece, after in zip(parts, pieces, afters, strict=True):
+    for group in prepared.groups:
+        if group.plain and group.directions:
+            _commit_plain(group, averaged=prepared.averaged, withheld=withheld)
+    totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
+    for part, piece, after in prepared.parts:
         _write(part, piece, after, totals.get(part.account), withheld)
-    for group in groups:
-        if not group.plain and group.accounts:
-            _advance(group, withheld)
 
 
-def _commit_plain(group: Matrices, withheld: Tensor | None) -> None:
-    averaged = group.method.advance is None
+def _commit_plain(group: Matrices, *, averaged: bool, withheld: Tensor | None) -> None:
+    averaged = averaged and group.joint
     # What is moved, along what, and momentum and gradient, a row each.
     rows: list[tuple[Tensor, ...]] = []
     scales: list[float] = []
-    for account, direction in zip(group.accounts, group.directions, strict=True):
-        tensors = (account.local.detach(), direction, account.momentum, account.local_grad)
+    for account, direction in group.directions.items():
+        tensors = (account.local.detach(), direction, *((account.momentum, account.local_grad) if averaged else ()))
         parts = account.spec.parts
         own = [group.scale(part.rows, part.cols) for part in parts]
         if len(set(own)) > 1:  # unequal matrices of a view
@@ -100,30 +138,28 @@ def _commit_plain(group: Matrices, withheld: Tensor | None) -> None:
             rows.append(tensors)
             scales.append(own[0])
     if rows:
-        params, directions, momenta, grads = (list(column) for column in zip(*rows, strict=True))
-        # torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)`, which is also what the direction was made with.
-        averages = Averages(momenta, grads, 1 - group.rates["momentum"])
+        params, directions, *moving = (list(column) for column in zip(*rows, strict=True))
         muon_apply(
             params,
             directions,
             lr=group.rates["lr"],
             weight_decay=group.rates.get("weight_decay", 0.0),
             scale=scales,
-            averages=averages if averaged else None,
+            # torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)`, which is also what the direction was made with.
+            averages=Averages(moving[0], moving[1], 1 - group.rates["momentum"]) if averaged else None,
             withheld=withheld,
         )
-    if not averaged:
-        _advance(group, withheld)
 
 
-def _advance(group: Matrices, withheld: Tensor | None) -> None:
-    momenta = [account.momentum for account in group.accounts]
-    grads = [account.local_grad for account in group.accounts]
+def _advance(group: Matrices, accounts: Sequence[Account], momenta: Sequence[Tensor], withheld: Tensor | None) -> None:
+    if not accounts:
+        return
+    grads = [account.local_grad for account in accounts]
     with _unless(withheld, momenta):
         if group.method.advance is not None:
             group.method.advance(momenta, grads, group.rates["momentum"])
         else:
-            torch._foreach_lerp_(momenta, grads, 1 - group.rates["momentum"])
+            torch._foreach_lerp_(list(momenta), grads, 1 - group.rates["momentum"])
 
 
 @contextmanager
@@ -152,42 +188,37 @@ class _Part(NamedTuple):
     """Equal matrices of one account."""
 
     group: Matrices
-    i: int
+    account: Account
     part: Part
 
-    @property
-    def account(self) -> Account:
-        return self.group.accounts[self.i]
-
-    def state(self, name: str) -> Tensor:
+    def state(self, name: str, states: Mapping[str, Tensor]) -> Tensor:
         """``[n, r, c]`` or ``[n, r, 1]``, the same memory."""
-        tensor = local_tensor(self.group.states[self.i][name])
+        tensor = local_tensor(states[name])
         each = {state.name: state.each for state in self.group.method.states}[name]
         return self.part.of_rows(tensor) if each == "row" else self.part.of(tensor)
 
-    def piece(self) -> Piece:
+    def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
         wide = torch.promote_types(self.account.local.dtype, torch.float32)
         return Piece(
-            direction=self.part.of(self.group.directions[self.i]).to(wide),
+            direction=self.part.of(self.group.directions[self.account]).to(wide),
             weight=self.part.of(self.account.local.detach()).to(wide),
             grad=self.part.of(self.account.local_grad),
-            states={state.name: self.state(state.name) for state in self.group.method.states},
-            sums=None,
+            states={state.name: self.state(state.name, states) for state in self.group.method.states if states},
+            sums=sums,
             rates=self.group.rates,
             rows=self.part.rows,
             cols=self.part.cols,
         )
 
 
-def _with_sums(parts: Sequence[_Part]) -> list[Piece]:
-    """The pieces with the sums over rows that their methods ask for; where ranks have parts of the same rows, summed
-    over these ranks, for all that share a group at once."""
-    pieces = [part.piece() for part in parts]
-    methods = [part.group.method for part in parts]
-    sums = [
-        None if method.row_sums is None else method.row_sums(piece.direction, piece.weight)
-        for method, piece in zip(methods, pieces, strict=True)
-    ]
+def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
+    """The sums over rows that methods ask for; where ranks have parts of the same rows, summed over these ranks, for
+    all that share a group at once."""
+    sums = []
+    for part in parts:
+        row_sums = part.group.method.row_sums
+        piece = None if row_sums is None else part.piece({}, None)
+        sums.append(None if row_sums is None or piece is None else row_sums(piece.direction, piece.weight))
     shared: dict[str, list[Tensor]] = {}
     for part, own in zip(parts, sums, strict=True):
         if own is not None and part.account.spec.cut_in_columns:
@@ -197,7 +228,25 @@ def _with_sums(parts: Sequence[_Part]) -> list[Piece]:
         dist.all_reduce(joined, group=group_named(group))
         for x, whole in zip(several, joined.split([x.numel() for x in several]), strict=True):
             x.copy_(whole.view(x.shape))
-    return [replace(piece, sums=own) for piece, own in zip(pieces, sums, strict=True)]
+    return sums
+
+
+def _after(
+    parts: Sequence[tuple[_Part, Tensor | None]],
+    states: Mapping[Account, Mapping[str, Tensor]],
+    withheld: Tensor | None,
+) -> list[tuple[_Part, Piece, After]]:
+    """What methods make of directions, their new states written."""
+    found = []
+    for part, sums in parts:
+        piece = part.piece(states[part.account], sums)
+        after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
+        found.append((part, replace(piece, states={}), replace(after, states={})))
+        written = {name: part.state(name, states[part.account]) for name in after.states}
+        with _unless(withheld, list(written.values())):
+            for name, new in after.states.items():
+                written[name].copy_(new)
+    return found
 
 
 def _totals(
@@ -240,11 +289,8 @@ def _write(part: _Part, piece: Piece, after: After, facts: Tensor | None, withhe
     keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim else x for x in (keep, move))
     if group.rates.get("cautious_decay", False):
         keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
-    states = {name: part.state(name) for name in after.states}
-    with _in_rows(part.account.local.detach()) as local, _unless(withheld, [local, *states.values()]):
+    with _in_rows(part.account.local.detach()) as local, _unless(withheld, [local]):
         part.part.of(local).copy_(piece.weight * keep + after.direction * move)
-        for name, new in after.states.items():
-            states[name].copy_(new)
 
 
 # ------------------------------------------------------------------------------------------- element by element

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,15 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["contiguous_stride", "edits_of", "has_memory", "like_parameter", "local_tensor", "user_attributes"]
+__all__ = [
+    "contiguous_stride",
+    "edits_of",
+    "has_memory",
+    "host_mesh",
+    "like_parameter",
+    "local_tensor",
+    "user_attributes",
+]
 
 #: What a DTensor keeps among the attributes of its own, and what a ``ShardedParameter`` does.
 _OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown"})
@@ -31,6 +40,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether there is anything behind it: not on the meta device, and not fake, as in plans."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+@functools.cache
+def host_mesh(trained_on: DeviceMesh) -> DeviceMesh:
+    """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
+    names = trained_on.mesh_dim_names
+    return DeviceMesh.from_group(trained_on.get_all_groups(), "cpu", trained_on.mesh, mesh_dim_names=names)
 
 
 def edits_of(tensor: Tensor) -> int:

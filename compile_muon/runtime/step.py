@@ -7,7 +7,8 @@ Facts are what :mod:`~compile_muon.runtime.survey` finds, the decision is a func
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -23,10 +24,11 @@ from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelErr
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.decision import Decision, Facts, decide, over
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
 from compile_muon.runtime.qk_clip import check_heads, clip_heads
 from compile_muon.runtime.replicas import start_refresh
@@ -71,6 +73,7 @@ class Step:
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
         handouts: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
+        home: of the states that are not beside their parameters, None if all are.
         grad_norm: of the latest step, on the device.
         norm: the same as the host knows it, NaN before.
         max_logit: with ``qk_clip``, of the latest step, on the device.
@@ -88,6 +91,7 @@ class Step:
     check_model: Callable[[], None]
     handouts: Handouts
     scale: Callable[[str, int, int], float]
+    home: Lender | None = None
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
@@ -115,10 +119,12 @@ class Step:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 account, slots = self.accounts[param], self.optimizer.state[param]
-                if account.spec.muon is not None:
+                away = set() if self.home is None else self.home.names(account)
+                if account.spec.muon is not None and not account.spec.muon.fetched:
                     slots["momentum_buffer"] = account.momentum_buffer
                 for state in self.method(group).states:
-                    slots[state.name] = new_state(account, state)
+                    if state.name not in away:
+                        slots[state.name] = new_state(account, state)
 
     def sync_momentum(self) -> None:
         """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
@@ -140,8 +146,12 @@ class Step:
                     account.factor = momentum
 
     def own_momenta(self) -> None:
-        """Momenta that users put into the state, as they may, become those that graphs read."""
+        """States that users put into the optimizer's, as they may, become those that graphs read."""
+        if self.home is not None:
+            self.home.own()
         for account in self.muon:
+            if account.spec.muon_settings.fetched:
+                continue
             slots = self.optimizer.state[account.param]
             if slots["momentum_buffer"] is not account.momentum_buffer:
                 account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
@@ -207,22 +217,32 @@ class Step:
         survey = Survey(self.group, self.device, self.ledger.status.step, problem)
         survey.add_gradients([*self.muon, *self.rest])
         if self.muon:
-            survey.add("momentum", [a.name for a in self.muon], not_finite([a.momentum for a in self.muon]))
-        held: dict[str, dict[str, Tensor]] = {}  # by kind, for all groups at once: few launches
+            survey.add("momentum", [a.name for a in self.muon], self._not_finite("momentum", self.muon))
+        held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
         for group in self.optimizer.param_groups:
             for state in self.method(group).states:
                 if state.each != "parameter":
                     accounts = [self.accounts[param] for param in group["params"]]
-                    own = {a.name: local_tensor(self.optimizer.state[a.param][state.name]) for a in accounts}
+                    own = {a: local_tensor(self.optimizer.state[a.param][state.name]) for a in accounts}
                     held.setdefault(state.label, {}).update(own)
         for label, tensors in held.items():
-            survey.add(label, list(tensors), not_finite(list(tensors.values())))
+            survey.add(label, [a.name for a in tensors], self._not_finite(label, tensors))
         for group in self.optimizer.param_groups:
             for rate in self.method(group).rates:
                 survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
         if agreement is not None:
             agreement.put(survey)
         return survey
+
+    def _not_finite(self, label: str, states: Mapping[Account, Tensor] | Sequence[Account]) -> Tensor:
+        """Which of these states are not finite: what is away was looked at when it was written."""
+        known = {a: flag for a in states if self.home is not None and (flag := self.home.wrong(a, label)) is not None}
+        here = [a for a in states if a not in known]
+        tensors = [states[a] if isinstance(states, Mapping) else a.momentum for a in here]
+        if not known:
+            return not_finite(tensors)
+        found = known | dict(zip(here, not_finite(tensors).unbind() if here else (), strict=True))
+        return torch.stack([found[a] for a in states])
 
     def agreement(self) -> Agreement:
         """What every rank must bring to this step alike."""
@@ -482,18 +502,38 @@ class Step:
         matrices, rest = [], []
         for group in self.optimizer.param_groups:
             method, own = self.method(group), self.with_gradient(group)
-            slots = [self.optimizer.state[account.param] for account in own]
             if isinstance(method, MatrixMethod):
-                made = [directions.pop(account.name) for account in own]
+                made = {account: directions.pop(account.name) for account in own}
                 scale = partial(self.scale, self.config.muon.adjust_lr or method.adjust_lr)
-                matrices.append(Matrices(method, group, own, made, scale, slots))
+                matrices.append(Matrices(method, group, made, scale))
             elif isinstance(method, ElementMethod):
-                rest.append((method, group, own, slots))
-        with self.ledger.range("step commit muon"):
-            commit_matrices(matrices, self.summed, self.group, withheld)
-        with self.ledger.range("step commit adamw"):
-            for given in rest:
-                commit_elements(*given, withheld)
+                rest.append((method, group, own))
+        beside = self.home is None
+        with self.home.writing() if self.home is not None else nullcontext():
+            with self.ledger.range("step commit muon"):
+                prepared = commit_states(matrices, self.lend, withheld, beside=beside)
+                if beside:
+                    commit_weights(prepared, self.summed, self.group, withheld)
+            with self.ledger.range("step commit adamw"):
+                for method, group, own in rest:
+                    for chosen, states in self.lend(own, undo=True):
+                        commit_elements(method, group, chosen, states, withheld)
+        if not beside:  # a disk that fails has moved nothing
+            with self.ledger.range("step commit muon"):
+                commit_weights(prepared, self.summed, self.group, withheld)
         if self.config.muon.qk_clip is not None:
             muon = self.config.muon
             self.max_logit = clip_heads(self.muon, muon, self.group, withheld)
+
+    def lend(
+        self, accounts: Sequence[Account], *, undo: bool = False
+    ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        """Their states, to be read and written; all at once where they are beside the parameters.
+
+        Args:
+            undo: whether the parameters are written to as well.
+        """
+        if self.home is not None:
+            yield from self.home.lend(accounts, self.ledger.status.step, undo=undo)
+        elif accounts:
+            yield accounts, [self.optimizer.state[account.param] for account in accounts]

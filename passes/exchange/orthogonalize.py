@@ -19,6 +19,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from ..fetch import fetch
 from ..methods import matrix_method
 from ..spec import ParamSpec
 from .local import local
@@ -59,7 +60,7 @@ def orthogonalize_group(
 
     Args:
         grads: averaged gradient of each shard, ``spec.layout.local_shape``, master dtype.
-        momenta: EMA of the gradients before these, same shapes.
+        momenta: EMA of the gradients before these, same shapes; empty where it is fetched.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
         specs: static facts; all with ``muon`` set.
         owners: of each parameter, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
@@ -73,6 +74,8 @@ def orthogonalize_group(
     updates = []
     for grad, momentum, hyper, spec in zip(grads, momenta, hypers, specs, strict=True):
         muon = spec.muon_settings
+        if muon.fetched:
+            momentum = fetch(momentum, grad)
         before = matrix_method(muon.algorithm).before
         updates.append(before(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
 

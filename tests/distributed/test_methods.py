@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, matrix_method
-from compile_muon.runtime.commit import Matrices, commit_elements, commit_matrices
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.shards import local_tensor
 
 OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
@@ -300,8 +300,8 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
     for withheld in (0.0, 1.0, 0.0):
         loss(model, data(0, 0, 0)).backward()
         before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
-        parts = _parts(optimizer)
-        commit_matrices(*parts, None, torch.tensor(withheld))
+        steps, flag = optimizer._steps, torch.tensor(withheld)
+        commit_weights(commit_states(_parts(optimizer), steps.lend, flag, beside=True), steps.summed, None, flag)
         for group in optimizer.param_groups:
             if isinstance(method := optimizer._steps.method(group), ElementMethod) and not method.withholds:
                 own = optimizer._steps.with_gradient(group)
@@ -320,12 +320,11 @@ def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, 
     return {**named, **states}
 
 
-def _parts(optimizer: compile_muon.MuonZero) -> tuple[list[Matrices], list[Any]]:
+def _parts(optimizer: compile_muon.MuonZero) -> list[Matrices]:
     found = []
     for group in optimizer.param_groups:
         method, own = optimizer._steps.method(group), optimizer._steps.with_gradient(group)
         if isinstance(method, MatrixMethod):
-            slots = [optimizer.state[account.param] for account in own]
-            made = [torch.randn_like(account.local) for account in own]
-            found.append(Matrices(method, group, own, made, lambda rows, cols: 1.0, slots))
-    return found, optimizer._steps.summed
+            made = {account: torch.randn_like(account.local) for account in own}
+            found.append(Matrices(method, group, made, lambda rows, cols: 1.0))
+    return found

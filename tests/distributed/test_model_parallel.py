@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -357,7 +356,9 @@ def test_shards_experts_and_tensor_slices(
 Placed = tuple[tuple[int, ...], tuple[str, ...]] | None
 
 
-def model_on(kind: str, placed: Placed, stage: int, weights: str | None = None) -> tuple[nn.Module, MuonZero]:
+def model_on(
+    kind: str, placed: Placed, stage: int, weights: str | None = None, limit: float | None = None
+) -> tuple[nn.Module, MuonZero]:
     torch.manual_seed(0)
     with torch.device("cpu" if weights is None else "meta"):
         model = Sliced() if kind == "sliced" else Mixture(4)
@@ -369,7 +370,9 @@ def model_on(kind: str, placed: Placed, stage: int, weights: str | None = None) 
             parallelize_module(model, mesh["tensor"], PLAN)
         else:
             spread(model, mesh)
-    optimizer = MuonZero(model, lr=0.02, adamw_lr=0.01, ns_dtype="fp32", stage=stage, mesh=mesh, weights=weights)
+    optimizer = MuonZero(
+        model, lr=0.02, adamw_lr=0.01, ns_dtype="fp32", stage=stage, mesh=mesh, weights=weights, gradient_clipping=limit
+    )
     return model, optimizer
 
 
@@ -470,11 +473,7 @@ def test_checkpoints_and_weights_go_from_mesh_to_mesh(
 def clipped(kind: str, placed: Placed, by: str) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after three clipped steps, and the norms that were clipped."""
     limit = 0.05
-    model, optimizer = model_on(kind, placed, 2)
-    if by == "optimizer":
-        optimizer.config = dataclasses.replace(
-            optimizer.config, zero=dataclasses.replace(optimizer.config.zero, gradient_clipping=limit)
-        )
+    model, optimizer = model_on(kind, placed, 2, limit=limit if by == "optimizer" else None)
     norms = []
     for step in range(3):
         loss(model, data(step, 0, 0)).backward()

@@ -174,19 +174,18 @@ LOADED = {
 IN_SCHEDULE = " ".join(f"scheduler.params.warmup_{name}" for name in ("min_lr", "max_lr", "num_steps"))
 REFUSED = {
     "zero2_auto": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
-    f"optimizer.params.weight_decay {IN_SCHEDULE} zero_optimization.offload_optimizer gradient_accumulation_steps "
-    "gradient_clipping",
-    "zero3_fp16": "fp16.enabled zero_optimization.offload_optimizer zero_optimization.offload_param",
-    "infinity": "zero_optimization.offload_optimizer zero_optimization.offload_param",
+    f"optimizer.params.weight_decay {IN_SCHEDULE} gradient_accumulation_steps gradient_clipping",
+    "zero3_fp16": "fp16.enabled zero_optimization.offload_param",
+    "infinity": "zero_optimization.offload_param",
     "tutorial": "fp16.enabled zero_optimization",
     "llama_factory": "bf16.enabled gradient_accumulation_steps gradient_clipping",
     "axolotl": "gradient_accumulation_steps gradient_clipping",
-    "axolotl_compile": "bf16.enabled gradient_accumulation_steps gradient_clipping zero_optimization.offload_optimizer",
+    "axolotl_compile": "bf16.enabled gradient_accumulation_steps gradient_clipping",
     "accelerate": "fp16.enabled optimizer.params.lr optimizer.params.weight_decay gradient_clipping "
     f"scheduler.params.total_num_steps {IN_SCHEDULE}",
     "alpaca": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
     f"optimizer.params.weight_decay {IN_SCHEDULE} scheduler.params.total_num_steps "
-    "zero_optimization.offload_optimizer zero_optimization.offload_param gradient_accumulation_steps gradient_clipping",
+    "zero_optimization.offload_param gradient_accumulation_steps gradient_clipping",
     "swift": "bf16.enabled gradient_accumulation_steps gradient_clipping",
     "one_cycle": "scheduler.params.cycle_momentum",
 }
@@ -317,7 +316,6 @@ def test_no_key_is_both_read_and_foreign():
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("zero_optimization.offload_optimizer", {"device": "cpu"}),
         ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.mics_shard_size", 8),
@@ -458,6 +456,8 @@ EVERYTHING = config_from_kwargs(
     adamw_weight_decay=0.2,
     adamw_decay_vectors=True,
     adjust_lr="spectral",
+    momentum_dtype="8bit",
+    offload={"device": "nvme", "nvme_path": "/nvme", "ratio": 0.5, "momentum": False},
     qk_clip=50.0,
     qk_clip_alpha=0.25,
     method="normuon",

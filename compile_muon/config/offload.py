@@ -1,0 +1,87 @@
+"""The setting ``offload``: optimizer state in host memory or in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from compile_muon.config.checked import Checked, setting
+from compile_muon.config.checks import (
+    check_boolean,
+    check_choice,
+    check_folder,
+    check_integer,
+    check_real,
+    unknown_name,
+)
+from compile_muon.errors import ConfigError, config_error
+
+__all__ = ["OffloadConfig", "check_offload"]
+
+_NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
+
+
+def _check_share(field: str, value: object) -> float:
+    share = check_real(field, value, positive=True)
+    if share > 1:
+        raise config_error(field, value, "is more than all of it", "give a share, up to 1.0")
+    return share
+
+
+def _check_path(field: str, value: object) -> str:
+    return os.fspath(check_folder(field, value))
+
+
+@dataclass(frozen=True)
+class OffloadConfig(Checked):
+    """Where optimizer state is between steps; names and meaning are DeepSpeed's ``offload_optimizer``.
+
+    Attributes:
+        device: "cpu" for host memory, "nvme" for a file.
+        nvme_path: folder on the disk that holds the file.
+        pin_memory: whether host memory is pinned, so that a GPU copies by itself.
+        buffer_count: how many buckets of state may be in memory, on the device and beside the disk.
+        buffer_bytes: of state in a bucket. A parameter's is never cut, so one may be larger.
+        ratio: share of the state that goes, by bytes; what costs least to move for each byte that it saves goes first.
+        momentum: whether momenta go too, or only what methods keep beside them.
+    """
+
+    device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))
+    nvme_path: str | None = setting(None, _check_path, none=True)
+    pin_memory: bool = setting(True, check_boolean)
+    buffer_count: int = setting(4, check_integer, low=2)
+    buffer_bytes: int = setting(64 << 20, check_integer, low=1)
+    ratio: float = setting(1.0, _check_share)
+    momentum: bool = setting(True, check_boolean)
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """A file needs a folder."""
+        if self.device == "nvme" and self.nvme_path is None:
+            problem = "is a file, and nvme_path says of no folder"
+            yield config_error("OffloadConfig.device", "nvme", problem, 'give "nvme_path", or use "cpu"')
+
+
+def check_offload(field: str, value: object) -> OffloadConfig | None:
+    """An :class:`OffloadConfig`, its fields, or its device."""
+    if isinstance(value, OffloadConfig):
+        return value
+    if isinstance(value, str):
+        value = {"device": value}
+    if not isinstance(value, Mapping):
+        problem = f"must be an object, not {type(value).__name__}"
+        raise config_error(field, value, problem, 'write {"device": "cpu"}')
+    if value.get("device", "none") in (None, "none"):
+        return None
+    given: dict[str, Any] = {key: entry for key, entry in value.items() if key not in _NOT_READ}
+    known = [f.name for f in fields(OffloadConfig)]
+    for key, entry in given.items():
+        if key not in known:
+            raise unknown_name(f"{field}.{key}", entry, key, known, "is not a known key")
+    try:
+        return OffloadConfig(**given)
+    except ConfigError as error:
+        # The fields as the user wrote them.
+        own = [each.renamed(each.field.replace("OffloadConfig", field)) for each in error.errors]
+        raise own[0] if len(own) == 1 else error from None

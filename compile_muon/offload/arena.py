@@ -1,0 +1,153 @@
+"""Buckets of a store on the device that computes: a few at a time, copied on streams of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compile_muon.offload.store import Bucket, MemoryStore, Slot, Store
+
+__all__ = ["Arena"]
+
+_ALIGNED = 512  # bytes, as the caching allocator aligns
+
+
+@dataclass(eq=False)
+class _Room:
+    """Device memory of one bucket.
+
+    Args:
+        memory: bytes.
+        bucket: what is in it or on its way into it.
+        arrived: once it is there.
+        free: once nobody reads or copies from it.
+    """
+
+    memory: Tensor
+    bucket: Bucket | None = None
+    arrived: torch.Event | None = None
+    free: torch.Event | None = None
+    used: int = 0
+
+
+class Arena:
+    """Where work on a store's buckets is done.
+
+    Args:
+        store: of the buckets.
+        buckets: all of them.
+        device: that computes. Of memory that it sees itself, nothing is copied.
+        buffers: how many buckets it holds.
+        real: False for fake tensors, which have no streams.
+    """
+
+    def __init__(
+        self, store: Store, buckets: Sequence[Bucket], device: torch.device, *, buffers: int, real: bool
+    ) -> None:
+        self.store = store
+        self._device = device
+        self._beside = device.type == "cpu" or any(
+            store.current(slot).device == device for bucket in buckets for slot in bucket.slots
+        )
+        self._streams = not self._beside and real
+        if self._streams:
+            largest = max(sum(_up(slot) for slot in bucket.slots) for bucket in buckets)
+            self._rooms = [_Room(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(buffers)]
+            self._in, self._out = torch.Stream(device), torch.Stream(device)
+        self._written: dict[Bucket, torch.Event] = {}
+        self._lent: dict[Bucket, dict[Slot, Tensor]] = {}
+        self._clock = 0
+
+    def start(self, bucket: Bucket) -> None:
+        """It will be asked for soon."""
+        self.store.start(bucket)
+        if self._streams and isinstance(self.store, MemoryStore):
+            self._lift(bucket)
+
+    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+        """Its slots on the device; call :meth:`close` or :meth:`leave` behind the work on them.
+
+        Raises:
+            OffloadError: it cannot be read.
+        """
+        if self._beside:
+            return self.store.open(bucket)
+        if not self._streams:
+            found = {slot: tensor.to(self._device) for slot, tensor in self.store.open(bucket).items()}
+        else:
+            room = self._lift(bucket)
+            assert room.arrived is not None
+            torch.accelerator.current_stream().wait_event(room.arrived)
+            found = _views(room, bucket)
+        self._lent[bucket] = found
+        return found
+
+    def leave(self, bucket: Bucket) -> None:
+        """It was only read."""
+        self._lent.pop(bucket, None)
+        if self._streams:
+            room = next(room for room in self._rooms if room.bucket is bucket)
+            room.free = torch.accelerator.current_stream().record_event()
+
+    def close(self, bucket: Bucket) -> None:
+        """It was written to: keep it."""
+        if self._beside:
+            self.store.close(bucket)
+            return
+        found, host = self._lent.pop(bucket), self.store.open(bucket)
+        if not self._streams:
+            for slot, tensor in host.items():
+                tensor.copy_(found[slot])
+            return
+        room = next(room for room in self._rooms if room.bucket is bucket)
+        self._out.wait_event(torch.accelerator.current_stream().record_event())
+        with self._out:
+            for slot, tensor in host.items():
+                tensor.copy_(found[slot], non_blocking=True)
+            written = self._out.record_event()
+        room.free = self._written[bucket] = written
+        room.bucket = None  # in a file it is not current yet
+        self.store.close(bucket, written.synchronize)
+
+    def settle(self) -> None:
+        """Wait until host memory has what was closed."""
+        written, self._written = self._written, {}
+        for event in written.values():
+            event.synchronize()
+
+    def _lift(self, bucket: Bucket) -> _Room:
+        """Begin to copy it, over what was used longest ago."""
+        self._clock += 1
+        for room in self._rooms:
+            if room.bucket is bucket:
+                room.used = self._clock
+                return room
+        room = min((room for room in self._rooms if room.bucket not in self._lent), key=lambda room: room.used)
+        host = self.store.open(bucket)
+        if room.free is not None:
+            self._in.wait_event(room.free)
+        if (written := self._written.get(bucket)) is not None:
+            self._in.wait_event(written)
+        room.bucket, room.used = bucket, self._clock
+        with self._in:
+            for slot, view in _views(room, bucket).items():
+                view.copy_(host[slot], non_blocking=True)
+            room.arrived = self._in.record_event()
+        if not isinstance(self.store, MemoryStore):
+            room.arrived.synchronize()  # the store's buffer is for others now
+        return room
+
+
+def _up(slot: Slot) -> int:
+    return -(-slot.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _views(room: _Room, bucket: Bucket) -> dict[Slot, Tensor]:
+    found, begin = {}, 0
+    for slot in bucket.slots:
+        found[slot] = room.memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+        begin += _up(slot)
+    return found

@@ -1,0 +1,158 @@
+"""How momenta are kept: as they are, in bfloat16, or in 8 bits.
+
+A step reads a momentum in the dtype of the master weight, moves it, and keeps it again; what it keeps then is what the
+next direction is made of.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compile_muon.errors import config_error
+from compile_muon.passes.spec import ParamSpec, decode_dtype
+
+__all__ = ["CODECS", "Codec", "Kept"]
+
+BLOCK = 256
+_NAME = "momentum_buffer"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One tensor that a momentum is kept in.
+
+    Args:
+        name: in the optimizer's state.
+        width: numbers a row; None for one an element.
+        dtype: None for that of the master weight.
+    """
+
+    name: str
+    width: int | None = None
+    dtype: torch.dtype | None = None
+
+
+class Codec:
+    """A momentum as it is."""
+
+    def check(self, name: str, spec: ParamSpec) -> None:
+        """Raise what forbids to keep the momentum of this parameter so.
+
+        Raises:
+            ConfigError: naming it.
+        """
+
+    def kept(self, columns: int) -> tuple[Kept, ...]:
+        """What a momentum with rows of so many elements is kept in."""
+        return (Kept(_NAME),)
+
+    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The momentum; may be the same memory."""
+        return kept[_NAME]
+
+    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
+        """Keep it.
+
+        Args:
+            momentum: what :meth:`decode` gave, and a step has moved.
+            name, step: of the parameter, and which step: on ranks that keep the same rows the same.
+        """
+
+
+class _Rounded(Codec):
+    """In fewer bits than float32."""
+
+    name = ""
+
+    def check(self, name: str, spec: ParamSpec) -> None:
+        if decode_dtype(spec.dtype).itemsize < 4:
+            problem = f"rounds what is float32, and the master weight of {name} is not"
+            raise config_error("momentum_dtype", self.name, problem, "leave it out, or set master_dtype to float32")
+
+
+class BFloat16(_Rounded):
+    """Rounded up or down by chance, so that the mean is right: rounded to nearest, a moving average with a factor near
+    1 stands still, since each addition is less than half of the last place."""
+
+    name = "bfloat16"
+
+    def kept(self, columns: int) -> tuple[Kept, ...]:
+        return (Kept(_NAME, dtype=torch.bfloat16),)
+
+    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return kept[_NAME].to(dtype)
+
+    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
+        generator = torch.Generator(momentum.device).manual_seed(zlib.crc32(name.encode()) + step)
+        chance = torch.empty(momentum.shape, dtype=torch.int32, device=momentum.device)
+        chance.random_(1 << 16, generator=generator)
+        bits = momentum.float().view(torch.int32) + chance  # what is cut off carries into what stays
+        kept[_NAME].copy_((bits & -(1 << 16)).view(torch.float32))
+
+
+class EightBits(_Rounded):
+    """Codes of torchao's and bitsandbytes' dynamic map, scaled by the largest of every 256 elements of a row.
+
+    Source: Dettmers et al., arXiv 2110.02861. Their blocks run over the flat tensor; these end with a row, so that any
+    rank can take up any rows.
+    """
+
+    name = "8bit"
+
+    def check(self, name: str, spec: ParamSpec) -> None:
+        super().check(name, spec)
+        if spec.cut_in_columns:
+            problem = f"scales rows of {name}, of which ranks have parts"
+            raise config_error("momentum_dtype", self.name, problem, 'use "bfloat16"')
+
+    def kept(self, columns: int) -> tuple[Kept, ...]:
+        return (Kept(_NAME, dtype=torch.uint8), Kept("momentum_scale", -(-columns // BLOCK), torch.float32))
+
+    def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        codes, scale = kept[_NAME], kept["momentum_scale"]
+        columns = _columns(codes, scale)
+        values = dynamic_map(codes.device)[codes.int()].to(dtype)
+        blocks = _blocks(values, scale, columns) * scale.to(dtype).view(-1, scale.shape[-1], 1)
+        return blocks.flatten(1)[:, :columns].reshape(codes.shape)
+
+    def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
+        codes, scale = kept[_NAME], kept["momentum_scale"]
+        columns = _columns(codes, scale)
+        blocks = _blocks(momentum.float(), scale, columns)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        table = dynamic_map(momentum.device)
+        blocks = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny)
+        nearest = torch.bucketize(blocks, (table[1:] + table[:-1]) / 2, out_int32=True)
+        scale.copy_(largest.view(scale.shape))
+        codes.copy_(nearest.flatten(1)[:, :columns].reshape(codes.shape))
+
+
+#: what ``momentum_dtype`` names
+CODECS: dict[str | None, Codec] = {None: Codec(), "bfloat16": BFloat16(), "8bit": EightBits()}
+
+
+@functools.cache
+def dynamic_map(device: torch.device) -> Tensor:
+    """``[256]`` fp32, ascending to 1: seven decades to each side of 0, each with twice the codes of the one below."""
+    bounds = [torch.linspace(0.1, 1, (1 << i) + 1, dtype=torch.float64) for i in range(7)]
+    positive = torch.cat([10.0 ** (i - 6) * (b[1:] + b[:-1]) / 2 for i, b in enumerate(bounds)])
+    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values.float().to(device)
+
+
+def _columns(codes: Tensor, scale: Tensor) -> int:
+    """Elements of a row."""
+    return math.prod(codes.shape[scale.ndim - 1 :])
+
+
+def _blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
+    """``[rows, blocks, 256]``, zeros behind the end of a row."""
+    width = scale.shape[-1]
+    rows = values.reshape(math.prod(scale.shape[:-1]), columns)
+    return torch.nn.functional.pad(rows, (0, width * BLOCK - columns)).view(-1, width, BLOCK)

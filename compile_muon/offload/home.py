@@ -1,0 +1,422 @@
+"""The states of one optimizer that are not beside their parameters: lent by the bucket, and taken back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from compile_muon.config import Config, OffloadConfig
+from compile_muon.errors import OffloadError, ranks_named
+from compile_muon.model.groups import Group
+from compile_muon.offload.arena import Arena
+from compile_muon.offload.codecs import CODECS, Codec
+from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.passes.methods import Method
+from compile_muon.passes.spec import ParamSpec, decode_dtype
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.shards import host_mesh, local_tensor
+from compile_muon.runtime.states import as_state, row_state_shape
+from compile_muon.runtime.survey import not_finite
+
+__all__ = ["Home", "home_of"]
+
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass(eq=False)
+class _Away:
+    """What of one parameter is away.
+
+    Args:
+        momentum: what its momentum is kept in, by name in the optimizer's state.
+        states: further states, by name.
+        labels: what errors call them.
+    """
+
+    momentum: dict[str, Slot] = field(default_factory=dict)
+    states: dict[str, Slot] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return self.momentum | self.states
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Parameters whose state is lent together: what graphs read in one bucket, the rest in another."""
+
+    names: list[str] = field(default_factory=list)
+    momentum: Bucket | None = None
+    states: Bucket | None = None
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for bucket in (self.momentum, self.states) if bucket is not None]
+
+
+class Home:
+    """State of one rank that is somewhere else, or kept in fewer bits.
+
+    Args:
+        specs: of the parameters, by name.
+        groups: those of the optimizer. A bucket is lent once in a step, so it holds state of one group.
+        config: says where state is.
+        away: names of parameters whose states are offloaded.
+        group: all ranks of the optimizer.
+        device: that computes.
+        real: False for plans, which have neither disks nor other ranks.
+    Raises:
+        OffloadError: the disk of a rank has no room; on every rank.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, ParamSpec],
+        groups: Sequence[Group],
+        config: Config,
+        away: frozenset[str],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        real: bool,
+    ) -> None:
+        self._group, self._device = group if real else None, device
+        self._followed: dict[Bucket, Bucket] = {}  # what was fetched behind it, the last time
+        self._last: Bucket | None = None
+        self._wrong: dict[tuple[str, str], Tensor] = {}
+        self._undone: list[tuple[Tensor, Tensor]] = []
+        self._shown: dict[str, dict[str, Tensor]] = {}
+        self._accounts: dict[str, Account] = {}
+        self._optimizer: Optimizer | None = None
+        self._codec: Codec = CODECS[config.muon.momentum_dtype]
+        self._kept = {
+            name: own
+            for each in groups
+            for name in each.members
+            if (own := self._slots(name, specs[name], each.method, name in away)).slots
+        }
+        offload = config.zero.offload or OffloadConfig()
+        self._chunks = [
+            chunk
+            for each in groups
+            for chunk in self._in_chunks([name for name in each.members if name in self._kept], offload)
+        ]
+        self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
+        momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
+        others = [chunk.states for chunk in self._chunks if chunk.states is not None]
+        here = momenta if config.zero.offload is None or not offload.momentum else []
+        there = others if here else [*momenta, *others]
+        self._arenas: dict[Bucket, Arena] = {}
+        self._stores: list[Store] = []
+        if here:
+            self._move_in(MemoryStore(here, device), here, offload, real)
+        if there:
+            self._move_in(self._away(there, offload, real), there, offload, real)
+
+    def _away(self, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> Store:
+        pin = offload.pin_memory and self._device.type != "cpu" and real
+        if offload.device != "nvme" or not real:
+            return MemoryStore(buckets, torch.device("cpu"), pin=pin)
+        assert offload.nvme_path is not None
+        store: Store | None = None
+        failure: OffloadError | None = None
+        try:
+            store = FileStore(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin)
+        except OffloadError as error:
+            failure = error
+        self._agree(failure, "has no place for optimizer state: nothing was sharded")
+        assert store is not None
+        return store
+
+    def _move_in(self, store: Store, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> None:
+        arena = Arena(store, buckets, self._device, buffers=offload.buffer_count, real=real)
+        self._stores.append(store)
+        self._arenas |= dict.fromkeys(buckets, arena)
+
+    def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> _Away:
+        kept, shape, dtype = _Away(), spec.layout.local_shape, decode_dtype(spec.dtype)
+        if spec.muon is not None and spec.muon.fetched:
+            self._codec.check(name, spec)
+            columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
+            for part in self._codec.kept(columns):
+                own = shape if part.width is None else row_state_shape(spec, shape, part.width)
+                kept.momentum[part.name] = Slot(f"{part.name} of {name}", tuple(own), part.dtype or dtype)
+        for state in method.states if away else ():
+            if state.each == "element":  # what there is a number a row of is not worth the way
+                kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
+                kept.labels[state.name] = state.label
+        return kept
+
+    def _in_chunks(self, names: Sequence[str], offload: OffloadConfig) -> list[_Chunk]:
+        chunks: list[_Chunk] = []
+        room = 0
+        for name in names:
+            size = sum(slot.nbytes for slot in self._kept[name].slots.values())
+            if size > room or not chunks:
+                chunks.append(_Chunk())
+                room = max(offload.buffer_bytes, size)
+            chunks[-1].names.append(name)
+            room -= size
+        for chunk in chunks:
+            kept = [self._kept[name] for name in chunk.names]
+            momenta = [slot for one in kept for slot in one.momentum.values()]
+            states = [slot for one in kept for slot in one.states.values()]
+            chunk.momentum = Bucket(momenta) if momenta else None
+            chunk.states = Bucket(states) if states else None
+        return chunks
+
+    def attach(self, accounts: Sequence[Account], optimizer: Optimizer) -> None:
+        """Belong to these parameters, and show their states in the optimizer's."""
+        self._optimizer = optimizer
+        self._accounts = {account.name: account for account in accounts if account.name in self._kept}
+        for account in self._accounts.values():
+            account.home = self
+        self._show()
+
+    def names(self, account: Account) -> frozenset[str]:
+        """Of its states that are away, as methods name them."""
+        kept = self._kept.get(account.name)
+        return frozenset() if kept is None else frozenset(kept.states)
+
+    def _state_of(self, account: Account) -> dict[str, Tensor]:
+        """The optimizer's, which loading replaces."""
+        assert self._optimizer is not None
+        return self._optimizer.state[account.param]
+
+    # ------------------------------------------------------------------ graphs
+
+    def fetch(self, account: Account, out: Tensor) -> Tensor:
+        """Write the momentum to ``out``, and begin to read what was fetched behind it the last time."""
+        bucket = self._chunk_of[account.name].momentum
+        assert bucket is not None
+        if bucket is not self._last:
+            if self._last is not None:
+                self._followed[self._last] = bucket
+            self._last = bucket
+        arena = self._arenas[bucket]
+        held = arena.open(bucket)
+        kept = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
+        out.copy_(self._codec.decode(kept, out.dtype))
+        arena.leave(bucket)
+        if (following := self._followed.get(bucket)) is not None:
+            self._arenas[following].start(following)
+        return out
+
+    # ------------------------------------------------------------------ steps
+
+    def lend(
+        self, accounts: Sequence[Account], step: int, *, undo: bool = False
+    ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
+        beside = [account for account in accounts if account.name not in self._kept]
+        if beside:
+            self._note(beside, undo=undo)
+            yield beside, [self._state_of(account) for account in beside]
+        wanted = {account.name: account for account in accounts}
+        todo = [(chunk, [wanted[name] for name in chunk.names if name in wanted]) for chunk in self._chunks]
+        todo = [(chunk, own) for chunk, own in todo if own]
+        for number, (chunk, own) in enumerate(todo):
+            held: dict[Slot, Tensor] = {}
+            for bucket in chunk.buckets:
+                held |= self._arenas[bucket].open(bucket)
+            for bucket in todo[number + 1][0].buckets if number + 1 < len(todo) else ():
+                self._arenas[bucket].start(bucket)
+            self._note(own, undo=undo)
+            lent = [self._views(account, held) for account in own]
+            yield own, lent
+            for account, views in zip(own, lent, strict=True):
+                slots, names = self._state_of(account), self._kept[account.name].slots
+                slots.update({name: tensor for name, tensor in views.items() if name in slots and name not in names})
+            self._take_back(own, lent, held, step)
+            for bucket in chunk.buckets:
+                self._arenas[bucket].close(bucket)
+
+    def _note(self, accounts: Sequence[Account], *, undo: bool) -> None:
+        """Copy to the host what a step is about to write in place, if a disk can still fail it."""
+        if not self._on_disk:
+            return
+        for account in accounts:
+            kept = self._kept[account.name].slots if account.name in self._kept else {}
+            written = [local_tensor(value) for name, value in self._state_of(account).items() if name not in kept]
+            for tensor in [*written, *([account.local.detach()] if undo else [])]:
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+                self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
+
+    def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
+        kept = self._kept[account.name]
+        found = {**self._state_of(account), **{name: held[slot] for name, slot in kept.states.items()}}
+        if kept.momentum:
+            parts = {name: held[slot] for name, slot in kept.momentum.items()}
+            found[MOMENTUM] = self._codec.decode(parts, account.local.dtype)
+        return found
+
+    def _take_back(
+        self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]], held: Mapping[Slot, Tensor], step: int
+    ) -> None:
+        by_label: dict[str, dict[Account, Tensor]] = {}
+        for account, views in zip(own, lent, strict=True):
+            kept = self._kept[account.name]
+            if kept.momentum:
+                by_label.setdefault("momentum", {})[account] = views[MOMENTUM]
+                parts = {name: held[slot] for name, slot in kept.momentum.items()}
+                self._codec.encode(views[MOMENTUM], parts, account.name, step)
+            for name, label in kept.labels.items():
+                by_label.setdefault(label, {})[account] = views[name]
+        for label, tensors in by_label.items():
+            for account, flag in zip(tensors, not_finite(list(tensors.values())).unbind(), strict=True):
+                self._wrong[account.name, label] = flag
+
+    def wrong(self, account: Account, label: str) -> Tensor | None:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        kept = self._kept.get(account.name)
+        if kept is None or not (kept.momentum if label == "momentum" else label in kept.labels.values()):
+            return None
+        found = self._wrong.get((account.name, label))
+        return torch.zeros((), device=self._device) if found is None else found
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around all that a step writes to states: on every rank all of it is kept, or nothing.
+
+        Raises:
+            OffloadError: on every rank, if a disk of one failed.
+        """
+        failure: OffloadError | None = None
+        try:
+            yield
+            for store in self._stores:
+                store.finish()
+        except OffloadError as error:
+            failure = error
+        if self._on_disk:
+            self._agree(failure, "could not keep optimizer state: weights and state are as they were")
+        for store in self._stores:
+            store.commit()
+        self._undone.clear()
+        for account in self._accounts.values():
+            if account.spec.muon is not None:
+                torch.autograd.graph.increment_version(account.momentum)
+        self._show()
+
+    def _agree(self, failure: OffloadError | None, what: str) -> None:
+        """Raise on all ranks what failed on one, once all is as it was."""
+        failed = [failure is not None]
+        if self._group is not None:
+            flags = torch.zeros(self._group.size(), device=self._device)
+            flags[self._group.rank()] = float(failure is not None)
+            dist.all_reduce(flags, group=self._group)
+            failed = [flag != 0 for flag in flags.tolist()]
+        if not any(failed):
+            return
+        for store in self._stores:
+            store.abort()
+        for tensor, before in self._undone:
+            tensor.copy_(before)
+        self._undone.clear()
+        self._wrong.clear()
+        if failure is not None:
+            raise failure
+        ranks = ranks_named([rank for rank, flag in enumerate(failed) if flag])
+        raise OffloadError(f"{ranks} {what}; the error there says why")
+
+    @property
+    def _on_disk(self) -> bool:
+        return any(isinstance(store, FileStore) for store in self._stores)
+
+    # ------------------------------------------------------------------ what users see
+
+    def settle(self) -> None:
+        """Return when host memory has all that was written."""
+        for arena in set(self._arenas.values()):
+            arena.settle()
+
+    def own(self) -> None:
+        """What users put into the optimizer's state, as they may, becomes what is kept."""
+        moved = False
+        for owner, shown in self._shown.items():
+            slots = self._state_of(self._accounts[owner])
+            for name, tensor in shown.items():
+                if slots.get(name) is not tensor:
+                    local_tensor(tensor).copy_(local_tensor(slots[name]))
+                    slots[name] = tensor
+                    moved = True
+        if moved or self._edits() != self._seen:
+            self.loaded()
+
+    def loaded(self) -> None:
+        """Someone wrote to what is shown."""
+        for store in self._stores:
+            if isinstance(store, FileStore):
+                store.discard()
+        self._wrong.clear()
+        for chunk in self._chunks:
+            held: dict[Slot, Tensor] = {}
+            for bucket in chunk.buckets:
+                held |= self._arenas[bucket].open(bucket)
+            for account in [self._accounts[name] for name in chunk.names]:
+                kept, views = self._kept[account.name], self._views(account, held)
+                labels = {**({MOMENTUM: "momentum"} if kept.momentum else {}), **kept.labels}
+                for name, label in labels.items():
+                    self._wrong[account.name, label] = not_finite([views[name]])[0]
+                if account.spec.muon is not None:
+                    torch.autograd.graph.increment_version(account.momentum)
+            for bucket in chunk.buckets:
+                self._arenas[bucket].leave(bucket)
+        self._seen = self._edits()
+
+    def _edits(self) -> list[int]:
+        return [local_tensor(tensor)._version for shown in self._shown.values() for tensor in shown.values()]
+
+    def _show(self) -> None:
+        """What is kept stands where users and checkpoints look for it."""
+        for account in self._accounts.values():
+            kept, mesh = self._kept[account.name], None
+            if isinstance(account.param, DTensor) and self._device.type != "cpu":
+                mesh = host_mesh(account.param.device_mesh)
+            found = self._shown.setdefault(account.name, {})
+            for name, slot in kept.slots.items():
+                tensor = self._arenas[self._bucket(account, slot)].store.current(slot)
+                if name not in found or local_tensor(found[name]) is not tensor:
+                    each = "element" if tensor.shape == account.local.shape else "row"
+                    found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
+            self._state_of(account).update(found)
+        self._seen = self._edits()
+
+    def _bucket(self, account: Account, slot: Slot) -> Bucket:
+        chunk = self._chunk_of[account.name]
+        return next(bucket for bucket in chunk.buckets if slot in bucket.slots)
+
+    @property
+    def bytes_kept(self) -> int:
+        """Of this rank's state that is away."""
+        return sum(slot.nbytes for kept in self._kept.values() for slot in kept.slots.values())
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Read from a disk and written to one, since the start."""
+        return sum(store.bytes_read for store in self._stores), sum(store.bytes_written for store in self._stores)
+
+
+def home_of(
+    specs: Mapping[str, ParamSpec],
+    groups: Sequence[Group],
+    config: Config,
+    away: frozenset[str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    real: bool,
+) -> Home | None:
+    """A :class:`Home`, or None where all state is beside its parameter, as it is."""
+    if config.zero.offload is None and config.muon.momentum_dtype is None:
+        return None
+    return Home(specs, groups, config, away, group, device, real=real)

@@ -1,0 +1,428 @@
+"""Where optimizer state is kept: in memory, or in a file of which a few buckets are in memory at a time.
+
+In a file every slot has two places, generations. Readers read the current one. A step writes the other, which becomes
+current when all of the step is written: a step that fails half-way, in arithmetic or in a disk, leaves what it found.
+The file has no name: it goes when the process does, however that ends. What a run goes on from is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compile_muon.errors import OffloadError, warn_user
+
+__all__ = ["Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
+
+_ALIGNED = 4096
+_PIECE = 8 << 20  # bytes of one request: several are under way at a time
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+@dataclass(eq=False)
+class Slot:
+    """One tensor.
+
+    Args:
+        name: of it, for errors.
+        shape, dtype: of what this rank holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of one generation."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Slots that are read and written together: neighbours in a file."""
+
+    slots: Sequence[Slot]
+
+    @property
+    def nbytes(self) -> int:
+        """In memory: slots begin with a page."""
+        return sum(_up(slot.nbytes) for slot in self.slots)
+
+
+class Store(Protocol):
+    """What keeps state.
+
+    Attributes:
+        bytes_read, bytes_written: of a disk, so far.
+    """
+
+    bytes_read: int
+    bytes_written: int
+
+    def start(self, bucket: Bucket) -> None:
+        """It will be asked for soon."""
+
+    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+        """Its slots in host or device memory, until ``buffers`` other buckets were opened or started.
+
+        Raises:
+            OffloadError: it cannot be read.
+        """
+
+    def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
+        """What :meth:`open` gave was written to: keep it. ``ready`` returns when all of it is there."""
+
+    def finish(self) -> None:
+        """Return once all that was closed is kept.
+
+        Raises:
+            OffloadError: some of it could not be written.
+        """
+
+    def commit(self) -> None:
+        """What was closed, and is kept, is current from now on."""
+
+    def abort(self) -> None:
+        """Forget what was closed since the last commit."""
+
+    def current(self, slot: Slot) -> Tensor:
+        """What is kept, in host memory or as mapped from a file, for whoever looks at all of it."""
+
+
+class MemoryStore:
+    """In memory, beside the parameters or pinned on the host; written in place.
+
+    Args:
+        device: whose memory.
+        pin: for copies that a GPU makes by itself.
+    """
+
+    bytes_read = bytes_written = 0
+
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
+        self._tensors = {
+            slot: torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pin and slot.nbytes > 0)
+            for bucket in buckets
+            for slot in bucket.slots
+        }
+
+    def start(self, bucket: Bucket) -> None:
+        """Nothing to do."""
+
+    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+        """The tensors themselves."""
+        return {slot: self._tensors[slot] for slot in bucket.slots}
+
+    def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
+        """Nothing to do."""
+
+    def finish(self) -> None:
+        """Nothing to do."""
+
+    def commit(self) -> None:
+        """Nothing to do."""
+
+    def abort(self) -> None:
+        """Nothing to do: memory does not fail."""
+
+    def current(self, slot: Slot) -> Tensor:
+        """The tensor itself."""
+        return self._tensors[slot]
+
+
+@dataclass(eq=False)
+class _Place:
+    """Of one slot in the file.
+
+    Args:
+        offset: of generation 0, in bytes.
+        begin: in its bucket.
+        mapped: the memory of both generations.
+        generation: which is current.
+        next: which is once the step is committed.
+    """
+
+    offset: int
+    begin: int
+    mapped: tuple[Tensor, ...]
+    generation: int = 0
+    next: int = 0
+
+
+@dataclass(eq=False)
+class _Held:
+    """A buffer, and what is in it or on its way into it or out of it."""
+
+    memory: Tensor
+    bucket: Bucket | None = None
+    reading: list[Future[int]] = field(default_factory=list)
+    writing: list[Future[int]] = field(default_factory=list)
+    used: int = 0
+    opened: bool = False
+
+
+class FileStore:
+    """In a file without a name.
+
+    Args:
+        folder: on the disk that is to hold it.
+        buckets: of slots; each slot in one.
+        buffers: how many buckets may be in memory.
+        pin: for copies that a GPU makes by itself.
+        threads: requests under way at a time.
+    Raises:
+        OffloadError: the folder is not there, or the disk has no room for all of it; nothing is left behind then.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False, threads: int = 4
+    ) -> None:
+        self.folder = Path(folder)
+        starts = _starts(buckets)
+        self.nbytes = starts.pop()
+        self._file, self.direct = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
+        self.shut = weakref.finalize(self, os.close, self._file)
+        self._places: dict[Slot, _Place] = {}
+        for bucket, start in zip(buckets, starts, strict=True):
+            begin = 0
+            for slot in bucket.slots:
+                mapped = tuple(self._mapped(slot, g * self.nbytes + start + begin) for g in range(2))
+                self._places[slot] = _Place(start + begin, begin, mapped)
+                begin += _up(slot.nbytes)
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        self._held = [_Held(_page_aligned(largest, pin=pin)) for _ in range(buffers)] if largest else []
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
+        self._lock = threading.RLock()  # backward runs on a thread of autograd's
+        self._clock = 0
+        self._written: list[Slot] = []
+        self.bytes_read = self.bytes_written = 0
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin to read it, over what was used longest ago."""
+        with self._lock:
+            if not bucket.nbytes or any(held.bucket is bucket for held in self._held):
+                return
+            free = [held for held in self._held if not held.opened]
+            if not free:
+                return
+            held = min(free, key=lambda held: held.used)
+            self._settle(held)
+            held.bucket = bucket
+            held.reading = self._requests(_read, held, bucket, [self._places[slot].generation for slot in bucket.slots])
+            self._clock += 1
+            held.used = self._clock
+
+    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+        """Its slots in a buffer, once they are read."""
+        with self._lock:
+            if not bucket.nbytes:
+                return {slot: torch.empty(slot.shape, dtype=slot.dtype) for slot in bucket.slots}
+            self.start(bucket)
+            held = next(held for held in self._held if held.bucket is bucket)
+            self._clock += 1
+            held.used = self._clock
+            reading, held.reading = held.reading, []
+            try:
+                self.bytes_read += sum(request.result() for request in reading)
+            except OSError as error:
+                held.bucket = None
+                raise self._failed("read", bucket, error) from error
+            return {slot: _view(held, slot, self._places[slot]) for slot in bucket.slots}
+
+    def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
+        """Write it to the other generation, from threads."""
+        with self._lock:
+            if not bucket.nbytes:
+                return
+            held = next(held for held in self._held if held.bucket is bucket)
+            for slot in bucket.slots:
+                place = self._places[slot]
+                place.next = 1 - place.generation
+            first = None if ready is None else self._threads.submit(ready)
+            places = [self._places[slot].next for slot in bucket.slots]
+            held.writing = self._requests(_write, held, bucket, places, first)
+            held.bucket = None  # not what is current
+            self._written += bucket.slots
+
+    def finish(self) -> None:
+        """Wait for the writes."""
+        with self._lock:
+            for held in self._held:
+                self._finish(held)
+
+    def commit(self) -> None:
+        """The generation that was written becomes current."""
+        with self._lock:
+            for slot in self._written:
+                place = self._places[slot]
+                place.generation = place.next
+            written, self._written = set(self._written), []
+            for held in self._held:
+                if held.bucket is not None and written & set(held.bucket.slots):
+                    held.bucket = None  # read before
+
+    def abort(self) -> None:
+        """What was written is not current, and never will be."""
+        with self._lock:
+            for held in self._held:
+                for request in (*held.writing, *held.reading):
+                    request.exception()
+                held.writing, held.reading, held.bucket = [], [], None
+            for slot in self._written:
+                self._places[slot].next = self._places[slot].generation
+            self._written = []
+
+    def current(self, slot: Slot) -> Tensor:
+        """As mapped from the file."""
+        place = self._places[slot]
+        return place.mapped[place.generation]
+
+    def discard(self) -> None:
+        """Forget what is in memory: someone wrote to what is mapped."""
+        self.abort()
+
+    # ------------------------------------------------------------------ buffers
+
+    def _finish(self, held: _Held) -> None:
+        """Wait until it is written."""
+        writing, held.writing = held.writing, []
+        try:
+            self.bytes_written += sum(request.result() for request in writing)
+        except OSError as error:
+            raise self._failed("write", None, error) from error
+
+    def _settle(self, held: _Held) -> None:
+        self._finish(held)
+        for request in held.reading:
+            request.exception()
+        held.reading = []
+
+    def _failed(self, what: str, bucket: Bucket | None, error: OSError) -> OffloadError:
+        which = "" if bucket is None else f", {bucket.slots[0].name}"
+        return OffloadError(
+            f"offload.nvme_path = {str(self.folder)!r}: cannot {what} optimizer state{which} "
+            f"({error.strerror or error}): weights and state are as they were; make room, mend the disk, or offload to "
+            "the cpu"
+        )
+
+    # ------------------------------------------------------------------ the file
+
+    def _requests(
+        self, call: Any, held: _Held, bucket: Bucket, generations: Sequence[int], first: Future[Any] | None = None
+    ) -> list[Future[int]]:
+        """Neighbours of one generation in pieces."""
+        runs: list[list[int]] = []
+        for slot, generation in zip(bucket.slots, generations, strict=True):
+            own = self._places[slot]
+            size, place = _up(slot.nbytes), generation * self.nbytes + own.offset
+            if runs and runs[-1][2] + runs[-1][1] == place:
+                runs[-1][1] += size
+            else:
+                runs.append([own.begin, size, place])
+        memory = held.memory.numpy()
+        return [
+            self._threads.submit(_all_of, call, self._file, memory[begin + k : begin + min(k + _PIECE, size)],
+                                 place + k, first)
+            for begin, size, place in runs
+            for k in range(0, size, _PIECE)
+        ]  # fmt: skip
+
+    def _mapped(self, slot: Slot, place: int) -> Tensor:
+        if not slot.nbytes:
+            return torch.empty(slot.shape, dtype=slot.dtype)
+        memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+", place, (slot.nbytes,))
+        return torch.from_numpy(memory).view(slot.dtype).view(slot.shape)
+
+
+def _starts(buckets: Sequence[Bucket]) -> list[int]:
+    """Where each begins, and where the last ends."""
+    starts = [0]
+    for bucket in buckets:
+        starts.append(starts[-1] + bucket.nbytes)
+    return starts
+
+
+def _view(held: _Held, slot: Slot, place: _Place) -> Tensor:
+    return held.memory[place.begin : place.begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+
+
+def _read(file: int, memory: np.ndarray, place: int) -> int:
+    return os.preadv(file, [memory.data], place)
+
+
+def _write(file: int, memory: np.ndarray, place: int) -> int:
+    return os.pwritev(file, [memory.data], place)
+
+
+def _all_of(call: Any, file: int, memory: np.ndarray, place: int, first: Future[Any] | None) -> int:
+    """Until all bytes are read or written: a call may do a part."""
+    if first is not None:
+        first.result()
+    done = 0
+    while done < len(memory):
+        count = call(file, memory[done:], place + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends early")
+        done += count
+    return done
+
+
+def _page_aligned(nbytes: int, *, pin: bool) -> Tensor:
+    """Memory that starts with a page; pinned memory does as well."""
+    if pin:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+
+def _unnamed(folder: Path, nbytes: int) -> tuple[int, bool]:
+    """A file of that size without a name, all of it allocated; and whether it goes past the page cache."""
+    try:
+        try:
+            file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            file, name = tempfile.mkstemp(dir=folder)
+            os.unlink(name)
+        try:
+            os.posix_fallocate(file, 0, nbytes)
+            return file, _past_the_cache(file, folder)
+        except BaseException:
+            os.close(file)
+            raise
+    except OSError as error:
+        raise OffloadError(
+            f"offload.nvme_path = {str(folder)!r}: has no place for {nbytes:,} bytes of optimizer state of this rank "
+            f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to the "
+            "cpu"
+        ) from error
+
+
+def _past_the_cache(file: int, folder: Path) -> bool:
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+        _read(file, _page_aligned(_ALIGNED, pin=False).numpy(), 0)
+    except OSError:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags)
+        warn_user(f"offload.nvme_path = {str(folder)!r}: its file system has no O_DIRECT; state goes by the page cache")
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""What a step and its graphs ask of whoever keeps states that are not beside their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.account import Account
+
+__all__ = ["Lender"]
+
+
+class Lender(Protocol):
+    """Keeps states of some parameters of an optimizer, and lends them."""
+
+    def names(self, account: Account) -> frozenset[str]:
+        """Of its states that are kept here, as methods name them."""
+
+    def fetch(self, account: Account, out: Tensor) -> Tensor:
+        """Write the momentum of a parameter to ``out``."""
+
+    def lend(
+        self, accounts: Sequence[Account], step: int, *, undo: bool = False
+    ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        """The states of these parameters, some after the other; what is written to them is kept.
+
+        Args:
+            accounts: in any order.
+            step: which one.
+            undo: whether the block writes to the parameters too: they are put back if the step fails.
+        """
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Around all that a step writes to states: on every rank all of it is kept, or nothing."""
+
+    def wrong(self, account: Account, label: str) -> Tensor | None:
+        """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if
+        it is not kept here."""
+
+    def own(self) -> None:
+        """What users put into the optimizer's state, as they may, becomes what is kept."""
+
+    def loaded(self) -> None:
+        """Someone wrote to what the optimizer's state shows."""
+
+    def settle(self) -> None:
+        """Return when host memory has all that was written."""
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Read from a disk and written to one, since the start."""

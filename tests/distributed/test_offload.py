@@ -1,0 +1,329 @@
+"""Offloaded optimizer state: the bits of the resident run, at every stage, through every fault."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import Ranks
+from reference import full, world_and_rank
+from test_training import Odd, data, loss
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_muon
+from compile_muon.errors import OffloadError
+from compile_muon.offload import store
+from compile_muon.runtime.shards import local_tensor
+
+SMALL = {"buffer_bytes": 256}  # so that there are many buckets
+
+
+def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any]:
+    if where is None:
+        return {}
+    place = {"nvme_path": str(folder)} if where == "nvme" else {}
+    return {"offload": {"device": where, **place, **SMALL, **more}}
+
+
+def made(*, mesh: tuple[int, int] | None = None, **settings: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
+    torch.manual_seed(0)
+    model = Odd()
+    if mesh is not None:
+        settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    return model, compile_muon.MuonZero(model, ns_dtype="float32", **settings)
+
+
+def run(
+    model: nn.Module,
+    optimizer: compile_muon.MuonZero,
+    steps: range,
+    *,
+    codegen: str | None = None,
+    micro: int = 1,
+    clip: float | None = None,
+) -> None:
+    _, rank = world_and_rank()
+    called = model if codegen is None else torch.compile(model, backend="muon_zero", options={"codegen": codegen})
+    for step in steps:
+        for k in range(micro):
+            (loss(called, data(step, k, rank)) / micro).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
+    """Weights and states, whole."""
+    found = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        found |= {f"{slot} of {name}": full(value).clone() for slot, value in optimizer.state[param].items()}
+    return found
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
+    loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
+    momentum = given.pop("momentum_too", True)
+    found = []
+    for place in (None, where):
+        torch._dynamo.reset()
+        pair = made(**given, **offload(place, folder, ratio=ratio, momentum=momentum))
+        run(*pair, range(4), **loop)
+        found.append({**everything(*pair), "bytes": torch.tensor(pair[1].traffic.bytes_sent)})
+        used = pair[1].metrics()["directions_used"]
+    assert bool(used) == ("codegen" in loop and given.get("update") != "step" and "clip" not in loop)
+    return differing(*found)
+
+
+STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED}),
+    "accumulated": (2, {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3}),
+    "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
+    "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05}),
+    "partly": (1, {"where": "nvme", "stage": 2, **STEP, "ratio": 0.4}),
+    "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
+    "replicas": (4, {"where": "nvme", "stage": 2, **STEP, "mesh": (2, 2), "method": "normuon"}),
+}
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "inductor": (2, {"where": "nvme", "stage": 2, "update": "backward", "codegen": "inductor"}),
+    "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),
+    **{way: (2, {"where": "nvme", "stage": 3, **STEP, "method": way}) for way in ("normuon", "muonh", "heavy_ball")},
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], tmp_path: Path, name: str) -> None:
+    world, case = (CASES | MORE)[name]
+    for rank, wrong in enumerate(ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)):
+        assert not wrong, f"rank {rank}: {wrong}"
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ from place to place
+
+
+def resumed(
+    where: str | None, folder: str, stage: int, steps: tuple[int, int], load: bool, asynchronous: bool
+) -> dict[str, Tensor]:
+    model, optimizer = made(stage=stage, update="step", **offload(where, folder))
+    checkpointer = compile_muon.Checkpointer(Path(folder) / "saved", asynchronous=asynchronous)
+    if load:
+        checkpointer.load(model, optimizer)
+    run(model, optimizer, range(*steps))
+    checkpointer.save(steps[1], model, optimizer)
+    run(model, optimizer, range(steps[1], steps[1] + 1))  # while it is written
+    checkpointer.wait()
+    return everything(model, optimizer)
+
+
+def test_a_run_goes_on_wherever_its_state_is(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    ends = {}
+    for way in (("nvme", "cpu"), (None, None), ("cpu", "nvme")):
+        folder = tmp_path / str(way)
+        folder.mkdir()
+        for part, where in enumerate(way):
+            found = ranks(2).run(
+                resumed, where=where, folder=str(folder), stage=(3, 1)[part], steps=(2 * part, 2 * part + 2),
+                load=part > 0, asynchronous=where == "nvme",
+            )[0]  # fmt: skip
+        ends[way] = found
+    first, *others = ends.values()
+    for other in others:
+        assert not differing(first, other)
+
+
+def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
+    model, optimizer = made(stage=2, update="auto", **offload(where, folder))
+    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    vector, matrix = (dict(model.named_parameters())[name] for name in ("uneven.bias", "experts"))
+    for step in range(4):
+        loss(compiled, data(step, 0, world_and_rank()[1])).backward()
+        if step == 2:  # behind a backward that made directions
+            local_tensor(optimizer.state[vector]["exp_avg"]).mul_(0.5)
+            local_tensor(optimizer.state[matrix]["momentum_buffer"]).zero_()
+        if step == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+            optimizer.state[vector]["exp_avg_sq"] = optimizer.state[vector]["exp_avg_sq"] * 4
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["nvme", pytest.param("cpu", marks=pytest.mark.full)])
+def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Path, where: str) -> None:
+    resident, away = (ranks(2).run(written_by_users, where=place, folder=str(tmp_path))[0] for place in (None, where))
+    assert not differing(resident, away)
+
+
+# ------------------------------------------------------------------------------------------------------------- faults
+
+
+class Failing:
+    """Calls of the disk, one of which fails."""
+
+    def __init__(self, call: Callable[..., int], after: int, number: int) -> None:
+        self.call, self.left, self.number = call, after, number
+
+    def __call__(self, *args: Any) -> int:
+        self.left -= 1
+        if self.left == -1:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.call(*args)
+
+
+def through_a_fault(folder: str, what: str, after: int, number: int, rank: int) -> dict[str, Any]:
+    """Two steps, one that the disk of a rank fails in, and the same step again."""
+    model, optimizer = made(stage=2, update="step", **offload("nvme", folder))
+    run(model, optimizer, range(2))
+    before = everything(model, optimizer)
+    loss(model, data(2, 0, world_and_rank()[1])).backward()
+    failing = Failing(getattr(store, what), after, number) if world_and_rank()[1] == rank else getattr(store, what)
+    steps, error = optimizer._steps, ""
+    commit = steps.commit
+
+    def failing_commit(*args: Any) -> None:  # a read ahead of that fails amid an exchange, which others wait in
+        with mock.patch.object(store, what, failing):
+            commit(*args)
+
+    with mock.patch.object(steps, "commit", failing_commit):
+        try:
+            optimizer.step()
+        except OffloadError as found:
+            error = str(found)
+    if not error:
+        return {"error": ""}
+    wrong = differing(before, everything(model, optimizer))
+    optimizer.step()
+    optimizer.zero_grad()
+    run(model, optimizer, range(3, 4))
+    return {"error": error, "wrong": wrong, "end": everything(model, optimizer)}
+
+
+@pytest.mark.parametrize("what", ["_read", "_write"])
+def test_a_disk_that_fails_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path, what: str) -> None:
+    group = ranks(2)
+    resident = group.run(untouched)[0]
+    seen = 0
+    for after in range(40):
+        number = errno.EIO if what == "_read" or after % 2 else errno.ENOSPC
+        found = group.run(through_a_fault, folder=str(tmp_path), what=what, after=after, number=number, rank=1)
+        if not found[1]["error"]:
+            break
+        seen += 1
+        assert str(tmp_path) in found[1]["error"] and os.strerror(number) in found[1]["error"]
+        assert "rank 1 could not keep optimizer state" in found[0]["error"]
+        for one in found:
+            assert not one["wrong"]
+            assert not differing(resident, one["end"])
+    assert seen > 1
+
+
+def untouched() -> dict[str, Tensor]:
+    pair = made(stage=2, update="step")
+    run(*pair, range(4))
+    return everything(*pair)
+
+
+def without_room(folder: str) -> tuple[str, bool]:
+    torch.manual_seed(0)
+    model = Odd()
+    params = list(model.parameters())
+    full_disk = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with mock.patch.object(os, "posix_fallocate", full_disk if world_and_rank()[1] == 1 else os.posix_fallocate):
+        try:
+            compile_muon.MuonZero(model, stage=3, **offload("nvme", folder))
+        except OffloadError as error:
+            return str(error), all(a is b for a, b in zip(params, model.parameters(), strict=True))
+    return "", False
+
+
+def test_no_room_is_known_before_anything_is_sharded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (other, same), (own, unchanged) = ranks(2).run(without_room, folder=str(tmp_path))
+    assert same and unchanged
+    assert "No space left on device" in own and str(tmp_path) in own and "nothing was sharded" in own
+    assert "rank 1 has no place" in other
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import sys, torch, compile_muon
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        optimizer = compile_muon.MuonZero(model, offload={"device": "nvme", "nvme_path": sys.argv[1]})
+        print("ready", flush=True)
+        while True:
+            model(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """)
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGKILL)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- fewer bits
+
+
+def kept_in(
+    dtype: str | None, update: str = "step", compiled: bool = False, **more: Any
+) -> tuple[list[float], dict[str, Tensor], int]:
+    torch._dynamo.reset()
+    model, optimizer = made(stage=2, update=update, momentum_dtype=dtype, **more)
+    called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    losses = []
+    for step in range(10):
+        losses.append(loss(called, data(step % 2, 0, world_and_rank()[1])))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    experts = optimizer.state[dict(model.named_parameters())["experts"]]
+    nbytes = sum(x.numel() * x.itemsize for x in map(local_tensor, experts.values()))
+    return [x.item() for x in losses], everything(model, optimizer), nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+def test_momenta_in_fewer_bits_train_alike(ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str) -> None:
+    group = ranks(2)
+    exact, _, nbytes = group.run(kept_in, dtype=None)[0]
+    found, state, less = group.run(kept_in, dtype=dtype)[0]
+    assert less < 0.6 * nbytes
+    assert 0 < max(abs(a - b) for a, b in zip(exact, found, strict=True)) < 0.02 * exact[0]
+    assert not differing(state, group.run(kept_in, dtype=dtype, **offload("nvme", tmp_path))[0][1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "8bit"])
+def test_directions_of_backward_are_made_of_the_same_momenta(ranks: Callable[[int], Ranks], dtype: str) -> None:
+    one, other = (
+        ranks(2).run(kept_in, dtype=dtype, update=update, compiled=True)[0][1] for update in ("step", "backward")
+    )
+    assert not differing(one, other)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """A file system without O_DIRECT is said once; here it does not matter."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*O_DIRECT")
+        yield
