@@ -97,7 +97,7 @@ gpu:
 # Three equals signs ask for torch's build with CUDA. It runs without a driver; see rehearse/README.md.
 $(REHEARSE_VENV)/.rehearse: pyproject.toml
 	$(PYTHON) -m venv $(REHEARSE_VENV)
-	$(REHEARSE_VENV)/bin/python -m pip install torch===$(patsubst torch==%,%,$(filter torch==%,$(TORCH))) numpy safetensors rich nvtx
+	$(REHEARSE_VENV)/bin/python -m pip install torch===$(patsubst torch==%,%,$(filter torch==%,$(TORCH))) numpy safetensors rich nvtx matplotlib
 	$(REHEARSE_VENV)/bin/python -m pip install --no-deps -e .
 	touch $@
 

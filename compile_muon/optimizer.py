@@ -242,17 +242,14 @@ class MuonZero(Optimizer):
         self._ledger.status = RankStatus(self._group, device)
         # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
         self._compares = self._group is not None and backend_of(self._group, device) != "fake"
+        fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
         # Neither a disk nor another rank is in a plan.
-        real = (
-            self._compares
-            if self._group is not None
-            else not any(isinstance(p, FakeTensor) for p in model.parameters())
-        )
+        real = self._compares if self._group is not None else fake is None
         homes: list[Home | None] = []
         self._ledger.accounts = shard_model(
             model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread,
             reserve=lambda specs: homes.append(
-                home_of(specs, groups, config, away, self._group, device, real=real)
+                home_of(specs, groups, config, away, self._group, device, real=real, fake=fake)
             ),
         )  # fmt: skip
         if values is not None:

@@ -64,6 +64,8 @@ class Case:
         }
 
 
+#: of buckets: they have to take turns
+_FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 20}
 CASES = (
     *(Case(stage, world) for stage in range(4) for world in (1, 4)),
     *(Case(stage, 4, params={"checks": "next_step"}) for stage in (1, 3)),
@@ -76,6 +78,8 @@ CASES = (
     Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
+    *(Case(stage, 4, params={"checks": "next_step", "offload": _FEW}) for stage in (2, 3)),
+    Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
 )
 
 

@@ -23,7 +23,7 @@ _DEFAULTS = {"cuda": "h100", "cpu": "cpu"}
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 _PLANNED = (
     *("name", "device", "memory_bytes", "attention_fraction", "attention_rates"),
-    *("function_seconds", "host_seconds", "late_seconds", "sources"),
+    *("function_seconds", "host_seconds", "late_seconds", "host_bandwidth", "disk_bandwidth", "sources"),
 )
 
 Reader = Callable[[str, object], Any]

@@ -55,7 +55,8 @@ class Arena:
         self._streams = not self._beside and real
         if self._streams:
             largest = max(sum(_up(slot) for slot in bucket.slots) for bucket in buckets)
-            self._rooms = [_Room(torch.empty(largest, dtype=torch.uint8, device=device)) for _ in range(buffers)]
+            memory = torch.empty(min(buffers, len(buckets)), largest, dtype=torch.uint8, device=device)
+            self._rooms = [_Room(room) for room in memory]
             self._in, self._out = torch.Stream(device), torch.Stream(device)
         self._written: dict[Bucket, torch.Event] = {}
         self._lent: dict[Bucket, dict[Slot, Tensor]] = {}
@@ -64,7 +65,8 @@ class Arena:
     def start(self, bucket: Bucket) -> None:
         """It will be asked for soon."""
         self.store.start(bucket)
-        if self._streams and isinstance(self.store, MemoryStore):
+        free = self._streams and any(room.bucket not in self._lent for room in self._rooms)
+        if free and isinstance(self.store, MemoryStore):
             self._lift(bucket)
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
@@ -88,6 +90,7 @@ class Arena:
     def leave(self, bucket: Bucket) -> None:
         """It was only read."""
         self._lent.pop(bucket, None)
+        self.store.leave(bucket)
         if self._streams:
             room = next(room for room in self._rooms if room.bucket is bucket)
             room.free = torch.accelerator.current_stream().record_event()
@@ -97,7 +100,7 @@ class Arena:
         if self._beside:
             self.store.close(bucket)
             return
-        found, host = self._lent.pop(bucket), self.store.open(bucket)
+        found, host = self._lent.pop(bucket), self.store.open(bucket, read=False)
         if not self._streams:
             for slot, tensor in host.items():
                 tensor.copy_(found[slot])
@@ -111,6 +114,12 @@ class Arena:
         room.free = self._written[bucket] = written
         room.bucket = None  # in a file it is not current yet
         self.store.close(bucket, written.synchronize)
+
+    def discard(self) -> None:
+        """Forget what is in buffers: someone wrote to what is kept."""
+        self.store.discard()
+        for room in self._rooms if self._streams else ():
+            room.bucket = None
 
     def settle(self) -> None:
         """Wait until host memory has what was closed."""
@@ -138,6 +147,7 @@ class Arena:
             room.arrived = self._in.record_event()
         if not isinstance(self.store, MemoryStore):
             room.arrived.synchronize()  # the store's buffer is for others now
+            self.store.leave(bucket)
         return room
 
 

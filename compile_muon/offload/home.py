@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -74,6 +76,7 @@ class Home:
         group: all ranks of the optimizer.
         device: that computes.
         real: False for plans, which have neither disks nor other ranks.
+        fake: mode of the model's tensors, where these are fake.
     Raises:
         OffloadError: the disk of a rank has no room; on every rank.
     """
@@ -88,6 +91,7 @@ class Home:
         device: torch.device,
         *,
         real: bool,
+        fake: FakeTensorMode | None = None,
     ) -> None:
         self._group, self._device = group if real else None, device
         self._followed: dict[Bucket, Bucket] = {}  # what was fetched behind it, the last time
@@ -115,12 +119,14 @@ class Home:
         others = [chunk.states for chunk in self._chunks if chunk.states is not None]
         here = momenta if config.zero.offload is None or not offload.momentum else []
         there = others if here else [*momenta, *others]
+        self._there, self._buffers = there, offload.buffer_count
         self._arenas: dict[Bucket, Arena] = {}
         self._stores: list[Store] = []
-        if here:
-            self._move_in(MemoryStore(here, device), here, offload, real)
-        if there:
-            self._move_in(self._away(there, offload, real), there, offload, real)
+        with fake or nullcontext():
+            if here:
+                self._move_in(MemoryStore(here, device), here, offload, real)
+            if there:
+                self._move_in(self._away(there, offload, real), there, offload, real)
 
     def _away(self, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> Store:
         pin = offload.pin_memory and self._device.type != "cpu" and real
@@ -187,10 +193,14 @@ class Home:
         kept = self._kept.get(account.name)
         return frozenset() if kept is None else frozenset(kept.states)
 
+    @property
+    def _optimizer_of(self) -> Optimizer:
+        assert self._optimizer is not None
+        return self._optimizer
+
     def _state_of(self, account: Account) -> dict[str, Tensor]:
         """The optimizer's, which loading replaces."""
-        assert self._optimizer is not None
-        return self._optimizer.state[account.param]
+        return self._optimizer_of.state[account.param]
 
     # ------------------------------------------------------------------ graphs
 
@@ -246,7 +256,7 @@ class Home:
             return
         for account in accounts:
             kept = self._kept[account.name].slots if account.name in self._kept else {}
-            written = [local_tensor(value) for name, value in self._state_of(account).items() if name not in kept]
+            written = [local_tensor(value) for name, value in {**self._state_of(account)}.items() if name not in kept]
             for tensor in [*written, *([account.local.detach()] if undo else [])]:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
@@ -344,9 +354,11 @@ class Home:
         moved = False
         for owner, shown in self._shown.items():
             slots = self._state_of(self._accounts[owner])
+            found = {**slots}
             for name, tensor in shown.items():
-                if slots.get(name) is not tensor:
-                    local_tensor(tensor).copy_(local_tensor(slots[name]))
+                if found.get(name) is not tensor:
+                    self.settle()
+                    local_tensor(tensor).copy_(local_tensor(found[name]))
                     slots[name] = tensor
                     moved = True
         if moved or self._edits() != self._seen:
@@ -354,9 +366,8 @@ class Home:
 
     def loaded(self) -> None:
         """Someone wrote to what is shown."""
-        for store in self._stores:
-            if isinstance(store, FileStore):
-                store.discard()
+        for arena in set(self._arenas.values()):
+            arena.discard()
         self._wrong.clear()
         for chunk in self._chunks:
             held: dict[Slot, Tensor] = {}
@@ -388,7 +399,10 @@ class Home:
                 if name not in found or local_tensor(found[name]) is not tensor:
                     each = "element" if tensor.shape == account.local.shape else "row"
                     found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
-            self._state_of(account).update(found)
+            slots = self._state_of(account)
+            slots.update(found)
+            if self._device.type != "cpu" and not isinstance(slots, _Settled):
+                self._optimizer_of.state[account.param] = _Settled(self, slots)
         self._seen = self._edits()
 
     def _bucket(self, account: Account, slot: Slot) -> Bucket:
@@ -396,14 +410,50 @@ class Home:
         return next(bucket for bucket in chunk.buckets if slot in bucket.slots)
 
     @property
-    def bytes_kept(self) -> int:
-        """Of this rank's state that is away."""
-        return sum(slot.nbytes for kept in self._kept.values() for slot in kept.slots.values())
+    def bytes_away(self) -> int:
+        """Of this rank's state that is not on the device."""
+        return sum(bucket.nbytes for bucket in self._there)
+
+    @property
+    def bytes_in_buffers(self) -> int:
+        """Of the device that buckets of it take turns in."""
+        return min(self._buffers, len(self._there)) * max((bucket.nbytes for bucket in self._there), default=0)
 
     @property
     def disk_bytes(self) -> tuple[int, int]:
         """Read from a disk and written to one, since the start."""
         return sum(store.bytes_read for store in self._stores), sum(store.bytes_written for store in self._stores)
+
+
+class _Settled(dict[str, Tensor]):
+    """The states of one parameter, which a GPU may still be copying to the host: whoever reads one waits for that.
+
+    A copy of it, as in ``{**slots}``, is of the tensors as they are.
+    """
+
+    def __init__(self, home: Home, slots: Mapping[str, Tensor]) -> None:
+        super().__init__(slots)
+        self._home = home
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._home.settle()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._home.settle()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._home.settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self._home.settle()
+        return super().values()
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        self._home.settle()
+        return dict, ({**self},)
 
 
 def home_of(
@@ -415,8 +465,9 @@ def home_of(
     device: torch.device,
     *,
     real: bool,
+    fake: FakeTensorMode | None = None,
 ) -> Home | None:
     """A :class:`Home`, or None where all state is beside its parameter, as it is."""
     if config.zero.offload is None and config.muon.momentum_dtype is None:
         return None
-    return Home(specs, groups, config, away, group, device, real=real)
+    return Home(specs, groups, config, away, group, device, real=real, fake=fake)

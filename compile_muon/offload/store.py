@@ -80,12 +80,17 @@ class Store(Protocol):
     def start(self, bucket: Bucket) -> None:
         """It will be asked for soon."""
 
-    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots in host or device memory, until ``buffers`` other buckets were opened or started.
+    def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
+        """Its slots in host or device memory, until :meth:`leave` or :meth:`close`.
 
+        Args:
+            read: False for who writes all of it.
         Raises:
             OffloadError: it cannot be read.
         """
+
+    def leave(self, bucket: Bucket) -> None:
+        """What :meth:`open` gave was only read."""
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """What :meth:`open` gave was written to: keep it. ``ready`` returns when all of it is there."""
@@ -102,6 +107,9 @@ class Store(Protocol):
 
     def abort(self) -> None:
         """Forget what was closed since the last commit."""
+
+    def discard(self) -> None:
+        """Forget what is in buffers: someone wrote to :meth:`current`."""
 
     def current(self, slot: Slot) -> Tensor:
         """What is kept, in host memory or as mapped from a file, for whoever looks at all of it."""
@@ -127,9 +135,12 @@ class MemoryStore:
     def start(self, bucket: Bucket) -> None:
         """Nothing to do."""
 
-    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+    def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """The tensors themselves."""
         return {slot: self._tensors[slot] for slot in bucket.slots}
+
+    def leave(self, bucket: Bucket) -> None:
+        """Nothing to do."""
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Nothing to do."""
@@ -142,6 +153,9 @@ class MemoryStore:
 
     def abort(self) -> None:
         """Nothing to do: memory does not fail."""
+
+    def discard(self) -> None:
+        """Nothing to do."""
 
     def current(self, slot: Slot) -> Tensor:
         """The tensor itself."""
@@ -208,7 +222,8 @@ class FileStore:
                 self._places[slot] = _Place(start + begin, begin, mapped)
                 begin += _up(slot.nbytes)
         largest = max((bucket.nbytes for bucket in buckets), default=0)
-        self._held = [_Held(_page_aligned(largest, pin=pin)) for _ in range(buffers)] if largest else []
+        count = min(buffers, len(buckets)) if largest else 0
+        self._held = [_Held(_page_aligned(largest, pin=pin)) for _ in range(count)]
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
@@ -217,6 +232,9 @@ class FileStore:
 
     def start(self, bucket: Bucket) -> None:
         """Begin to read it, over what was used longest ago."""
+        self._start(bucket, read=True)
+
+    def _start(self, bucket: Bucket, *, read: bool) -> None:
         with self._lock:
             if not bucket.nbytes or any(held.bucket is bucket for held in self._held):
                 return
@@ -226,26 +244,35 @@ class FileStore:
             held = min(free, key=lambda held: held.used)
             self._settle(held)
             held.bucket = bucket
-            held.reading = self._requests(_read, held, bucket, [self._places[slot].generation for slot in bucket.slots])
+            if read:
+                current = [self._places[slot].generation for slot in bucket.slots]
+                held.reading = self._requests(_read, held, bucket, current)
             self._clock += 1
             held.used = self._clock
 
-    def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
+    def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Its slots in a buffer, once they are read."""
         with self._lock:
             if not bucket.nbytes:
                 return {slot: torch.empty(slot.shape, dtype=slot.dtype) for slot in bucket.slots}
-            self.start(bucket)
+            self._start(bucket, read=read)
             held = next(held for held in self._held if held.bucket is bucket)
             self._clock += 1
-            held.used = self._clock
+            held.used, held.opened = self._clock, True
             reading, held.reading = held.reading, []
             try:
                 self.bytes_read += sum(request.result() for request in reading)
             except OSError as error:
-                held.bucket = None
+                held.bucket, held.opened = None, False
                 raise self._failed("read", bucket, error) from error
             return {slot: _view(held, slot, self._places[slot]) for slot in bucket.slots}
+
+    def leave(self, bucket: Bucket) -> None:
+        """Its buffer may be for another one."""
+        with self._lock:
+            for held in self._held:
+                if held.bucket is bucket:
+                    held.opened = False
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Write it to the other generation, from threads."""
@@ -259,7 +286,7 @@ class FileStore:
             first = None if ready is None else self._threads.submit(ready)
             places = [self._places[slot].next for slot in bucket.slots]
             held.writing = self._requests(_write, held, bucket, places, first)
-            held.bucket = None  # not what is current
+            held.bucket, held.opened = None, False  # not what is current
             self._written += bucket.slots
 
     def finish(self) -> None:
@@ -285,7 +312,7 @@ class FileStore:
             for held in self._held:
                 for request in (*held.writing, *held.reading):
                     request.exception()
-                held.writing, held.reading, held.bucket = [], [], None
+                held.writing, held.reading, held.bucket, held.opened = [], [], None, False
             for slot in self._written:
                 self._places[slot].next = self._places[slot].generation
             self._written = []

@@ -61,6 +61,8 @@ class Captured:
         ranks: of the job.
         resident: bytes that are live all the time: "parameters" and "optimizer".
         codegen: that graphs were made for.
+        states: bytes of optimizer state that can be offloaded: "momenta", and "moments" for all that methods keep of
+            each element beside them.
     """
 
     graphs: tuple[Played, ...]
@@ -68,6 +70,7 @@ class Captured:
     ranks: int
     resident: Mapping[str, int]
     codegen: str
+    states: Mapping[str, int]
 
     def simulated(
         self,
@@ -238,12 +241,27 @@ def captured(
     played += step_graphs(sharded.optimizer, trained, ready, options)
     accounts = sharded.accounts
     states = [value for account in trained for value in sharded.optimizer.state[account.param].values()]
+    home = sharded.optimizer._steps.home
+    away = 0 if home is None else home.bytes_away - home.bytes_in_buffers
     resident = {
         "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
-        "optimizer": sum(_nbytes(local_tensor(state)) for state in states if state.ndim),
+        "optimizer": sum(_nbytes(local_tensor(state)) for state in states if state.ndim) - away,
     }
     ranks = 1 if sharded.mesh is None else sharded.mesh.size
-    return Captured(tuple(played), _groups(accounts, played), ranks, resident, options.codegen)
+    return Captured(
+        tuple(played), _groups(accounts, played), ranks, resident, options.codegen, _states(sharded, trained)
+    )
+
+
+def _states(sharded: Sharded, trained: Sequence[Account]) -> dict[str, int]:
+    found = {"momenta": 0, "moments": 0}
+    for account in trained:
+        for slot, state in sharded.optimizer.state[account.param].items():
+            if slot.startswith("momentum"):
+                found["momenta"] += _nbytes(local_tensor(state))
+            elif state.shape == account.param.shape and state.ndim:
+                found["moments"] += _nbytes(local_tensor(state))
+    return found
 
 
 def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]) -> dict[Node, int]:

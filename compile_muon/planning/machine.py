@@ -49,6 +49,8 @@ class Machine(Costs):
             0 where it is not there.
         late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
+        host_bandwidth: bytes/s between a rank's device and pinned host memory, each way; 0 where they are the same.
+        disk_bandwidth: bytes/s that a rank reads from its disk, and writes beside it; 0 where it has none.
         sources: field -> where its numbers come from.
     """
 
@@ -60,6 +62,8 @@ class Machine(Costs):
     function_seconds: float = 0.0
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     late_seconds: float = 0.0
+    host_bandwidth: float = 0.0
+    disk_bandwidth: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     __hash__ = Costs.__hash__
@@ -86,6 +90,7 @@ class Machine(Costs):
                 if kind != "byte" or ranks >= self.cores
             },
             late_seconds=self.late_seconds * load,
+            disk_bandwidth=self.disk_bandwidth / ranks,
         )
 
     def attention_rate(self, size: float, sequence: float, dtype: str) -> float:
@@ -143,5 +148,7 @@ _READERS: dict[str, reading.Reader] = {
     "function_seconds": reading.number,
     "host_seconds": _host,
     "late_seconds": reading.number,
+    "host_bandwidth": reading.number,
+    "disk_bandwidth": reading.number,
     "sources": _sources,
 }

@@ -5,12 +5,13 @@ Every number is simulated; docs/how-to/planning.md says what each means, and is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from compile_muon.config import Config, FrameOptions
+from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Candidate, candidates, with_adamw
 from compile_muon.planning.machine import Machine
@@ -41,6 +42,7 @@ class Question:
         options: of torch.compile.
         machine: that every rank has.
         worlds: numbers of ranks.
+        offload: of optimizer state, which :func:`make_plan` takes out of ``config``: graphs are the same without.
     """
 
     subject: Subject
@@ -49,6 +51,7 @@ class Question:
     options: FrameOptions
     machine: Machine
     worlds: Sequence[int]
+    offload: OffloadConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Figures:
         owners_uneven: the most that a rank has to orthogonalize, over the mean.
         adamw_seconds, adamw_exposed_seconds: of the step with AdamW for every parameter.
         price_seconds, price_exposed_seconds: what Muon adds to those; ``price_share`` as a fraction of AdamW's step.
+        offloaded_bytes: of optimizer state that are not on the device.
+        offload_seconds: of the step, that its writes wait for this state.
         warnings: in words.
     """
 
@@ -95,6 +100,8 @@ class Figures:
     price_seconds: float
     price_exposed_seconds: float
     price_share: float
+    offloaded_bytes: int = 0
+    offload_seconds: float = 0.0
     warnings: Sequence[str] = ()
 
     @property
@@ -170,6 +177,10 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
         ConfigError: settings that fit no world, or a model that cannot be traced.
     """
     began = time.perf_counter()
+    zero = question.config.zero
+    question = replace(
+        question, config=replace(question.config, zero=replace(zero, offload=None)), offload=zero.offload
+    )
     config, machine = question.config, question.machine
     chosen = {world: candidates(config, world, machine) for world in question.worlds}
     try:
@@ -219,7 +230,8 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
     target = Target(world, config, candidate.axes, backend)
     owned = trace.owner_work(target)
     rank = max(range(world), key=owned.__getitem__)
-    step = trace.captured(target, rank=rank).simulated(machine)
+    captured = trace.captured(target, rank=rank)
+    step = captured.simulated(machine)
     plain = step
     if config.algorithm == "muon":
         adamw = Target(world, with_adamw(config), candidate.axes, backend)
@@ -254,11 +266,66 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_exposed_seconds=exposed - plain_exposed,
         price_share=step.seconds / plain.seconds - 1,
     )
-    return _warned(figures), step
+    figures = with_offload(figures, question.offload, captured.states, machine.shared_by(world))
+    return _warned(figures, _remedy(figures, captured.states, machine.shared_by(world))), step
 
 
-def _warned(figures: Figures) -> Figures:
-    found = []
+def with_offload(
+    figures: Figures, offload: OffloadConfig | None, states: Mapping[str, int], machine: Machine
+) -> Figures:
+    """The figures with optimizer state elsewhere, by formula.
+
+    A step's writes wait for what they read: state comes in once for them, over the slower of the two ways. What
+    directions of backward fetch, and what goes back, travels beside other work.
+    """
+    if offload is None:
+        return figures
+    total = states["moments"] + (states["momenta"] if offload.momentum else 0)
+    away = math.ceil(offload.ratio * total)
+    left = min(away, offload.buffer_count * offload.buffer_bytes) if machine.device == "cuda" else 0
+    if offload.device == "cpu" and machine.device == "cpu":  # the same memory
+        left = away
+    peak = figures.peak_bytes - away + left
+    memory = {**figures.memory, "optimizer": max(figures.memory.get("optimizer", 0) - away, 0), "offload buffers": left}
+    seconds = away / rate if (rate := _rate(offload.device, machine)) else 0.0
+    step = figures.step_seconds + seconds
+    return replace(
+        figures,
+        fits=peak <= figures.limit_bytes,
+        peak_bytes=peak,
+        memory={name: nbytes for name, nbytes in memory.items() if nbytes},
+        step_seconds=step,
+        exposed_seconds=figures.exposed_seconds + seconds,
+        exposed={**figures.exposed, "offload": seconds} if seconds else figures.exposed,
+        tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
+        newton_schulz_share=figures.newton_schulz_seconds / step,
+        offloaded_bytes=away,
+        offload_seconds=seconds,
+    )
+
+
+def _rate(device: str, machine: Machine) -> float:
+    """Bytes/s of the slowest way that state goes; 0 where it goes none."""
+    ways = (machine.host_bandwidth, machine.disk_bandwidth if device == "nvme" else 0.0)
+    return min((way for way in ways if way), default=0.0)
+
+
+def _remedy(figures: Figures, states: Mapping[str, int], machine: Machine) -> str:
+    """The smallest offload that makes it fit, in words; empty where it fits, or none does."""
+    if figures.fits or figures.offloaded_bytes:
+        return ""
+    for device in ("cpu", "nvme"):
+        for tenths in range(1, 11):
+            found = with_offload(figures, OffloadConfig(device, "/", ratio=tenths / 10), states, machine)
+            if found.fits:
+                share = "" if tenths == 10 else f", ratio {tenths / 10}"
+                slower = found.step_seconds / figures.step_seconds - 1
+                return f"fits with offload {device}{share}: {gib(found.peak_bytes)} GiB, {slower:.0%} slower"
+    return ""
+
+
+def _warned(figures: Figures, remedy: str = "") -> Figures:
+    found = [remedy] if remedy else []
     step = figures.step_seconds
     if not figures.fits:
         found.append(f"does not fit: {gib(figures.peak_bytes)} GiB of {gib(figures.limit_bytes)}")

@@ -53,3 +53,11 @@ class Lender(Protocol):
     @property
     def disk_bytes(self) -> tuple[int, int]:
         """Read from a disk and written to one, since the start."""
+
+    @property
+    def bytes_away(self) -> int:
+        """Of this rank's state that is not on the device."""
+
+    @property
+    def bytes_in_buffers(self) -> int:
+        """Of the device that buckets of it take turns in."""

@@ -45,7 +45,7 @@ def as_state(account: Account, own: Tensor, each: str, mesh: DeviceMesh | None =
 
 def new_state(account: Account, state: State) -> Tensor:
     """Zeros, as the kind of tensor that the parameter is."""
-    local = account.local
+    local = account.local.detach()
     if state.each == "parameter":
         # Where torch's fused AdamW counts: on the GPU itself.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")
@@ -53,4 +53,4 @@ def new_state(account: Account, state: State) -> Tensor:
     if state.each == "row":
         view = account.spec.muon_settings.view
         own = row_state_shape(account.spec, own, view.count if view is not None and view.dim == 1 else 1)
-    return as_state(account, torch.zeros(own, dtype=local.dtype, device=local.device), state.each)
+    return as_state(account, local.new_zeros(own), state.each)  # in plans, fake

@@ -223,7 +223,8 @@ class Step:
             for state in self.method(group).states:
                 if state.each != "parameter":
                     accounts = [self.accounts[param] for param in group["params"]]
-                    own = {a: local_tensor(self.optimizer.state[a.param][state.name]) for a in accounts}
+                    # Copied first: to read one that a GPU still writes to the host is to wait.
+                    own = {a: local_tensor({**self.optimizer.state[a.param]}[state.name]) for a in accounts}
                     held.setdefault(state.label, {}).update(own)
         for label, tensors in held.items():
             survey.add(label, [a.name for a in tensors], self._not_finite(label, tensors))

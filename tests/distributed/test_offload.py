@@ -221,7 +221,7 @@ def test_a_disk_that_fails_changes_nothing(ranks: Callable[[int], Ranks], tmp_pa
     group = ranks(2)
     resident = group.run(untouched)[0]
     seen = 0
-    for after in range(40):
+    for after in range(0, 40, 2 if what == "_write" else 1):
         number = errno.EIO if what == "_read" or after % 2 else errno.ENOSPC
         found = group.run(through_a_fault, folder=str(tmp_path), what=what, after=after, number=number, rank=1)
         if not found[1]["error"]:

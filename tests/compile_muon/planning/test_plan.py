@@ -358,3 +358,44 @@ def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
         load_subject(str(tmp_path), Batch(16, 8))
+
+
+# ----------------------------------------------------------------------------------------------------------- offload
+
+GB = 2**30
+
+
+def on_a_gpu(**more: float) -> plans.Machine:
+    return replace(load_machine("h100"), **more)
+
+
+@pytest.mark.parametrize(
+    ("device", "share", "momentum", "away", "seconds"),
+    [
+        ("cpu", 1.0, True, 30, 3.0),
+        ("cpu", 0.5, True, 15, 1.5),
+        ("nvme", 1.0, True, 30, 6.0),
+        ("cpu", 1.0, False, 20, 2.0),
+    ],
+)
+def test_offload_takes_state_away_and_makes_a_step_wait(
+    device: str, share: float, momentum: bool, away: int, seconds: float
+) -> None:
+    offload = plans.OffloadConfig(device, "/", ratio=share, momentum=momentum, buffer_count=2, buffer_bytes=GB)
+    before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB})
+    machine = on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=5 * GB)
+    found = plans.with_offload(before, offload, {"momenta": 10 * GB, "moments": 20 * GB}, machine)
+    assert found.peak_bytes == (120 - away + 2) * GB
+    assert found.memory == {"optimizer": (35 - away) * GB, "offload buffers": 2 * GB}
+    assert found.step_seconds == pytest.approx(4 + seconds)
+    assert found.exposed["offload"] == pytest.approx(seconds)
+    assert found.fits == (120 - away + 2 <= 100)
+    assert plans.with_offload(before, None, {}, machine) is before
+
+
+def test_the_smallest_offload_that_fits_is_named() -> None:
+    states, machine = {"momenta": 10 * GB, "moments": 20 * GB}, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=GB)
+    said = plans._remedy(figures(2, 4000, 110), states, machine)
+    assert said == "fits with offload cpu, ratio 0.4: 98.2 GiB, 30% slower"
+    assert plans._remedy(figures(2, 4000, 200), states, machine) == ""
+    assert plans._remedy(figures(2, 4000, 90), states, machine) == ""

@@ -16,10 +16,12 @@ from compile_muon.passes.costs import Link
 from compile_muon.passes.half import buckets
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import with_adamw
+from compile_muon.planning.capture import shard, simulated_job
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.trace import Target, Trace, trace_step
+from compile_muon.runtime.shards import local_tensor
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 AXES = ({"shard": 4}, {"replicate": 2, "shard": 2})
@@ -132,6 +134,15 @@ def test_owners_by_formula_are_those_of_the_graphs() -> None:
 def test_nothing_is_given_memory(name: str) -> None:
     model = load_subject(f"tiny_gpt:{name}", Batch(16, 8)).build()
     assert all(isinstance(p, FakeTensor) and p.device.type == "cpu" for p in model.parameters())
+
+
+@pytest.mark.parametrize("given", [{}, {"momentum_dtype": "8bit"}, {"offload": "cpu", "method": "normuon"}])
+def test_nor_is_optimizer_state(given: dict[str, Any]) -> None:
+    with simulated_job(2, 0):
+        model = load_subject("tiny_gpt:GPT", Batch(16, 8)).build()
+        sharded = shard(model, config_from_kwargs(**given), axes=None, backend=None)
+        states = [local_tensor(x) for slots in sharded.optimizer.state.values() for x in slots.values() if x.ndim]
+        assert states and all(isinstance(state, FakeTensor) for state in states)
 
 
 def test_a_model_larger_than_this_machine() -> None:
