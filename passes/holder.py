@@ -19,8 +19,12 @@ class Holder(Protocol):
     def await_refresh(self, read: Tensor | None = None) -> None:
         """Return when what is resident of the weight is that of the shards, and ``read``, which stands for it, too."""
 
-    def fetch(self, out: Tensor) -> Tensor:
-        """Write the momentum, which is not beside the parameter, to ``out``; returns it."""
+    def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
+        """Write the momentum, which is not beside the parameter, to ``out``; returns it.
+
+        Args:
+            grad: that a direction is made of with it.
+        """
 
     def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
         """Keep the largest logit of each head, of queries that this parameter projects.

@@ -62,12 +62,14 @@ class Arena:
         self._lent: dict[Bucket, dict[Slot, Tensor]] = {}
         self._clock = 0
 
-    def start(self, bucket: Bucket) -> None:
-        """It will be asked for soon."""
-        self.store.start(bucket)
-        free = self._streams and any(room.bucket not in self._lent for room in self._rooms)
-        if free and isinstance(self.store, MemoryStore):
-            self._lift(bucket)
+    def start(self, bucket: Bucket) -> bool:
+        """It will be asked for soon; whether there is room for it."""
+        if not self._streams or not isinstance(self.store, MemoryStore):
+            return self.store.start(bucket)
+        if all(room.bucket in self._lent for room in self._rooms):
+            return False
+        self._lift(bucket)
+        return True
 
     def open(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Its slots on the device; call :meth:`close` or :meth:`leave` behind the work on them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,10 @@ from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
-from compile_muon.passes.methods import Method
+from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.commit import advance
 from compile_muon.runtime.shards import host_mesh, local_tensor
 from compile_muon.runtime.states import as_state, row_state_shape
 from compile_muon.runtime.survey import not_finite
@@ -94,8 +95,13 @@ class Home:
         fake: FakeTensorMode | None = None,
     ) -> None:
         self._group, self._device = group if real else None, device
+        self._methods = {
+            name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
+        }
         self._followed: dict[Bucket, Bucket] = {}  # what was fetched behind it, the last time
         self._last: Bucket | None = None
+        self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and whether it is not finite since
+        self._written: list[Bucket] = []  # by the step under way
         self._wrong: dict[tuple[str, str], Tensor] = {}
         self._undone: list[tuple[Tensor, Tensor]] = []
         self._shown: dict[str, dict[str, Tensor]] = {}
@@ -167,7 +173,9 @@ class Home:
         room = 0
         for name in names:
             size = sum(slot.nbytes for slot in self._kept[name].slots.values())
-            if size > room or not chunks:
+            # A momentum is written to a file where it is fetched: by itself.
+            alone = offload.device == "nvme" and bool(self._kept[name].momentum)
+            if size > room or not chunks or alone:
                 chunks.append(_Chunk())
                 room = max(offload.buffer_bytes, size)
             chunks[-1].names.append(name)
@@ -204,27 +212,61 @@ class Home:
 
     # ------------------------------------------------------------------ graphs
 
-    def fetch(self, account: Account, out: Tensor) -> Tensor:
-        """Write the momentum to ``out``, and begin to read what was fetched behind it the last time."""
+    def fetch(self, account: Account, grad: Tensor, out: Tensor) -> Tensor:
+        """Write the momentum to ``out``, and begin to read what was fetched behind it the last time.
+
+        In a file it is moved toward the gradient then and there, and written where the next generation is: a step that
+        uses the direction keeps that, and need not read it again.
+        """
         bucket = self._chunk_of[account.name].momentum
         assert bucket is not None
+        arena = self._arenas[bucket]
+        held = self._opened(bucket)
+        parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
+        momentum = self._codec.decode(parts, out.dtype)
+        out.copy_(momentum)
+        if isinstance(arena.store, FileStore):
+            advance(self._methods[account.name], [momentum], [grad], account.factor)
+            self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
+            self._moved[account.name] = (account.fetches, not_finite([momentum])[0])
+            arena.close(bucket)
+        else:
+            arena.leave(bucket)
+        self._read_ahead(bucket)
+        return out
+
+    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        found = []
+        for account, number in fetches.items():
+            made, wrong = self._moved.get(account.name, (-1, None))
+            if made == number and wrong is not None:
+                found.append(account)
+                self._wrong[account.name, "momentum"] = wrong
+        self._written = [bucket for a in found if (bucket := self._chunk_of[a.name].momentum) is not None]
+        self._moved.clear()
+        return frozenset(found)
+
+    def _opened(self, bucket: Bucket) -> dict[Slot, Tensor]:
+        """Its slots; what is opened behind what is remembered."""
         if bucket is not self._last:
             if self._last is not None:
                 self._followed[self._last] = bucket
             self._last = bucket
-        arena = self._arenas[bucket]
-        held = arena.open(bucket)
-        kept = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
-        out.copy_(self._codec.decode(kept, out.dtype))
-        arena.leave(bucket)
-        if (following := self._followed.get(bucket)) is not None:
-            self._arenas[following].start(following)
-        return out
+        return self._arenas[bucket].open(bucket)
+
+    def _read_ahead(self, bucket: Bucket) -> None:
+        """Begin to read what came behind it the last time, as far as there is room."""
+        for _ in range(self._buffers):
+            following = self._followed.get(bucket)
+            if following is None or not self._arenas[following].start(following):
+                break
+            bucket = following
 
     # ------------------------------------------------------------------ steps
 
     def lend(
-        self, accounts: Sequence[Account], step: int, *, undo: bool = False
+        self, accounts: Sequence[Account], step: int, *, undo: bool = False, moved: Collection[Account] = ()
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
         beside = [account for account in accounts if account.name not in self._kept]
@@ -235,9 +277,10 @@ class Home:
         todo = [(chunk, [wanted[name] for name in chunk.names if name in wanted]) for chunk in self._chunks]
         todo = [(chunk, own) for chunk, own in todo if own]
         for number, (chunk, own) in enumerate(todo):
+            buckets = [bucket for bucket in chunk.buckets if bucket is not chunk.momentum or own[0] not in moved]
             held: dict[Slot, Tensor] = {}
-            for bucket in chunk.buckets:
-                held |= self._arenas[bucket].open(bucket)
+            for bucket in buckets:
+                held |= self._opened(bucket)
             for bucket in todo[number + 1][0].buckets if number + 1 < len(todo) else ():
                 self._arenas[bucket].start(bucket)
             self._note(own, undo=undo)
@@ -247,8 +290,9 @@ class Home:
                 slots, names = self._state_of(account), self._kept[account.name].slots
                 slots.update({name: tensor for name, tensor in views.items() if name in slots and name not in names})
             self._take_back(own, lent, held, step)
-            for bucket in chunk.buckets:
+            for bucket in buckets:
                 self._arenas[bucket].close(bucket)
+            self._written += buckets
 
     def _note(self, accounts: Sequence[Account], *, undo: bool) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it."""
@@ -256,17 +300,21 @@ class Home:
             return
         for account in accounts:
             kept = self._kept[account.name].slots if account.name in self._kept else {}
-            written = [local_tensor(value) for name, value in {**self._state_of(account)}.items() if name not in kept]
+            in_file = {name for name, slot in kept.items() if isinstance(self._store(account, slot), FileStore)}
+            states = {**self._state_of(account)}
+            written = [local_tensor(value) for name, value in states.items() if name not in in_file]
             for tensor in [*written, *([account.local.detach()] if undo else [])]:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
     def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
         kept = self._kept[account.name]
-        found = {**self._state_of(account), **{name: held[slot] for name, slot in kept.states.items()}}
-        if kept.momentum:
-            parts = {name: held[slot] for name, slot in kept.momentum.items()}
+        found = {**self._state_of(account), **{name: held[slot] for name, slot in kept.states.items() if slot in held}}
+        parts = {name: held[slot] for name, slot in kept.momentum.items() if slot in held}
+        if parts:
             found[MOMENTUM] = self._codec.decode(parts, account.local.dtype)
+        elif kept.momentum:
+            found.pop(MOMENTUM, None)
         return found
 
     def _take_back(
@@ -275,7 +323,7 @@ class Home:
         by_label: dict[str, dict[Account, Tensor]] = {}
         for account, views in zip(own, lent, strict=True):
             kept = self._kept[account.name]
-            if kept.momentum:
+            if kept.momentum and MOMENTUM in views:
                 by_label.setdefault("momentum", {})[account] = views[MOMENTUM]
                 parts = {name: held[slot] for name, slot in kept.momentum.items()}
                 self._codec.encode(views[MOMENTUM], parts, account.name, step)
@@ -307,15 +355,21 @@ class Home:
                 store.finish()
         except OffloadError as error:
             failure = error
+        except BaseException:
+            self._undo()
+            raise
         if self._on_disk:
             self._agree(failure, "could not keep optimizer state: weights and state are as they were")
         for store in self._stores:
-            store.commit()
+            store.commit(self._written)
+        self._written = []
         self._undone.clear()
         for account in self._accounts.values():
             if account.spec.muon is not None:
                 torch.autograd.graph.increment_version(account.momentum)
         self._show()
+        if self._last is not None:
+            self._read_ahead(self._last)
 
     def _agree(self, failure: OffloadError | None, what: str) -> None:
         """Raise on all ranks what failed on one, once all is as it was."""
@@ -327,16 +381,22 @@ class Home:
             failed = [flag != 0 for flag in flags.tolist()]
         if not any(failed):
             return
+        self._undo()
+        if failure is not None:
+            raise failure
+        ranks = ranks_named([rank for rank, flag in enumerate(failed) if flag])
+        raise OffloadError(f"{ranks} {what}; the error there says why")
+
+    def _undo(self) -> None:
+        """All is as it was ahead of the step."""
         for store in self._stores:
             store.abort()
         for tensor, before in self._undone:
             tensor.copy_(before)
         self._undone.clear()
+        self._written = []
+        self._moved.clear()
         self._wrong.clear()
-        if failure is not None:
-            raise failure
-        ranks = ranks_named([rank for rank, flag in enumerate(failed) if flag])
-        raise OffloadError(f"{ranks} {what}; the error there says why")
 
     @property
     def _on_disk(self) -> bool:
@@ -369,6 +429,7 @@ class Home:
         for arena in set(self._arenas.values()):
             arena.discard()
         self._wrong.clear()
+        self._moved.clear()
         for chunk in self._chunks:
             held: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets:
@@ -395,7 +456,7 @@ class Home:
                 mesh = host_mesh(account.param.device_mesh)
             found = self._shown.setdefault(account.name, {})
             for name, slot in kept.slots.items():
-                tensor = self._arenas[self._bucket(account, slot)].store.current(slot)
+                tensor = self._store(account, slot).current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
                     each = "element" if tensor.shape == account.local.shape else "row"
                     found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
@@ -405,9 +466,9 @@ class Home:
                 self._optimizer_of.state[account.param] = _Settled(self, slots)
         self._seen = self._edits()
 
-    def _bucket(self, account: Account, slot: Slot) -> Bucket:
+    def _store(self, account: Account, slot: Slot) -> Store:
         chunk = self._chunk_of[account.name]
-        return next(bucket for bucket in chunk.buckets if slot in bucket.slots)
+        return next(self._arenas[bucket].store for bucket in chunk.buckets if slot in bucket.slots)
 
     @property
     def bytes_away(self) -> int:

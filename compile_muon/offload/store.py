@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +77,8 @@ class Store(Protocol):
     bytes_read: int
     bytes_written: int
 
-    def start(self, bucket: Bucket) -> None:
-        """It will be asked for soon."""
+    def start(self, bucket: Bucket) -> bool:
+        """It will be asked for soon; whether there is room for it."""
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Its slots in host or device memory, until :meth:`leave` or :meth:`close`.
@@ -102,8 +102,8 @@ class Store(Protocol):
             OffloadError: some of it could not be written.
         """
 
-    def commit(self) -> None:
-        """What was closed, and is kept, is current from now on."""
+    def commit(self, buckets: Collection[Bucket]) -> None:
+        """What these were closed with, and is kept, is current from now on; what others were closed with is not."""
 
     def abort(self) -> None:
         """Forget what was closed since the last commit."""
@@ -132,8 +132,9 @@ class MemoryStore:
             for slot in bucket.slots
         }
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> bool:
         """Nothing to do."""
+        return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """The tensors themselves."""
@@ -148,7 +149,7 @@ class MemoryStore:
     def finish(self) -> None:
         """Nothing to do."""
 
-    def commit(self) -> None:
+    def commit(self, buckets: Collection[Bucket]) -> None:
         """Nothing to do."""
 
     def abort(self) -> None:
@@ -170,27 +171,40 @@ class _Place:
         offset: of generation 0, in bytes.
         begin: in its bucket.
         mapped: the memory of both generations.
-        generation: which is current.
-        next: which is once the step is committed.
+        generation: which is current; a step writes the other.
     """
 
     offset: int
     begin: int
     mapped: tuple[Tensor, ...]
     generation: int = 0
-    next: int = 0
 
 
 @dataclass(eq=False)
 class _Held:
-    """A buffer, and what is in it or on its way into it or out of it."""
+    """A buffer, and what is in it or on its way into it or out of it.
+
+    Args:
+        memory: its bytes.
+        bucket: what it holds of the current generation.
+        wrote: what was last written from it.
+        opened: whether somebody works on it.
+        ahead: whether it was read and not asked for yet.
+    """
 
     memory: Tensor
     bucket: Bucket | None = None
+    wrote: Bucket | None = None
     reading: list[Future[int]] = field(default_factory=list)
     writing: list[Future[int]] = field(default_factory=list)
     used: int = 0
     opened: bool = False
+    ahead: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is still being written from."""
+        return not all(request.done() for request in self.writing)
 
 
 class FileStore:
@@ -227,38 +241,31 @@ class FileStore:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
-        self._written: list[Slot] = []
         self.bytes_read = self.bytes_written = 0
 
-    def start(self, bucket: Bucket) -> None:
-        """Begin to read it, over what was used longest ago."""
-        self._start(bucket, read=True)
-
-    def _start(self, bucket: Bucket, *, read: bool) -> None:
+    def start(self, bucket: Bucket) -> bool:
+        """Begin to read it, over what was used longest ago; never over what was read and not asked for."""
         with self._lock:
             if not bucket.nbytes or any(held.bucket is bucket for held in self._held):
-                return
-            free = [held for held in self._held if not held.opened]
+                return True
+            free = [held for held in self._held if not (held.opened or held.ahead or held.busy)]
             if not free:
-                return
-            held = min(free, key=lambda held: held.used)
-            self._settle(held)
-            held.bucket = bucket
-            if read:
-                current = [self._places[slot].generation for slot in bucket.slots]
-                held.reading = self._requests(_read, held, bucket, current)
-            self._clock += 1
-            held.used = self._clock
+                return False
+            self._take(min(free, key=lambda held: held.used), bucket, read=True)
+            return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Its slots in a buffer, once they are read."""
         with self._lock:
             if not bucket.nbytes:
                 return {slot: torch.empty(slot.shape, dtype=slot.dtype) for slot in bucket.slots}
-            self._start(bucket, read=read)
-            held = next(held for held in self._held if held.bucket is bucket)
+            held = next((held for held in self._held if held.bucket is bucket), None)
+            if held is None:
+                free = [held for held in self._held if not held.opened]
+                held = min(free, key=lambda held: (held.ahead, held.busy, held.used))
+                self._take(held, bucket, read=read)
             self._clock += 1
-            held.used, held.opened = self._clock, True
+            held.used, held.opened, held.ahead = self._clock, True, False
             reading, held.reading = held.reading, []
             try:
                 self.bytes_read += sum(request.result() for request in reading)
@@ -266,6 +273,13 @@ class FileStore:
                 held.bucket, held.opened = None, False
                 raise self._failed("read", bucket, error) from error
             return {slot: _view(held, slot, self._places[slot]) for slot in bucket.slots}
+
+    def _take(self, held: _Held, bucket: Bucket, *, read: bool) -> None:
+        self._settle(held)
+        held.bucket, held.ahead = bucket, True
+        if read:
+            current = [self._places[slot].generation for slot in bucket.slots]
+            held.reading = self._requests(_read, held, bucket, current)
 
     def leave(self, bucket: Bucket) -> None:
         """Its buffer may be for another one."""
@@ -279,15 +293,14 @@ class FileStore:
         with self._lock:
             if not bucket.nbytes:
                 return
+            for other in self._held:
+                if other.wrote is bucket:  # to the same place
+                    self._finish(other)
             held = next(held for held in self._held if held.bucket is bucket)
-            for slot in bucket.slots:
-                place = self._places[slot]
-                place.next = 1 - place.generation
             first = None if ready is None else self._threads.submit(ready)
-            places = [self._places[slot].next for slot in bucket.slots]
-            held.writing = self._requests(_write, held, bucket, places, first)
-            held.bucket, held.opened = None, False  # not what is current
-            self._written += bucket.slots
+            others = [1 - self._places[slot].generation for slot in bucket.slots]
+            held.writing = self._requests(_write, held, bucket, others, first)
+            held.bucket, held.wrote, held.opened = None, bucket, False  # not what is current
 
     def finish(self) -> None:
         """Wait for the writes."""
@@ -295,16 +308,16 @@ class FileStore:
             for held in self._held:
                 self._finish(held)
 
-    def commit(self) -> None:
+    def commit(self, buckets: Collection[Bucket]) -> None:
         """The generation that was written becomes current."""
         with self._lock:
-            for slot in self._written:
-                place = self._places[slot]
-                place.generation = place.next
-            written, self._written = set(self._written), []
+            for bucket in buckets:
+                for slot in bucket.slots:
+                    if slot in self._places:
+                        self._places[slot].generation ^= 1
             for held in self._held:
-                if held.bucket is not None and written & set(held.bucket.slots):
-                    held.bucket = None  # read before
+                if held.bucket in buckets:
+                    held.bucket, held.ahead = None, False  # read before
 
     def abort(self) -> None:
         """What was written is not current, and never will be."""
@@ -312,10 +325,8 @@ class FileStore:
             for held in self._held:
                 for request in (*held.writing, *held.reading):
                     request.exception()
-                held.writing, held.reading, held.bucket, held.opened = [], [], None, False
-            for slot in self._written:
-                self._places[slot].next = self._places[slot].generation
-            self._written = []
+                held.writing, held.reading, held.bucket = [], [], None
+                held.opened = held.ahead = False
 
     def current(self, slot: Slot) -> Tensor:
         """As mapped from the file."""

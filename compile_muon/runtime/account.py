@@ -72,7 +72,8 @@ class Account:
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
         factor: the momentum in ``hyper``.
-        home: what keeps its states, where they are not beside it.
+        home: what keeps its states, where they are not beside it; ``fetches`` counts how often graphs asked for the
+            momentum.
         attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
@@ -94,6 +95,7 @@ class Account:
     speculations: Speculations = field(default_factory=Speculations)
     factor: float = 0.0
     home: Lender | None = None
+    fetches: int = 0
     attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
@@ -175,11 +177,12 @@ class Account:
         if read is not None and self.replica is not None and read.data_ptr() != self.replica.data_ptr():
             read.copy_(self.replica)
 
-    def fetch(self, out: Tensor) -> Tensor:
-        """Write the momentum, which is elsewhere, to ``out``."""
+    def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
+        """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
         if self.home is None:
             raise LedgerError(f"{self.name}: its momentum is kept by the optimizer of the model that this is a copy of")
-        return self.home.fetch(self, out)
+        self.fetches += 1
+        return self.home.fetch(self, grad, out)
 
     def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
         """Keep the largest logit of each head, until the next step."""

@@ -22,10 +22,11 @@ from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.shards import local_tensor
 
-__all__ = ["Lend", "Matrices", "Prepared", "commit_elements", "commit_states", "commit_weights"]
+__all__ = ["Lend", "Matrices", "Prepared", "advance", "commit_elements", "commit_states", "commit_weights"]
 
 
-#: accounts -> some of them after the other, each with its states, momentum among them: what is written to these is kept
+#: accounts -> some of them after the other, each with its states: what is written to these is kept. The momentum is one
+#: of them, but where it was moved already.
 Lend = Callable[[Sequence[Account]], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
 
 
@@ -100,7 +101,10 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | Non
             of = dict(zip(accounts, states, strict=True))
             own = [(part, sums) for part, sums in summed if part.group is group and part.account in of]
             found += _after(own, of, withheld)
-            _advance(group, accounts, [local_tensor(row["momentum_buffer"]) for row in states], withheld)
+            momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
+            with _unless(withheld, list(momenta.values())):
+                grads = [account.local_grad for account in momenta]
+                advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
     return Prepared(groups, beside, found)
 
 
@@ -151,15 +155,14 @@ def _commit_plain(group: Matrices, *, averaged: bool, withheld: Tensor | None) -
         )
 
 
-def _advance(group: Matrices, accounts: Sequence[Account], momenta: Sequence[Tensor], withheld: Tensor | None) -> None:
-    if not accounts:
+def advance(method: MatrixMethod, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
+    """Move momenta toward the gradients, as the method does."""
+    if not momenta:
         return
-    grads = [account.local_grad for account in accounts]
-    with _unless(withheld, momenta):
-        if group.method.advance is not None:
-            group.method.advance(momenta, grads, group.rates["momentum"])
-        else:
-            torch._foreach_lerp_(list(momenta), grads, 1 - group.rates["momentum"])
+    if method.advance is not None:
+        method.advance(momenta, grads, beta)
+    else:
+        torch._foreach_lerp_(list(momenta), list(grads), 1 - beta)
 
 
 @contextmanager

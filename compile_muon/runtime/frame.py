@@ -289,5 +289,5 @@ class BackwardGraph:
         for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
             account = accounts[index]
             edits = edits_of(account.momentum_buffer)
-            account.speculations.make(Speculation(direction, row, edits, account.factor))
+            account.speculations.make(Speculation(direction, row, edits, account.factor, account.fetches))
             account.ledger.counters.speculated += 1

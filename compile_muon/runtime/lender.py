@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,11 +20,18 @@ class Lender(Protocol):
     def names(self, account: Account) -> frozenset[str]:
         """Of its states that are kept here, as methods name them."""
 
-    def fetch(self, account: Account, out: Tensor) -> Tensor:
-        """Write the momentum of a parameter to ``out``."""
+    def fetch(self, account: Account, grad: Tensor, out: Tensor) -> Tensor:
+        """Write the momentum of a parameter to ``out``; a direction is made of it and ``grad``."""
+
+    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+        """Those whose momentum was moved toward the gradient when it was fetched, to be kept by the step under way.
+
+        Args:
+            fetches: which fetch a direction that the step uses is made of.
+        """
 
     def lend(
-        self, accounts: Sequence[Account], step: int, *, undo: bool = False
+        self, accounts: Sequence[Account], step: int, *, undo: bool = False, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
 
@@ -32,6 +39,7 @@ class Lender(Protocol):
             accounts: in any order.
             step: which one.
             undo: whether the block writes to the parameters too: they are put back if the step fails.
+            moved: of whom the momentum is not asked for.
         """
 
     def writing(self) -> AbstractContextManager[None]:

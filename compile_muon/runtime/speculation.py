@@ -31,12 +31,14 @@ class Speculation(NamedTuple):
         fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
         edits: of the momentum until then.
         factor: the momentum factor it was made with.
+        fetches: of the momentum until then, where it is not beside the parameter.
     """
 
     direction: Tensor
     fingerprint: Tensor
     edits: int
     factor: float
+    fetches: int = 0
 
 
 @dataclass

@@ -73,7 +73,8 @@ class Step:
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
         handouts: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
-        home: of the states that are not beside their parameters, None if all are.
+        home: of the states that are not beside their parameters, None if all are; ``fetches`` says which of the
+            momenta the directions of the latest step are made of.
         grad_norm: of the latest step, on the device.
         norm: the same as the host knows it, NaN before.
         max_logit: with ``qk_clip``, of the latest step, on the device.
@@ -92,6 +93,7 @@ class Step:
     handouts: Handouts
     scale: Callable[[str, int, int], float]
     home: Lender | None = None
+    fetches: dict[Account, int] = field(default_factory=dict)
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
@@ -329,6 +331,7 @@ class Step:
             used = made or {name: speculation.direction for name, speculation in ready.items()}
             survey.send()
             self.pending = _Pending(survey, agreement, frozenset(used), survey.withheld())
+            self._made_of(muon, {} if at_once else ready)
             self._account(list(candidates), frozenset() if at_once else frozenset(ready), clipped=False)
             return {account.name: used[account.name] for account in muon}
         facts = self._read(survey)
@@ -351,6 +354,7 @@ class Step:
                 return None
         self.ledger.counters.skipped_in_a_row = 0
         self._account(list(candidates), decision.use, clipped=decision.clip)
+        self._made_of(muon, {name: ready[name] for name in decision.use})
         return {name: made[name] for name in wanted}
 
     def _may_wait(self, at_once: bool, all_ready: bool) -> bool:
@@ -400,6 +404,11 @@ class Step:
         self.ledger.counters.in_step += sum(account.param.grad is not None for account in accounts)
         survey.add("direction", [account.name for account in accounts], not_finite(results))
         return {account.name: result for account, result in zip(accounts, results, strict=True)}
+
+    def _made_of(self, muon: Sequence[Account], used: Mapping[str, Speculation]) -> None:
+        """Note which fetch of the momentum the directions of this step are made of, where they were fetched."""
+        if self.home is not None:
+            self.fetches = {a: used[a.name].fetches if a.name in used else a.fetches for a in muon}
 
     def _account(self, candidates: Sequence[Account], held: Collection[str], *, clipped: bool) -> None:
         """Note in the accounts what has become of the directions of backward."""
@@ -510,9 +519,11 @@ class Step:
             elif isinstance(method, ElementMethod):
                 rest.append((method, group, own))
         beside = self.home is None
+        # Where the device decides whether to write, no momentum has been moved for good.
+        moved = self.home.moved(self.fetches) if self.home is not None and withheld is None else frozenset[Account]()
         with self.home.writing() if self.home is not None else nullcontext():
             with self.ledger.range("step commit muon"):
-                prepared = commit_states(matrices, self.lend, withheld, beside=beside)
+                prepared = commit_states(matrices, partial(self.lend, moved=moved), withheld, beside=beside)
                 if beside:
                     commit_weights(prepared, self.summed, self.group, withheld)
             with self.ledger.range("step commit adamw"):
@@ -527,14 +538,15 @@ class Step:
             self.max_logit = clip_heads(self.muon, muon, self.group, withheld)
 
     def lend(
-        self, accounts: Sequence[Account], *, undo: bool = False
+        self, accounts: Sequence[Account], *, undo: bool = False, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """Their states, to be read and written; all at once where they are beside the parameters.
 
         Args:
             undo: whether the parameters are written to as well.
+            moved: whose momentum has been moved already.
         """
         if self.home is not None:
-            yield from self.home.lend(accounts, self.ledger.status.step, undo=undo)
+            yield from self.home.lend(accounts, self.ledger.status.step, undo=undo, moved=moved)
         elif accounts:
             yield accounts, [self.optimizer.state[account.param] for account in accounts]

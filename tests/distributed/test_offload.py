@@ -26,7 +26,7 @@ from compile_muon.errors import OffloadError
 from compile_muon.offload import store
 from compile_muon.runtime.shards import local_tensor
 
-SMALL = {"buffer_bytes": 256}  # so that there are many buckets
+SMALL = {"buffer_bytes": 1}  # so that there are many buckets
 
 
 def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Failing:
 
 def through_a_fault(folder: str, what: str, after: int, number: int, rank: int) -> dict[str, Any]:
     """Two steps, one that the disk of a rank fails in, and the same step again."""
-    model, optimizer = made(stage=2, update="step", **offload("nvme", folder))
+    model, optimizer = made(stage=2, update="step", **offload("nvme", folder, buffer_count=2))
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()

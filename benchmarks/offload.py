@@ -1,0 +1,158 @@
+"""What optimizer state on a slow disk costs a step: beside the resident run, and beside reading and writing around it.
+
+    python benchmarks/offload.py                     one process, a disk that takes 0.8 of a step's compute
+    python benchmarks/offload.py --share 0.4         a disk twice as fast
+
+The disk is limited by sleeping for each byte, one request after the other, which takes no core. Its rate is chosen so
+that all that a step reads and writes takes --share of a resident step. The three runs take turns, step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, PRESETS, read_corpus, sample_batch
+from rich.console import Console
+from rich.table import Table
+
+import compile_muon
+from compile_muon.offload import store as disk
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+class Slow:
+    """A call of the disk, of so many bytes a second together with the others of its kind."""
+
+    lock = threading.Lock()
+    rate = float("inf")
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self.call = call
+
+    def __call__(self, file: int, memory: Any, place: int) -> int:
+        with Slow.lock:
+            began = time.perf_counter()
+            done = self.call(file, memory, place)
+            time.sleep(max(done / Slow.rate - (time.perf_counter() - began), 0))
+        return done
+
+
+class Run:
+    """One way to train the same model."""
+
+    def __init__(self, args: argparse.Namespace, folder: str | None, *, around: bool = False) -> None:
+        torch.manual_seed(0)
+        given = {} if folder is None or around else {"offload": {"device": "nvme", "nvme_path": folder}}
+        if given:
+            given["offload"] |= {"buffer_bytes": args.buffer_bytes, "buffer_count": args.buffer_count}
+        model = GPT(PRESETS[args.preset])
+        self.optimizer = compile_muon.MuonZero(model, stage=2, update=args.update, **given)
+        self.model = torch.compile(model, backend="muon_zero", options={"codegen": args.codegen})
+        self.buckets = self._buckets() if around else []
+        self.store = disk.FileStore(folder, self.buckets, buffers=2) if around and folder is not None else None
+        self.generator, self.corpus, self.shape = torch.Generator().manual_seed(1), read_corpus(), PRESETS[args.preset]
+        self.seconds: list[float] = []
+
+    def _buckets(self) -> list[disk.Bucket]:
+        """All states, a parameter's in a bucket."""
+        return [
+            disk.Bucket([disk.Slot("", tuple(x.shape), x.dtype) for x in slots.values() if x.ndim])
+            for slots in self.optimizer.state.values()
+        ]
+
+    def step(self) -> None:
+        """One, timed."""
+        batch = sample_batch(self.corpus, self.shape, self.generator)
+        began = time.perf_counter()
+        self.model(*batch).backward()
+        if self.store is not None:  # read everything, step, write everything
+            for bucket in self.buckets:
+                self.store.open(bucket)
+                self.store.leave(bucket)
+        self.optimizer.step()
+        if self.store is not None:
+            for bucket in self.buckets:
+                self.store.open(bucket, read=False)
+                self.store.close(bucket)
+            self.store.finish()
+            self.store.commit(self.buckets)
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--share", type=float, default=0.8, help="of a resident step that the disk takes; default 0.8")
+    parser.add_argument("--steps", type=int, default=9, help="steps of each that count; default 9")
+    parser.add_argument("--update", default="backward", help="when directions are made; default backward")
+    parser.add_argument("--codegen", default="inductor")
+    parser.add_argument("--buffer-bytes", type=int, default=4 << 20)
+    parser.add_argument("--buffer-count", type=int, default=4)
+    parser.add_argument("--json", type=Path, default=_RESULTS / "offload.json")
+    args = parser.parse_args()
+    disk._read, disk._write = Slow(disk._read), Slow(disk._write)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        runs = {
+            "resident": Run(args, None),
+            "offloaded": Run(args, folder),
+            "around the step": Run(args, folder, around=True),
+        }
+        for run in runs.values():
+            for _ in range(3):  # compiles, and learns the order of what is fetched
+                run.step()
+            run.seconds.clear()
+        before = _bytes(runs["offloaded"])
+        for _ in range(3):
+            runs["resident"].step()
+            runs["offloaded"].step()
+        moved = (_bytes(runs["offloaded"]) - before) / 3
+        resident = statistics.median(runs["resident"].seconds)
+        Slow.rate = moved / (args.share * resident)
+        for run in runs.values():
+            run.seconds.clear()
+        for _ in range(args.steps):
+            for run in runs.values():
+                run.step()
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(runs["resident"].model.parameters(), runs["offloaded"].model.parameters(), strict=True)
+        )
+    seconds = {name: statistics.median(run.seconds) for name, run in runs.items()}
+    table = Table("run", "s a step", "of resident", title=f"{moved / 1e6:.0f} MB a step at {Slow.rate / 1e6:.0f} MB/s")
+    for name, median in seconds.items():
+        table.add_row(name, f"{median:.3f}", f"{median / seconds['resident']:.3f}")
+    Console().print(table)
+    print("weights are the same to the bit" if same else "WEIGHTS DIFFER")
+    found = {
+        "command": f"python {shlex.join(sys.argv)}",
+        "torch": torch.__version__,
+        "preset": args.preset,
+        "share": args.share,
+        "bytes_a_step": moved,
+        "bytes_a_second": Slow.rate,
+        "of_resident": {name: median / seconds["resident"] for name, median in seconds.items()},
+        "same_weights": same,
+    }
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _bytes(run: Run) -> int:
+    found = run.optimizer.metrics()
+    return int(found["disk_bytes_read"] + found["disk_bytes_written"])
+
+
+if __name__ == "__main__":
+    main()
