@@ -276,7 +276,8 @@ def with_offload(
     """The figures with optimizer state elsewhere, by formula.
 
     A step's writes wait for what they read: state comes in once for them, over the slower of the two ways. What
-    directions of backward fetch, and what goes back, travels beside other work.
+    directions of backward fetch, and what goes back, travels beside other work; momenta in a file need no more than
+    that.
     """
     if offload is None:
         return figures
@@ -287,7 +288,8 @@ def with_offload(
         left = away
     peak = figures.peak_bytes - away + left
     memory = {**figures.memory, "optimizer": max(figures.memory.get("optimizer", 0) - away, 0), "offload buffers": left}
-    seconds = away / rate if (rate := _rate(offload.device, machine)) else 0.0
+    waited = away * states["moments"] / total if offload.device == "nvme" and total else away
+    seconds = waited / rate if (rate := _rate(offload.device, machine)) else 0.0
     step = figures.step_seconds + seconds
     return replace(
         figures,

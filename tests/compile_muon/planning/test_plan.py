@@ -374,7 +374,7 @@ def on_a_gpu(**more: float) -> plans.Machine:
     [
         ("cpu", 1.0, True, 30, 3.0),
         ("cpu", 0.5, True, 15, 1.5),
-        ("nvme", 1.0, True, 30, 6.0),
+        ("nvme", 1.0, True, 30, 4.0),
         ("cpu", 1.0, False, 20, 2.0),
     ],
 )
