@@ -22,6 +22,8 @@ _SMALLEST = 2**20
 
 # So many exchanges or more, where each is a mebibyte for every rank: all but the last travel under backward.
 _EXCHANGES = 4
+#: buckets at least, where momenta are fetched from elsewhere
+_FETCHES = 16
 
 
 def largest_bucket(total_bytes: int, cap_bytes: int) -> int:
@@ -91,7 +93,8 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. But a matrix for each rank at least, since
     one with a single owner arrives as fast as that owner's link lets it; or where directions are handed round among
     replicas, which takes longer, one for each of these. And rather as many as fill the device of each
-    (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left.
+    (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left. Momenta that are fetched arrive for a bucket at
+    once: there are ``_FETCHES`` then, so that they come all along backward.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -113,6 +116,8 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
         fewest = copies if ranks > copies > 1 else ranks
         filling = fewest * max(1, round(costs.fill_entries * len(members) / sum(entries)))
         count = min(count, max(len(members) // filling, _EXCHANGES, least))
+        if first.muon_settings.fetched:
+            count = max(count, _FETCHES)
         count = max(min(count, len(members) // fewest), 1)
         buckets += _cut(members, sizes, count, fewest)
     return sorted(buckets, key=lambda bucket: bucket[-1])
