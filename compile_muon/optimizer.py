@@ -41,8 +41,9 @@ from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
 from compile_muon.model.views import with_views
-from compile_muon.offload import Home, home_of, states_away, with_fetches
+from compile_muon.offload import Home, states_away, with_fetches
 from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
@@ -245,13 +246,15 @@ class MuonZero(Optimizer):
         fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
         # Neither a disk nor another rank is in a plan.
         real = self._compares if self._group is not None else fake is None
-        homes: list[Home | None] = []
+        homes: list[Home] = []
+
+        def reserve(specs: Mapping[str, ParamSpec]) -> None:
+            if config.zero.offload is not None or config.muon.momentum_dtype is not None:
+                homes.append(Home(specs, groups, config, away, self._group, device, real=real, fake=fake))
+
         self._ledger.accounts = shard_model(
-            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread,
-            reserve=lambda specs: homes.append(
-                home_of(specs, groups, config, away, self._group, device, real=real, fake=fake)
-            ),
-        )  # fmt: skip
+            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread, reserve
+        )
         if values is not None:
             values.fill(model, device)
         self._ownership = Ownership(model, self._ledger.accounts)
@@ -272,9 +275,9 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
             self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, self._ownership.check, self._handouts, lr_scale, homes[0],
+            device, self._compares, self._ownership.check, self._handouts, lr_scale, homes[0] if homes else None,
         )  # fmt: skip
-        if (home := homes[0]) is not None:
+        for home in homes:
             home.attach(trained, self)
         self._steps.create_state()
         self._steps.sync_momentum()

@@ -96,8 +96,7 @@ def _written(config: Config) -> dict[str, Any]:
     top = {key: given.pop(key) for key in AT_THE_TOP if key in given}
     zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
     if (offload := given.pop("offload", None)) is not None:
-        zero["offload_optimizer"] = {f.name: v for f in fields(offload) if (v := getattr(offload, f.name)) != f.default}
-        zero["offload_optimizer"]["device"] = offload.device
+        zero["offload_optimizer"] = {**_changed(offload), "device": offload.device}
     experts, bf16 = config.expert_parallel, {}
     if config.zero.param_dtype is torch.bfloat16:
         bf16 = {"enabled": True}
@@ -120,9 +119,14 @@ def _written(config: Config) -> dict[str, Any]:
     last = {
         "bf16": bf16,
         "mesh": {} if config.mesh is None else asdict(config.mesh),
-        "expert_parallel": {f.name: v for f in fields(experts) if (v := getattr(experts, f.name)) != f.default},
+        "expert_parallel": _changed(experts),
     }
     return _filled(sections) | top | _filled(last)
+
+
+def _changed(record: Checked) -> dict[str, Any]:
+    """The fields that have not their defaults."""
+    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
 
 
 def _group(group: GroupConfig) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     schedule = config.scheduler
     if schedule is None:
         return {}
-    params = {f.name: _plain(v) for f in fields(schedule) if (v := getattr(schedule, f.name)) != f.default}
+    params = {name: _plain(value) for name, value in _changed(schedule).items()}
     if schedule.rate_default is not None:
         given.pop("lr", None)
         given.pop("adamw_lr", None)

@@ -158,12 +158,13 @@ def _put_offload(given: Given, zero: dict[str, Any]) -> None:
         key, value = "cpu_offload", {"device": "cpu"} if cpu is True else cpu
     stay = "save_muon_momentum_buffer_in_memory"
     momenta = zero.pop(stay, None)
-    if isinstance(value, Mapping) and momenta is not None and value.get("device", "none") not in (None, "none"):
+    nowhere = isinstance(value, Mapping) and value.get("device", "none") in (None, "none")
+    if isinstance(value, Mapping) and momenta is not None and not nowhere:
         with given.mistakes.collected():
             value = {**value, "momentum": not check_boolean(f"zero_optimization.{stay}", momenta)}
     elif momenta is not None:
         given.hints.append(f"zero_optimization.{stay}")
-    if isinstance(value, Mapping) and value.get("device", "none") in (None, "none"):
+    if nowhere:
         given.hints.append(f"zero_optimization.{key}")
     elif value is not None:
         given.put("offload", value, f"zero_optimization.{key}")

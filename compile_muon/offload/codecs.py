@@ -6,7 +6,6 @@ next direction is made of.
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Mapping
@@ -40,7 +39,14 @@ class Kept:
 
 
 class Codec:
-    """A momentum as it is."""
+    """A momentum as it is.
+
+    Args:
+        device: of the momenta.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def check(self, name: str, spec: ParamSpec) -> None:
         """Raise what forbids to keep the momentum of this parameter so.
@@ -106,6 +112,10 @@ class EightBits(_Rounded):
 
     name = "8bit"
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._table = dynamic_map().to(device)
+
     def check(self, name: str, spec: ParamSpec) -> None:
         super().check(name, spec)
         if spec.cut_in_columns:
@@ -118,7 +128,7 @@ class EightBits(_Rounded):
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         codes, scale = kept[_NAME], kept["momentum_scale"]
         columns = _columns(codes, scale)
-        values = dynamic_map(codes.device)[codes.int()].to(dtype)
+        values = self._table[codes.int()].to(dtype)
         blocks = _blocks(values, scale, columns) * scale.to(dtype).view(-1, scale.shape[-1], 1)
         return blocks.flatten(1)[:, :columns].reshape(codes.shape)
 
@@ -127,7 +137,7 @@ class EightBits(_Rounded):
         columns = _columns(codes, scale)
         blocks = _blocks(momentum.float(), scale, columns)
         largest = blocks.abs().amax(-1, keepdim=True)
-        table = dynamic_map(momentum.device)
+        table = self._table
         blocks = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny)
         nearest = torch.bucketize(blocks, (table[1:] + table[:-1]) / 2, out_int32=True)
         scale.copy_(largest.view(scale.shape))
@@ -135,15 +145,14 @@ class EightBits(_Rounded):
 
 
 #: what ``momentum_dtype`` names
-CODECS: dict[str | None, Codec] = {None: Codec(), "bfloat16": BFloat16(), "8bit": EightBits()}
+CODECS: dict[str | None, type[Codec]] = {None: Codec, "bfloat16": BFloat16, "8bit": EightBits}
 
 
-@functools.cache
-def dynamic_map(device: torch.device) -> Tensor:
+def dynamic_map() -> Tensor:
     """``[256]`` fp32, ascending to 1: seven decades to each side of 0, each with twice the codes of the one below."""
     bounds = [torch.linspace(0.1, 1, (1 << i) + 1, dtype=torch.float64) for i in range(7)]
     positive = torch.cat([10.0 ** (i - 6) * (b[1:] + b[:-1]) / 2 for i, b in enumerate(bounds)])
-    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values.float().to(device)
+    return torch.cat([positive, -positive, torch.tensor([0.0, 1.0])]).sort().values.float()
 
 
 def _columns(codes: Tensor, scale: Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -29,7 +30,7 @@ from compile_muon.runtime.shards import host_mesh, local_tensor
 from compile_muon.runtime.states import as_state, row_state_shape
 from compile_muon.runtime.survey import not_finite
 
-__all__ = ["Home", "home_of"]
+__all__ = ["Home"]
 
 MOMENTUM = "momentum_buffer"
 
@@ -106,8 +107,10 @@ class Home:
         self._undone: list[tuple[Tensor, Tensor]] = []
         self._shown: dict[str, dict[str, Tensor]] = {}
         self._accounts: dict[str, Account] = {}
-        self._optimizer: Optimizer | None = None
-        self._codec: Codec = CODECS[config.muon.momentum_dtype]
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._optimizer: Optimizer
+        with fake or nullcontext():
+            self._codec: Codec = CODECS[config.muon.momentum_dtype](device)
         self._kept = {
             name: own
             for each in groups
@@ -162,6 +165,7 @@ class Home:
             for part in self._codec.kept(columns):
                 own = shape if part.width is None else row_state_shape(spec, shape, part.width)
                 kept.momentum[part.name] = Slot(f"{part.name} of {name}", tuple(own), part.dtype or dtype)
+            kept.labels[MOMENTUM] = "momentum"
         for state in method.states if away else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
                 kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
@@ -201,14 +205,9 @@ class Home:
         kept = self._kept.get(account.name)
         return frozenset() if kept is None else frozenset(kept.states)
 
-    @property
-    def _optimizer_of(self) -> Optimizer:
-        assert self._optimizer is not None
-        return self._optimizer
-
     def _state_of(self, account: Account) -> dict[str, Tensor]:
         """The optimizer's, which loading replaces."""
-        return self._optimizer_of.state[account.param]
+        return self._optimizer.state[account.param]
 
     # ------------------------------------------------------------------ graphs
 
@@ -320,15 +319,19 @@ class Home:
     def _take_back(
         self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]], held: Mapping[Slot, Tensor], step: int
     ) -> None:
+        for account, views in zip(own, lent, strict=True):
+            if MOMENTUM in views and (momentum := self._kept[account.name].momentum):
+                parts = {name: held[slot] for name, slot in momentum.items()}
+                self._codec.encode(views[MOMENTUM], parts, account.name, step)
+        self._look(own, lent)
+
+    def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]]) -> None:
+        """Note which of these states are not finite."""
         by_label: dict[str, dict[Account, Tensor]] = {}
         for account, views in zip(own, lent, strict=True):
-            kept = self._kept[account.name]
-            if kept.momentum and MOMENTUM in views:
-                by_label.setdefault("momentum", {})[account] = views[MOMENTUM]
-                parts = {name: held[slot] for name, slot in kept.momentum.items()}
-                self._codec.encode(views[MOMENTUM], parts, account.name, step)
-            for name, label in kept.labels.items():
-                by_label.setdefault(label, {})[account] = views[name]
+            for name, label in self._kept[account.name].labels.items():
+                if name in views:
+                    by_label.setdefault(label, {})[account] = views[name]
         for label, tensors in by_label.items():
             for account, flag in zip(tensors, not_finite(list(tensors.values())).unbind(), strict=True):
                 self._wrong[account.name, label] = flag
@@ -336,7 +339,7 @@ class Home:
     def wrong(self, account: Account, label: str) -> Tensor | None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         kept = self._kept.get(account.name)
-        if kept is None or not (kept.momentum if label == "momentum" else label in kept.labels.values()):
+        if kept is None or label not in kept.labels.values():
             return None
         found = self._wrong.get((account.name, label))
         return torch.zeros((), device=self._device) if found is None else found
@@ -364,9 +367,7 @@ class Home:
             store.commit(self._written)
         self._written = []
         self._undone.clear()
-        for account in self._accounts.values():
-            if account.spec.muon is not None:
-                torch.autograd.graph.increment_version(account.momentum)
+        self._new_momenta()
         self._show()
         if self._last is not None:
             self._read_ahead(self._last)
@@ -434,16 +435,18 @@ class Home:
             held: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets:
                 held |= self._arenas[bucket].open(bucket)
-            for account in [self._accounts[name] for name in chunk.names]:
-                kept, views = self._kept[account.name], self._views(account, held)
-                labels = {**({MOMENTUM: "momentum"} if kept.momentum else {}), **kept.labels}
-                for name, label in labels.items():
-                    self._wrong[account.name, label] = not_finite([views[name]])[0]
-                if account.spec.muon is not None:
-                    torch.autograd.graph.increment_version(account.momentum)
+            own = [self._accounts[name] for name in chunk.names]
+            self._look(own, [self._views(account, held) for account in own])
             for bucket in chunk.buckets:
                 self._arenas[bucket].leave(bucket)
+        self._new_momenta()
         self._seen = self._edits()
+
+    def _new_momenta(self) -> None:
+        """What was made of the momenta before is of no use any more."""
+        for account in self._accounts.values():
+            if account.spec.muon is not None:
+                torch.autograd.graph.increment_version(account.momentum)
 
     def _edits(self) -> list[int]:
         return [local_tensor(tensor)._version for shown in self._shown.values() for tensor in shown.values()]
@@ -453,7 +456,7 @@ class Home:
         for account in self._accounts.values():
             kept, mesh = self._kept[account.name], None
             if isinstance(account.param, DTensor) and self._device.type != "cpu":
-                mesh = host_mesh(account.param.device_mesh)
+                mesh = self._host_mesh(account.param.device_mesh)
             found = self._shown.setdefault(account.name, {})
             for name, slot in kept.slots.items():
                 tensor = self._store(account, slot).current(slot)
@@ -463,8 +466,13 @@ class Home:
             slots = self._state_of(account)
             slots.update(found)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
-                self._optimizer_of.state[account.param] = _Settled(self, slots)
+                self._optimizer.state[account.param] = _Settled(self, slots)
         self._seen = self._edits()
+
+    def _host_mesh(self, trained_on: DeviceMesh) -> DeviceMesh:
+        if trained_on not in self._meshes:
+            self._meshes[trained_on] = host_mesh(trained_on, trained_on.get_all_groups())
+        return self._meshes[trained_on]
 
     def _store(self, account: Account, slot: Slot) -> Store:
         chunk = self._chunk_of[account.name]
@@ -515,20 +523,3 @@ class _Settled(dict[str, Tensor]):
     def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
         self._home.settle()
         return dict, ({**self},)
-
-
-def home_of(
-    specs: Mapping[str, ParamSpec],
-    groups: Sequence[Group],
-    config: Config,
-    away: frozenset[str],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    *,
-    real: bool,
-    fake: FakeTensorMode | None = None,
-) -> Home | None:
-    """A :class:`Home`, or None where all state is beside its parameter, as it is."""
-    if config.zero.offload is None and config.muon.momentum_dtype is None:
-        return None
-    return Home(specs, groups, config, away, group, device, real=real, fake=fake)

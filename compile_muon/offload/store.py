@@ -226,8 +226,8 @@ class FileStore:
         self.folder = Path(folder)
         starts = _starts(buckets)
         self.nbytes = starts.pop()
-        self._file, self.direct = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
-        self.shut = weakref.finalize(self, os.close, self._file)
+        self._file = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
+        weakref.finalize(self, os.close, self._file)
         self._places: dict[Slot, _Place] = {}
         for bucket, start in zip(buckets, starts, strict=True):
             begin = 0
@@ -430,8 +430,8 @@ def _page_aligned(nbytes: int, *, pin: bool) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
-def _unnamed(folder: Path, nbytes: int) -> tuple[int, bool]:
-    """A file of that size without a name, all of it allocated; and whether it goes past the page cache."""
+def _unnamed(folder: Path, nbytes: int) -> int:
+    """A file of that size without a name, all of it allocated, past the page cache where the file system can."""
     try:
         try:
             file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -442,7 +442,8 @@ def _unnamed(folder: Path, nbytes: int) -> tuple[int, bool]:
             os.unlink(name)
         try:
             os.posix_fallocate(file, 0, nbytes)
-            return file, _past_the_cache(file, folder)
+            _pass_the_cache(file, folder)
+            return file
         except BaseException:
             os.close(file)
             raise
@@ -454,7 +455,7 @@ def _unnamed(folder: Path, nbytes: int) -> tuple[int, bool]:
         ) from error
 
 
-def _past_the_cache(file: int, folder: Path) -> bool:
+def _pass_the_cache(file: int, folder: Path) -> None:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -462,5 +463,3 @@ def _past_the_cache(file: int, folder: Path) -> bool:
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
         warn_user(f"offload.nvme_path = {str(folder)!r}: its file system has no O_DIRECT; state goes by the page cache")
-        return False
-    return True

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -42,11 +42,14 @@ def has_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-@functools.cache
-def host_mesh(trained_on: DeviceMesh) -> DeviceMesh:
-    """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
+def host_mesh(trained_on: DeviceMesh, groups: list[ProcessGroup]) -> DeviceMesh:
+    """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
+
+    Args:
+        groups: of these ranks, one for each dimension.
+    """
     names = trained_on.mesh_dim_names
-    return DeviceMesh.from_group(trained_on.get_all_groups(), "cpu", trained_on.mesh, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
 
 
 def edits_of(tensor: Tensor) -> int:

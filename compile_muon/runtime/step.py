@@ -219,7 +219,11 @@ class Step:
         survey = Survey(self.group, self.device, self.ledger.status.step, problem)
         survey.add_gradients([*self.muon, *self.rest])
         if self.muon:
-            survey.add("momentum", [a.name for a in self.muon], self._not_finite("momentum", self.muon))
+            survey.add(
+                "momentum",
+                [a.name for a in self.muon],
+                self._not_finite("momentum", {a: a.momentum for a in self.muon}),
+            )
         held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
         for group in self.optimizer.param_groups:
             for state in self.method(group).states:
@@ -237,11 +241,11 @@ class Step:
             agreement.put(survey)
         return survey
 
-    def _not_finite(self, label: str, states: Mapping[Account, Tensor] | Sequence[Account]) -> Tensor:
+    def _not_finite(self, label: str, states: Mapping[Account, Tensor]) -> Tensor:
         """Which of these states are not finite: what is away was looked at when it was written."""
         known = {a: flag for a in states if self.home is not None and (flag := self.home.wrong(a, label)) is not None}
         here = [a for a in states if a not in known]
-        tensors = [states[a] if isinstance(states, Mapping) else a.momentum for a in here]
+        tensors = [states[a] for a in here]
         if not known:
             return not_finite(tensors)
         found = known | dict(zip(here, not_finite(tensors).unbind() if here else (), strict=True))

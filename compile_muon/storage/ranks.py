@@ -14,6 +14,7 @@ from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.rank_status import RankStatus
+from compile_muon.runtime.shards import host_mesh
 
 __all__ = ["Ranks"]
 
@@ -65,8 +66,7 @@ class Ranks:
         """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
         if trained_on not in self._meshes:
             groups = trained_on.get_all_groups() if self.group is None or trained_on.ndim > 1 else [self.group]
-            ranks, names = trained_on.mesh, trained_on.mesh_dim_names
-            self._meshes[trained_on] = DeviceMesh.from_group(groups, "cpu", ranks, mesh_dim_names=names)
+            self._meshes[trained_on] = host_mesh(trained_on, groups)
         return self._meshes[trained_on]
 
     def gather(self, value: T) -> list[T]:
