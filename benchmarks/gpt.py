@@ -110,3 +110,30 @@ def sample_batch(corpus: Tensor, shape: Shape, generator: torch.Generator) -> tu
     starts = torch.randint(len(corpus) - shape.context - 1, (shape.batch,), generator=generator)
     windows = torch.stack([corpus[start : start + shape.context + 1] for start in starts.tolist()]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def losses_of(
+    model: nn.Module,
+    shape: Shape,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    seed: int,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[float]:
+    """The loss of every step of a training on the corpus, in nats a byte.
+
+    Args:
+        seed: of the batches.
+        schedule: of the rates, if they change.
+    """
+    corpus, generator = read_corpus(), torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        loss = model(*sample_batch(corpus, shape, generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+    return losses

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from gpt import GPT, PRESETS, read_corpus, sample_batch
+from gpt import GPT, PRESETS, losses_of
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -40,16 +40,7 @@ def train(method: str, rate: float, steps: int) -> list[float]:
         model, lr=rate, adamw_lr=3e-3, weight_decay=0.01, adjust_lr="original", method=method, stage=0, update="step"
     )
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
-    corpus, generator = read_corpus(), torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        loss = model(*sample_batch(corpus, SHAPE, generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, SHAPE, optimizer, steps, 1, schedule)
 
 
 def draw(best: dict[str, tuple[float, list[float]]], title: str, path: Path) -> None:

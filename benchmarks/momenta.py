@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from gpt import GPT, PRESETS, read_corpus, sample_batch
+from gpt import GPT, PRESETS, losses_of
 from rich.console import Console
 
 import compile_muon
@@ -29,15 +29,7 @@ def train(kept: str | None, seed: int, steps: int) -> float:
     optimizer = compile_muon.MuonZero(
         model, lr=0.01, adamw_lr=3e-3, weight_decay=0.01, momentum_dtype=kept, stage=0, update="step"
     )
-    corpus, generator = read_corpus(), torch.Generator().manual_seed(seed + 1)
-    losses = []
-    for _ in range(steps):
-        loss = model(*sample_batch(corpus, SHAPE, generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return statistics.mean(losses[-LAST:])
+    return statistics.mean(losses_of(model, SHAPE, optimizer, steps, seed + 1)[-LAST:])
 
 
 def main(argv: list[str] | None = None) -> int:

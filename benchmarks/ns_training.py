@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from gpt import GPT, Shape, muon_names, read_corpus, sample_batch
+from gpt import GPT, Shape, losses_of, muon_names
 from rich.console import Console
 from rich.table import Table
 from torch.optim.lr_scheduler import LambdaLR
@@ -86,16 +86,7 @@ def train(choice: Choice, seed: int, steps: int) -> list[float]:
         raise RuntimeError(f"{found} matrices got Muon, expected {matrices}")
     # Ten steps of warm-up, then down to a tenth: at a constant rate the noise of single steps hides the differences.
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
-    corpus, generator = read_corpus(), torch.Generator().manual_seed(1000 + seed)
-    losses = []
-    for _ in range(steps):
-        loss = model(*sample_batch(corpus, SHAPE, generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-    return losses
+    return losses_of(model, SHAPE, optimizer, steps, 1000 + seed, schedule)
 
 
 def spread(values: list[float]) -> float:
