@@ -30,7 +30,7 @@ from compile_muon.config import (
     ZeroConfig,
     config_from_kwargs,
 )
-from compile_muon.config.groups import named_groups
+from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.errors import LedgerError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
@@ -40,6 +40,7 @@ from compile_muon.model.readers import place_of_another
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
+from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, spec_of
 from compile_muon.model.views import with_views
 from compile_muon.offload import Home, states_away, with_fetches
 from compile_muon.passes.collectives import Traffic
@@ -267,7 +268,7 @@ class MuonZero(Optimizer):
         self._muon = [account for account in trained if account.spec.muon is not None]
         self._adamw = [account for account in trained if account.spec.muon is None]
         self._accounts = {account.param: account for account in trained}
-        super().__init__(self._param_groups(groups), {})
+        super().__init__([self._param_group(group) for group in groups], {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if self._muon else "betas"
         self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
@@ -285,17 +286,10 @@ class MuonZero(Optimizer):
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
-    def _param_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+    def _param_group(self, group: Group) -> dict[str, Any]:
         by_name = {account.name: account.param for account in self._accounts.values()}
-        return [
-            {
-                "params": [(name, by_name[name]) for name in group.members],
-                "algorithm": group.method.name,
-                "name": group.name,
-                **group.rates,
-            }
-            for group in groups
-        ]
+        named = [(name, by_name[name]) for name in group.members]
+        return {"params": named, "algorithm": group.method.name, "name": group.name, **group.rates}
 
     # ------------------------------------------------------------------ what users read
 
@@ -392,6 +386,7 @@ class MuonZero(Optimizer):
         with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
             self.check()
             self._check_schedule()
+            self._unfreeze()
             if self._steps.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
@@ -416,13 +411,60 @@ class MuonZero(Optimizer):
     # ------------------------------------------------------------------ state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the constructor adds parameters: a group from outside would be neither sharded nor in any graph."""
-        if "algorithm" not in param_group:
-            raise NotImplementedError(
-                "add_param_group: MuonZero owns the parameters of one model; "
-                "build a new MuonZero over the changed model instead"
-            )
-        super().add_param_group(param_group)
+        """Train parameters that were frozen when the model was sharded, in a group of their own; on all ranks alike.
+
+        Without a call of this, those that require a gradient join the groups that the configuration has for them in the
+        next step.
+
+        Args:
+            param_group: ``params``, which require a gradient by now, rates that differ from the defaults, and perhaps
+                ``name`` and ``method``. Parameters of several methods become several groups, as at the start.
+        Raises:
+            ConfigError: a tensor is none of the model's or still frozen, a rate is none.
+            ValueError: a parameter is trained already.
+            UnsupportedModelError: other ranks unfreeze other parameters.
+            PeerError: other ranks do something else.
+        """
+        if "algorithm" in param_group:  # from below
+            return super().add_param_group(param_group)
+        with self._ledger.status.at("add_param_group"):
+            self._unfreeze(*group_of(param_group, self._ownership.model, self.param_groups))
+
+    def _unfreeze(self, own: GroupConfig | None = None, members: Sequence[str] | None = None) -> None:
+        """Make state for what was frozen and requires a gradient now.
+
+        Args:
+            own: a group, and its members; None for all, in the groups of the configuration.
+        """
+        unfrozen = self._ownership.unfrozen()
+        accounts = [account for account in unfrozen if members is None or account.name in members]
+        if not accounts:
+            return
+        self._ledger.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
+        agree_on(accounts, self._group if self._compares else None)
+        names, by_name = [account.name for account in accounts], {account.name: account for account in accounts}
+        partial, device = self._stages is not None, self._hyper.device
+        assignments, groups = plan_unfrozen(self._ownership.model, self.config, names, own, partial=partial)
+        self._assignments |= assignments
+        for group in groups:
+            joined = next((known for known in self.param_groups if known["name"] == group.name), None)
+            like = None if joined is None else self._accounts[joined["params"][0]]
+            fresh = torch.empty_like(self._hyper)
+            for name in group.members:
+                account = by_name[name]
+                spec = spec_of(account, assignments[name], self.config, device)
+                account.take_up(spec, *((fresh, 0.0) if like is None else (like.hyper, like.factor)))
+                self._accounts[account.param] = account
+            if joined is None:
+                super().add_param_group(self._param_group(group))
+            else:
+                added = self._param_group(group)["params"]
+                joined["params"] += [param for _, param in added]
+                joined["param_names"] += [name for name, _ in added]
+        _warn_of_half_masters(accounts)
+        self._steps.take_up(accounts, {group.name: group.method for group in groups})
+        self._ownership.take_up(accounts)
+        self._muon, self._adamw = self._steps.muon, self._steps.rest
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.

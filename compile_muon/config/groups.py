@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +37,12 @@ class GroupConfig:
     method: str | None = None
     rates: tuple[tuple[str, Any], ...] = ()
     complete: bool = False
+
+    def members(self, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+        """Names of those that are in it."""
+        if callable(self.params):
+            return [name for name, param in parameters.items() if self.params(name, param)]
+        return [name for name in parameters if any(fnmatchcase(name, pattern) for pattern in self.params)]
 
     @property
     def said(self) -> str:
@@ -174,7 +181,6 @@ def named_groups(groups: object, model: nn.Module) -> object:
                 f"groups[{number}].params", shape, "is the shape of a tensor that is no parameter of the model",
                 "give model.parameters() as they are when the optimizer is made",
             )  # fmt: skip
-        patterns = tuple(glob.escape(names[id(tensor)]) for tensor in tensors if tensor.requires_grad)
-        if patterns:
+        if patterns := tuple(glob.escape(names[id(tensor)]) for tensor in tensors):
             found.append({**group, "params": patterns, "complete": True})
     return found

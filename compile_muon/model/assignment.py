@@ -112,6 +112,7 @@ def assign(
     partial: bool = False,
     chosen: Mapping[str, tuple[Method, str]] | None = None,
     methods: tuple[str, str] = ("muon", "adamw"),
+    sharded: bool = False,
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
@@ -119,7 +120,8 @@ def assign(
     ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device; ``dtensors``
     what tensor and expert parallelism make of them; ``partial`` a model that is a part of another, in which nothing may
     be for Muon. ``chosen`` is the method of some parameters, and why, ahead of all rules but the first; ``methods``
-    what matrices and all else have by the rules, in place of Muon and AdamW.
+    what matrices and all else have by the rules, in place of Muon and AdamW. ``sharded``: the model is MuonZero's
+    already, which has looked at it.
 
     Raises:
         UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
@@ -130,7 +132,8 @@ def assign(
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    check_supported(model, meta=meta, dtensors=dtensors)
+    if not sharded:
+        check_supported(model, meta=meta, dtensors=dtensors)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if use_muon:
@@ -144,7 +147,11 @@ def assign(
         undecayed = bool(getattr(param, "_no_weight_decay", False))
         result[name] = replace(result[name], vector=_is_vector(param, uses[id(param)]), undecayed=undecayed)
     trained = [a for a in result.values() if a.algorithm != "frozen"]
-    if use_muon and not any(a.matrix for a in trained) and not (trained and partial):
+    # A backbone may be unfrozen once its new head is trained.
+    later = muon_params is None and any(
+        a.algorithm == "frozen" and parameters[a.name].ndim > 1 for a in result.values()
+    )
+    if use_muon and not any(a.matrix for a in trained) and not (trained and (partial or later)):
         _raise_no_muon(result, muon_params)
     by_rule = dict(zip(("muon", "adamw"), methods, strict=True))
     return {

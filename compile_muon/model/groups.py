@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -49,15 +48,13 @@ def _members(config: Config, names: Sequence[str], parameters: Mapping[str, nn.P
     """
     mistakes, found = Mistakes(), dict[str, GroupConfig]()
     for group in config.groups:
-        if callable(group.params):
-            hits = [name for name in names if group.params(name, parameters[name])]
-        else:
-            hits = [name for name in names if any(fnmatchcase(name, pattern) for pattern in group.params)]
+        hits = group.members(parameters)  # some are frozen, and perhaps not for ever
         if not hits:
-            problem = "holds no trained parameter"
-            remedy = "match one, or leave the group out; what is frozen has none"
-            mistakes.add(config_error(f"groups[{group.name}]", group.said, problem, remedy))
+            remedy = "match one, or leave the group out"
+            mistakes.add(config_error(f"groups[{group.name}]", group.said, "holds no parameter", remedy))
         for name in hits:
+            if name not in names:
+                continue
             if name in found and found[name] is not group:
                 problem = f"is in the groups {found[name].name} and {group.name}"
                 mistakes.add(config_error("groups", name, problem, "let one pattern match it"))
@@ -76,8 +73,8 @@ def chosen_methods(config: Config, model: nn.Module) -> dict[str, tuple[Method, 
     Raises:
         ConfigError: as of the groups.
     """
-    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    found = _members(config, list(named), named)
+    named = dict(model.named_parameters())
+    found = _members(config, [name for name, param in named.items() if param.requires_grad], named)
     return {
         name: (_BY_NAME[group.method], f"group {group.name}")
         for name, group in found.items()

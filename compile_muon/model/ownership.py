@@ -29,7 +29,7 @@ class Ownership:
     """
 
     def __init__(self, model: nn.Module, accounts: Sequence[Account]) -> None:
-        self._model = model
+        self.model = model
         self._accounts = list(accounts)
         self._params: list[nn.Parameter] = [account.param for account in accounts]
         self._frozen = [account for account in accounts if not account.param.requires_grad]
@@ -42,7 +42,7 @@ class Ownership:
         self._remember()
 
     def _remember(self) -> None:
-        self._modules = list(self._model.modules())
+        self._modules = list(self.model.modules())
         self._classes = [type(module) for module in self._modules]
         self._tables: list[dict[str, Any]] = [
             table for module in self._modules for table in (module._parameters, module._modules)
@@ -60,22 +60,24 @@ class Ownership:
     def _kinds_now(self) -> list[torch.dtype]:
         return [param.dtype for param in self._params]
 
+    def unfrozen(self) -> list[Account]:
+        """Those that were frozen when the model was sharded, and require a gradient now."""
+        return [account for account in self._frozen if account.param.requires_grad]
+
+    def take_up(self, accounts: Sequence[Account]) -> None:
+        """These are trained from now on."""
+        self._frozen = [account for account in self._frozen if account not in accounts]
+
     def check(self) -> None:
         """Compare the model with what it was; cheap as long as nothing changed.
 
         Raises:
-            UnsupportedModelError: a sharded parameter was replaced, taken away, cast or moved, or one that was frozen
-                requires a gradient now; a parameter was added that requires one; a module was wrapped by FSDP or DDP.
+            UnsupportedModelError: a sharded parameter was replaced, taken away, cast or moved; a parameter was added
+                that requires a gradient; a module was wrapped by FSDP or DDP.
         """
         if self._kinds_now() != self._kinds:
             for account in self._accounts:
                 check_kind(account, account.param)
-        for account in self._frozen:
-            if account.param.requires_grad:
-                raise UnsupportedModelError(
-                    f"{account.name}: was frozen when MuonZero sharded it and requires a gradient now, but has no "
-                    "optimizer state; set requires_grad before MuonZero shards the model"
-                )
         if not self._unchanged():
             self._examine()
             self._remember()  # nothing that trains has changed: a frozen part was added, a block taken out
@@ -100,14 +102,14 @@ class Ownership:
                     f"({type(module).__name__}); {_REMEDY}"
                 )
         wrappers = wrapper_types()
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             if isinstance(module, wrappers):
                 raise UnsupportedModelError(
                     f"{path or 'model'}: was made data-parallel ({type(module).__name__}) after MuonZero sharded it, "
                     "which already averages gradients over the ranks; leave the wrapper out"
                 )
         known = {id(param) for param in self._params}
-        added = [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in known]
+        added = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in known]
         if added:
             raise UnsupportedModelError(
                 f"{listed(added)}: came into the model after MuonZero sharded it, and no optimizer trains it; "

@@ -16,10 +16,15 @@ from compile_muon.passes.layout import Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
 from compile_muon.passes.views import most_work
 
-__all__ = ["describe"]
+__all__ = ["describe", "muon_spec"]
 
 
-def _muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
+def muon_spec(assignment: Assignment, config: Config, device: torch.device, layout: Layout) -> MuonSpec | None:
+    """How a matrix laid out like this is orthogonalized; None where no method of matrices trains it.
+
+    Raises:
+        ConfigError, UnsupportedModelError: Newton-Schulz cannot run so, or not on this parameter.
+    """
     if assignment.matrix is None:
         return None
     batch, rows, cols = assignment.matrix
@@ -98,5 +103,5 @@ def describe(
         dtype=encode_dtype(_master_dtype(param, config)),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
-        muon=_muon_spec(assignment, config, device, layout),
+        muon=muon_spec(assignment, config, device, layout),
     )

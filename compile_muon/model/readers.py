@@ -20,6 +20,7 @@ from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.frozen_copy import of_frozen
 from compile_muon.runtime.handouts import in_forward
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
@@ -128,7 +129,7 @@ def _reader(name: str) -> property:
         if account.spec.layout.gathered:
             ledger.trail.note("forward", "", [account])
         account.handouts.read(account.name, whole, inside=inside)
-        return account.as_read(whole)
+        return account.as_read(whole if inside else of_frozen(whole, account.param))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)

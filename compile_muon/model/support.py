@@ -110,8 +110,19 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bo
         raise no(f"is sparse ({param.layout})", "use to_dense()")
     if param.is_complex():
         raise no(f"is complex ({param.dtype})", "keep it as two real parameters (torch.view_as_real)")
+    check_trainable(name, param)
+
+
+def check_trainable(name: str, param: nn.Parameter) -> None:
+    """Raise if a parameter requires a gradient in a dtype that has no optimizer.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
     if param.requires_grad and param.dtype not in _TRAINABLE_DTYPES:
-        raise no(f"is trained in {param.dtype}", "train it in float32 or bfloat16, or set requires_grad=False")
+        raise UnsupportedModelError(
+            f"{name}: is trained in {param.dtype}; train it in float32 or bfloat16, or set requires_grad=False"
+        )
 
 
 def _is_dtensor(param: nn.Parameter) -> bool:

@@ -154,6 +154,15 @@ class Account:
             part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
         )
 
+    def take_up(self, spec: ParamSpec, hyper: Tensor, factor: float) -> None:
+        """Be trained from now on, as ``spec`` says; it was frozen. Graphs that hold the old spec are compiled anew."""
+        self.spec, self.text = spec, spec.encode()
+        self.hyper, self.factor = hyper, factor
+        if spec.muon is not None:
+            self.momentum = torch.zeros_like(self.local.detach())
+            self.momentum_buffer = like_parameter(self.param, self.momentum)
+            hold(self.momentum, self)
+
     def add_gradient(self, shard: Tensor) -> None:
         """Add an averaged gradient of the shard to ``.grad``."""
         if self.param.grad is not None:

@@ -115,15 +115,25 @@ class RankStatus:
         if phase == self.phase:
             return
         before, self.phase = self.phase, phase
+        self.meet(
+            f"this rank changes over from {before} to {phase}, and at stage 3 weights are gathered from all ranks for "
+            "each: do it on every rank, as often, or use stage 2."
+        )
+
+    def meet(self, because: str) -> None:
+        """Wait, without a collective, until all ranks come to a meeting like this one.
+
+        Args:
+            because: what all have to do together, a sentence.
+        Raises:
+            PeerError: other ranks do something else.
+        """
         self.changes += 1
         if self.heartbeat is not None:
             try:
                 self.heartbeat.meet_at(self.told())
             except PeerError as error:
-                raise PeerError(
-                    f"this rank changes over from {before} to {phase}, and at stage 3 weights are gathered from all "
-                    f"ranks for each: do it on every rank, as often, or use stage 2.\n{error}"
-                ) from None
+                raise PeerError(f"{because}\n{error}") from None
 
     def everyone(self) -> str:
         """Where all ranks are; empty for one process. Takes a few beats."""

@@ -101,7 +101,22 @@ class Step:
     pending: _Pending | None = None
 
     def __post_init__(self) -> None:
-        trained = [account for account in self.ledger.accounts if account.param.requires_grad]
+        self.accounts: dict[Tensor, Account] = {}
+        self._know([account for account in self.ledger.accounts if account.param.requires_grad])
+
+    def take_up(self, accounts: Sequence[Account], methods: Mapping[str, Method]) -> None:
+        """Update these as well, which groups hold from now on.
+
+        Args:
+            methods: of their groups, by name.
+        """
+        self.methods = {**self.methods, **methods}
+        self._know(accounts)
+        self.create_state()
+
+    def _know(self, accounts: Sequence[Account]) -> None:
+        known = {*self.accounts.values(), *accounts}
+        trained = [account for account in self.ledger.accounts if account in known]  # in the same order on every rank
         self.accounts = {account.param: account for account in trained}
         self.muon = [account for account in trained if account.spec.muon is not None]
         self.rest = [account for account in trained if account.spec.muon is None]
@@ -125,7 +140,7 @@ class Step:
                 if account.spec.muon is not None and not account.spec.muon.fetched:
                     slots["momentum_buffer"] = account.momentum_buffer
                 for state in self.method(group).states:
-                    if state.name not in away:
+                    if state.name not in away and state.name not in slots:
                         slots[state.name] = new_state(account, state)
 
     def sync_momentum(self) -> None:

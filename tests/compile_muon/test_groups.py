@@ -137,7 +137,7 @@ def test_the_norm_of_muonh_stays() -> None:
         ({"norm*": {"momentum": 0.9}}, r"groups\[norm\*\].momentum = 0.9: is no rate of adamw"),
         ({"q.weight": {"learning": 1}}, r"groups\[q.weight\].learning = 1: is no rate of any method"),
         ({"q.*": {"lr": 1.0}, "*.weight": {"lr": 0.1}}, r"q.weight.*: is in the groups q.\* and \*.weight"),
-        ({"z*": {"lr": 0.1}}, r"groups\[z\*\] = 'z\*': holds no trained parameter"),
+        ({"z*": {"lr": 0.1}}, r"groups\[z\*\] = 'z\*': holds no parameter"),
         ({"q.bias": {"method": "muonh"}}, r"method = 'muonh': is for matrices, and group q.bias holds q.bias"),
         ({"q.weight": {"method": "muonh", "weight_decay": 0.1}}, r"weight_decay = 0.1: is no rate of muonh"),
         ({"q.weight": {"lr": -1.0}}, r"groups\[q.weight\].lr = -1.0: lies outside"),
@@ -168,3 +168,52 @@ def test_json_names_a_method_and_its_rates() -> None:
     group = optimizer.param_groups[0]
     assert (group["algorithm"], group["beta2"], group["lr"]) == ("normuon", 0.8, 0.01)
     assert optimizer.summary().muon_parameters == 8 * 8 + 2 * 8 * 16
+
+
+def test_what_was_frozen_joins_its_group_or_gets_one() -> None:
+    """A finetuning schedule as Lightning's BaseFinetuning has it, and the plain ``requires_grad_``."""
+    torch.manual_seed(0)
+    model = Model()
+    for part in (model.q, model.up, model.norm):
+        part.requires_grad_(False)
+    everything = [{"params": list(model.parameters()), "lr": 0.1, "weight_decay": 0.2, "name": "all"}]
+    optimizer = MuonZero(model, groups=everything, update="step", ns_dtype="float32")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    before = told(optimizer)
+    assert before["all_muon"][1] == {"down.weight"}
+    loss_of(model).backward()
+    optimizer.step()
+    scheduler.step()
+    model.q.requires_grad_(True)  # no word to the optimizer, as torch's that hold frozen parameters need none
+    loss_of(model).backward()
+    optimizer.step()
+    assert (
+        told(optimizer)["all_muon"] == ("muon", {"down.weight", "q.weight"})
+        and "q.bias" in told(optimizer)["all_adamw"][1]
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+    model.up.requires_grad_(True)
+    optimizer.add_param_group({"params": model.up.parameters(), "lr": 0.01, "momentum": 0.5})
+    found = told(optimizer)
+    assert found["added_2_muon"] == ("muon", {"up.weight"}) and found["added_2_adamw_no_decay"][1] == {"up.bias"}
+    group = next(group for group in optimizer.param_groups if group["name"] == "added_2_muon")
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.01, 0.5, 0.1)
+    loss_of(model).backward()
+    optimizer.step()
+    moved = optimizer.state[group["params"][0]]["momentum_buffer"]
+    assert torch.allclose(moved, 0.5 * group["params"][0].grad)
+    assert optimizer.summary().muon_parameters == 8 * 8 + 2 * 8 * 16
+
+    bad = {
+        r"more than one parameter group: up.bias, up.weight|up.weight, up.bias": {"params": model.up.parameters()},
+        r"add_param_group = 'norm.weight, norm.bias': needs no gradient": {"params": model.norm.parameters()},
+        r"add_param_group\[x\].betaz = 1: is no rate": {"params": ["norm.*"], "name": "x", "betaz": 1},
+        r"is no parameter of the model": {"params": [nn.Parameter(torch.zeros(2))]},
+        r"name = 'all_muon': is the name of another": {"params": ["norm.*"], "name": "all_muon"},
+    }
+    before = told(optimizer)
+    for said, given in bad.items():
+        with pytest.raises(ValueError, match=said):
+            optimizer.add_param_group(given)
+    assert told(optimizer) == before

@@ -224,13 +224,6 @@ def test_groups_say_who_is_who():
     assert [groups[name]["weight_decay"] for name in groups] == [0.1, 0.1, 0.0]
 
 
-def test_groups_are_not_added_from_outside():
-    _, optimizer, _ = built()
-    with pytest.raises(NotImplementedError, match="build a new MuonZero"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-    assert len(optimizer.param_groups) == 3
-
-
 def test_step_runs_a_closure():
     model, optimizer, run = built()
     torch.manual_seed(0)

@@ -1,0 +1,104 @@
+"""Parameters that were frozen when the model was sharded and are trained from now on: by what, and in which group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compile_muon.config import Config
+from compile_muon.config.groups import GroupConfig, check_groups, named_groups
+from compile_muon.errors import UnsupportedModelError, by_rank, config_error, listed
+from compile_muon.model.assignment import Assignment, assign
+from compile_muon.model.groups import Group, chosen_methods, plan_groups
+from compile_muon.model.param_spec import muon_spec
+from compile_muon.model.support import check_trainable
+from compile_muon.model.views import with_views
+from compile_muon.passes.spec import ParamSpec
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.heartbeat import gather_objects
+
+__all__ = ["agree_on", "group_of", "plan_unfrozen", "spec_of"]
+
+
+def group_of(
+    param_group: Mapping[str, Any], model: nn.Module, groups: Sequence[Mapping[str, Any]]
+) -> tuple[GroupConfig, list[str]]:
+    """What was given to ``add_param_group``, and the names of its parameters.
+
+    Args:
+        groups: that there are.
+    Raises:
+        ConfigError: a tensor is none of the model's, or needs no gradient; a rate is none; the name is taken.
+        ValueError: a parameter is in another group.
+    """
+    taken = [group["name"] for group in groups]
+    name = str(param_group.get("name", f"added_{len(taken)}"))
+    if name in taken:
+        raise config_error("add_param_group.name", name, "is the name of another group", "leave it out")
+    given: Any = named_groups([{**param_group, "name": name}], model)
+    (own,) = check_groups("add_param_group", given)
+    named = dict(model.named_parameters())
+    members = own.members(named)
+    trained = {id(param) for group in groups for param in group["params"]}
+    if twice := [name for name in members if id(named[name]) in trained]:
+        raise ValueError(f"some parameters appear in more than one parameter group: {listed(twice)}")
+    if frozen := [name for name in members if not named[name].requires_grad]:
+        raise config_error("add_param_group", listed(frozen), "needs no gradient", "set requires_grad_(True) first")
+    return replace(own, complete=False), members
+
+
+def agree_on(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> None:
+    """Compare with the other ranks what is unfrozen; collective.
+
+    Raises:
+        UnsupportedModelError: it differs, or has a dtype that cannot be trained; on all ranks.
+    """
+    names = [account.name for account in accounts]
+    everyone = [names] if group is None else gather_objects(names, group)
+    if any(other != names for other in everyone):
+        said = by_rank([listed(other) for other in everyone])
+        raise UnsupportedModelError(f"parameters were unfrozen otherwise: {said}; set requires_grad alike on all ranks")
+    for account in accounts:
+        check_trainable(account.name, account.param)
+
+
+def plan_unfrozen(
+    model: nn.Module, config: Config, names: Sequence[str], own: GroupConfig | None, *, partial: bool
+) -> tuple[dict[str, Assignment], list[Group]]:
+    """By what these parameters are trained, and the groups that they are in, without the others in those.
+
+    Args:
+        own: their group, in place of the configuration's.
+        partial: whether the model is a part of another.
+    Raises:
+        ConfigError: a rate, method or view that does not fit them.
+    """
+    if own is not None:
+        config = replace(config, groups=(own,))
+    assignments = assign(
+        model,
+        config.muon_params,
+        use_muon=config.algorithm == "muon",
+        meta=True,
+        dtensors=True,
+        partial=partial,
+        chosen=chosen_methods(config, model),
+        methods=(config.method, config.auxiliary),
+        sharded=True,
+    )
+    assignments = with_views(config, assignments, model)
+    groups = [
+        replace(group, members=[name for name in group.members if name in names])
+        for group in plan_groups(config, assignments, model)
+    ]
+    return {name: assignments[name] for name in names}, [group for group in groups if group.members]
+
+
+def spec_of(account: Account, assignment: Assignment, config: Config, device: torch.device) -> ParamSpec:
+    """The spec of a parameter that was frozen; it is laid out as it was, in the dtype it was in."""
+    return replace(account.spec, muon=muon_spec(assignment, config, device, account.spec.layout))
