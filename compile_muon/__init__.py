@@ -33,6 +33,7 @@ from compile_muon.summary import Summary
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
     from compile_muon.runtime.clipping import clip_grad_norm_
+    from compile_muon.sequence import check_sequence
     from compile_muon.weights import (
         full_state_dict,
         load_full_state_dict,
@@ -53,6 +54,7 @@ __all__ = [
     "PeerError",
     "Summary",
     "UnsupportedModelError",
+    "check_sequence",
     "clip_grad_norm_",
     "full_parameters",
     "full_state_dict",
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 #: what brings in torch.distributed.checkpoint and safetensors, for those who use it
 _LATE = {
     "Checkpointer": "compile_muon.checkpoint",
+    "check_sequence": "compile_muon.sequence",
     "clip_grad_norm_": "compile_muon.runtime.clipping",
     "full_state_dict": "compile_muon.weights",
     "load_full_state_dict": "compile_muon.weights",

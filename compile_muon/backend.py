@@ -23,6 +23,7 @@ from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError, UnsupportedModelError, warn_user
 from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes.attend import attend, look_up_own
 from compile_muon.passes.attention import UnknownAttention, note_attention
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
@@ -231,6 +232,8 @@ def compile_frame(
     Args:
         lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
     """
+    attend(gm)
+    look_up_own(gm)
     ledger = next((account.ledger for account in map(account_of, example_inputs) if account is not None), None)
     costs = Costs() if ledger is None else ledger.costs
     if ledger is not None and ledger.notes_logits:

@@ -34,7 +34,7 @@ from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.errors import LedgerError, config_error, listed, warn_user
 from compile_muon.model.assignment import assign, lr_scale
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
-from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
+from compile_muon.model.mesh import DataPlace, Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.readers import place_of_another
 from compile_muon.model.roles import planned_roles
@@ -53,6 +53,7 @@ from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.step import Step
+from compile_muon.sequence import plan_sequence
 from compile_muon.summary import Summary, summarize
 from compile_muon.weights.materialize import Values
 
@@ -211,10 +212,12 @@ class MuonZero(Optimizer):
             device,
             config.mesh,
             experts=experts.size,
+            sequence=config.sequence_parallel.size,
             state_over_all=over_all,
             communicators=config.zero.communicators,
         )
         roles, spread = planned_roles(model, self._mesh, experts)
+        shared = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
         assignments = assign(
             model,
             config.muon_params,
@@ -256,6 +259,9 @@ class MuonZero(Optimizer):
         self._ledger.accounts = shard_model(
             model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread, reserve
         )
+        if shared is not None:
+            assert self._mesh is not None
+            shared.apply(model, self._mesh.sequence, self._mesh.everyone)
         if values is not None:
             values.fill(model, device)
         self._ownership = Ownership(model, self._ledger.accounts)
@@ -276,7 +282,8 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
             self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, self._ownership.check, self._handouts, lr_scale, homes[0] if homes else None,
+            device, self._compares, self._ownership.check, self._handouts, lr_scale,
+            str if shared is None or not self._compares else shared.differing_batches, homes[0] if homes else None,
         )  # fmt: skip
         for home in homes:
             home.attach(trained, self)
@@ -301,6 +308,14 @@ class MuonZero(Optimizer):
     def traffic(self) -> Traffic:
         """What this rank has sent and orthogonalized since the start, counted from the graphs that ran."""
         return self._ledger.counters.traffic
+
+    @property
+    def data_place(self) -> DataPlace:
+        """Which part of the data this rank is to load: ranks along ``tensor`` and ``sequence`` are given the same.
+
+        ``DistributedSampler(dataset, num_replicas=place.world, rank=place.rank)`` takes it.
+        """
+        return DataPlace(0, 1) if self._mesh is None else self._mesh.data_place
 
     @property
     def grad_norm(self) -> Tensor | None:

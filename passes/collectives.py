@@ -114,7 +114,10 @@ def _sent(node: Node, kind: str, axis: Axis) -> float:
 def axis_of_group(name: str) -> Axis:
     """Of a collective in a group that no parameter names, as the model makes itself."""
     group = group_named(name)
-    return Axis("other", group.size(), group.rank(), name)
+    desc = group.group_desc
+    # That of a dimension of a mesh is called by it, and one of ours by its purpose: `sequence`.
+    called = next((desc.removeprefix(own) for own in ("mesh_", "muon_zero ") if desc.startswith(own)), "other")
+    return Axis(called, group.size(), group.rank(), name)
 
 
 def bytes_sent(node: Node, kind: str, axis: Axis | None = None) -> int:

@@ -26,6 +26,7 @@ from compile_muon.config.settings import (
     MeshConfig,
     MuonConfig,
     NSConfig,
+    SequenceParallelConfig,
     ZeroConfig,
     config_from_kwargs,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
+    "SequenceParallelConfig",
     "OffloadConfig",
     "OneCycle",
     "ScheduleConfig",

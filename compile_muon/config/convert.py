@@ -120,6 +120,7 @@ def _written(config: Config) -> dict[str, Any]:
         "bf16": bf16,
         "mesh": {} if config.mesh is None else asdict(config.mesh),
         "expert_parallel": _changed(experts),
+        "sequence_parallel": _changed(config.sequence_parallel),
     }
     return _filled(sections) | top | _filled(last)
 

@@ -45,6 +45,7 @@ from compile_muon.config.settings import (
     MeshConfig,
     MuonConfig,
     NSConfig,
+    SequenceParallelConfig,
 )
 from compile_muon.errors import ConfigError, config_error, join_errors, warn_user
 from compile_muon.passes.methods import MatrixMethod, method_names
@@ -140,12 +141,17 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
             _put(given, key, top[key], key)
     _put_precision(given, top)
     experts = _built(given, ExpertParallelConfig, "expert_parallel", top.get("expert_parallel", {}))
+    positions = dict(section(given, "sequence_parallel", top.get("sequence_parallel", {})))
+    if (ranks := top.get("sequence_parallel_size")) is not None:  # DeepSpeed's
+        positions.setdefault("size", ranks)
+    sequence = _built(given, SequenceParallelConfig, "sequence_parallel", positions)
     config = given.best(
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
         mesh=_built(given, MeshConfig, "mesh", top["mesh"]) if "mesh" in top else None,
         expert_parallel=experts or ExpertParallelConfig(),
+        sequence_parallel=sequence or SequenceParallelConfig(),
     )
     remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)

@@ -197,8 +197,8 @@ _REQUESTS: tuple[_Request, ...] = (
         _one_rank,
     ),
     _Request(
-        {"": "sequence_parallel_size tensor_parallel"},
-        "splits sequences or matrices over ranks, which is not done here",
+        {"": "tensor_parallel"},
+        "splits matrices over ranks, which is not done here",
         "all ranks are data-parallel",
         _one_rank,
     ),

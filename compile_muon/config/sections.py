@@ -11,7 +11,14 @@ from typing import Any
 
 from compile_muon.config.foreign import FOREIGN, full_name, refusal
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
-from compile_muon.config.settings import ARGUMENTS, Arguments, CompileConfig, ExpertParallelConfig, MeshConfig
+from compile_muon.config.settings import (
+    ARGUMENTS,
+    Arguments,
+    CompileConfig,
+    ExpertParallelConfig,
+    MeshConfig,
+    SequenceParallelConfig,
+)
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS
 
@@ -31,6 +38,8 @@ _TOP = (
     "communication_data_type",
     "mesh",
     "expert_parallel",
+    "sequence_parallel",
+    "sequence_parallel_size",
 )
 #: optimizer.params keys beside MuonZero's own -> the argument they set. `lr` and `weight_decay` are handled apart.
 PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas", "eps": "adamw_eps"}
@@ -69,6 +78,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "fp16": ("enabled",),
     "mesh": tuple(f.name for f in fields(MeshConfig)),
     "expert_parallel": tuple(f.name for f in fields(ExpertParallelConfig)),
+    "sequence_parallel": tuple(f.name for f in fields(SequenceParallelConfig)),
     "scheduler": ("type", "params"),
     "scheduler.params": tuple(dict.fromkeys(key for kind in SCHEDULES.values() for key in parameters(kind))),
 }

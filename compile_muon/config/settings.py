@@ -57,6 +57,7 @@ __all__ = [
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
+    "SequenceParallelConfig",
     "ZeroConfig",
     "config_from_kwargs",
 ]
@@ -287,6 +288,34 @@ class ExpertParallelConfig(Checked):
     capacity_factor: float | None = setting(None, check_real, none=True, positive=True)
 
 
+def _check_stacks(field: str, value: object) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str) else value
+    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
+        raise config_error(field, value, "is no list of paths", 'write those of ModuleLists, ["model.layers"]')
+    return tuple(paths)
+
+
+@dataclass(frozen=True)
+class SequenceParallelConfig(Checked):
+    """Positions of a sequence, each on one of several ranks.
+
+    Attributes:
+        size: ranks that share a sequence, and have the same batch; divides the ranks along ``shard``, and the heads.
+        blocks: paths of the ``ModuleList`` of blocks; None for that of the language model, of Transformers.
+        joined: whether positions are joined behind the last block; None: unless the loss is Transformers' causal one.
+    """
+
+    size: int = setting(1, check_integer, low=1)
+    blocks: tuple[str, ...] | None = setting(None, _check_stacks, none=True)
+    joined: bool | None = setting(None, check_boolean, none=True)
+
+    def contradictions(self) -> Iterator[ConfigError]:
+        """Blocks that nothing is cut in."""
+        if self.size == 1 and self.blocks is not None:
+            problem = "says what to cut, and size is 1"
+            yield config_error("SequenceParallelConfig.blocks", self.blocks, problem, "give a size, or leave it out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig(CompileOptions):
     """Whether and how ``initialize`` compiles the model in place; beside the options of the backend there are these.
@@ -334,6 +363,9 @@ class Config(Checked):
     algorithm: str = setting("muon", check_choice, allowed=ALGORITHMS)
     mesh: MeshConfig | None = setting(None, check_instance, kind=MeshConfig, none=True)
     expert_parallel: ExpertParallelConfig = setting(ExpertParallelConfig(), check_instance, kind=ExpertParallelConfig)
+    sequence_parallel: SequenceParallelConfig = setting(
+        SequenceParallelConfig(), check_instance, kind=SequenceParallelConfig
+    )
     machine: str | None = setting(None, check_machine, none=True)
     method: str = setting("muon", check_choice, allowed=method_names(MatrixMethod))
     auxiliary: str = setting("adamw", check_choice, allowed=method_names(ElementMethod))
@@ -350,6 +382,9 @@ class Config(Checked):
         if self.compile.cuda_graphs and steps != 1:
             problem = f"does not go with gradient_accumulation_steps = {steps}: a replay overwrites .grad"
             yield config_error("compile.cuda_graphs", True, problem, "use one micro-batch, or leave it out")
+        if self.sequence_parallel.size > 1 and self.muon.qk_clip is not None:
+            problem = "notes the logits of all heads, and with sequence_parallel a rank sees some of them"
+            yield config_error("MuonConfig.qk_clip", self.muon.qk_clip, problem, "leave one of the two out")
         if self.algorithm == "muon":
             return
         for field, value, default in (

@@ -221,7 +221,9 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
         problem = "is the accelerator's to say, which may end an accumulation early"
         errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
     if optimizer._mesh is not None:
-        errors += refused_axes(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
+        errors += refused_axes(
+            MeshConfig(tensor=optimizer._mesh.axis("tensor").size), optimizer.config.sequence_parallel.size
+        )
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:

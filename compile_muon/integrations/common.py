@@ -26,13 +26,16 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
 
 
-def refused_axes(mesh: MeshConfig | None) -> list[ConfigError]:
-    """What a trainer whose loader gives each process its own batches cannot serve."""
-    if mesh is None or mesh.tensor == 1:
-        return []
+def refused_axes(mesh: MeshConfig | None, sequence: int = 1) -> list[ConfigError]:
+    """What a trainer whose loader gives each process its own batches cannot serve.
+
+    Args:
+        sequence: ranks that share a sequence.
+    """
+    found = {"mesh.tensor": 1 if mesh is None else mesh.tensor, "sequence_parallel.size": sequence}
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
     remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
-    return [config_error("mesh.tensor", mesh.tensor, problem, remedy)]
+    return [config_error(field, size, problem, remedy) for field, size in found.items() if size != 1]
 
 
 def says(values: object, *path: str) -> bool:

@@ -193,7 +193,7 @@ class MuonZeroStrategy(DDPStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        errors = refused_axes(config.mesh)
+        errors = refused_axes(config.mesh, config.sequence_parallel.size)
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
         if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
             problem = f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"

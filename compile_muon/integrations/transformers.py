@@ -184,7 +184,8 @@ class MuonTrainer(Trainer):
         mistakes.found += _refuse(self.args, self.accelerator, kwargs)
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
-            mistakes.found += _contradictions(self.args, self.muon_config) + refused_axes(self.muon_config.mesh)
+            mistakes.found += _contradictions(self.args, self.muon_config)
+            mistakes.found += refused_axes(self.muon_config.mesh, self.muon_config.sequence_parallel.size)
         mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
         prepare = self.accelerator.prepare_model

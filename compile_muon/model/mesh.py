@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.passes.exchange.sequence import Place
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 from compile_muon.runtime.heartbeat import backend_of
 
-__all__ = ["DENSE", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
+__all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
 
-_NAMES = ("replicate", "shard", "expert", "tensor")
+_NAMES = ("replicate", "shard", "sequence", "expert", "tensor")
 _DIVIDE = "give a size that divides the ranks along shard"
 
 
@@ -42,6 +43,13 @@ class Role:
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
 
 
+class DataPlace(NamedTuple):
+    """Part ``rank`` of ``world`` equal parts of the data."""
+
+    rank: int
+    world: int
+
+
 #: of a parameter that is whole in every rank's model
 DENSE = Role()
 
@@ -50,11 +58,12 @@ DENSE = Role()
 class Mesh:
     """Several ranks.
 
-    Ranks along ``expert`` share everything but experts, so for all other parameters they are part of ``shard``.
+    Ranks along ``expert`` share everything but experts, so for all other parameters they are part of ``shard``; ranks
+    along ``sequence`` have the same batch, and are part of ``shard`` for all.
 
     Args:
         given: all of them, each dimension of two or more ranks.
-        names: of its dimensions, some of ``("replicate", "shard", "expert", "tensor")`` in this order.
+        names: of its dimensions, some of ``("replicate", "shard", "sequence", "expert", "tensor")`` in this order.
         state_over_all: see ``Layout.state_over_all``.
         communicators: "shared", "separate" or "auto", see :class:`~compile_muon.config.ZeroConfig`.
         backend: of the ranks that a plan is for, where these are not there; None for that of :attr:`everyone`.
@@ -111,6 +120,16 @@ class Mesh:
         return self.everyone.rank()
 
     @property
+    def data_place(self) -> DataPlace:
+        """Which data this rank has; those along ``sequence`` and ``tensor`` have the same."""
+        rank, world = 0, 1
+        for dim, name in enumerate(self.names):
+            if name not in ("sequence", "tensor"):
+                rank = rank * self.given.size(dim) + self.given.get_local_rank(dim)
+                world *= self.given.size(dim)
+        return DataPlace(rank, world)
+
+    @property
     def device_type(self) -> str:
         """Of the tensors that are exchanged."""
         return self.given.device_type
@@ -148,6 +167,12 @@ class Mesh:
         )
         return another_group(group, f"muon_zero {purpose}", device).group_name if separate else ""
 
+    @cached_property
+    def sequence(self) -> Place:
+        """This rank's place among those that share a sequence, whose exchanges wait for no other collective."""
+        group = self.given.get_group(self.names.index("sequence"))
+        return Place(group.size(), group.rank(), self._communicator(group, "sequence") or group.group_name)
+
     @property
     def process_groups(self) -> int:
         """How many its axes use."""
@@ -159,7 +184,7 @@ class Mesh:
     @staticmethod
     def _inner(role: Role) -> tuple[str, ...]:
         """The dimensions that ``shard`` is, for such a parameter."""
-        return ("shard",) if role.expert else ("shard", "expert")
+        return ("shard", "sequence") if role.expert else ("shard", "sequence", "expert")
 
     def layout(self, shape: tuple[int, ...], stage: int, role: Role = DENSE) -> Layout:
         """Of a parameter of ``shape`` at ZeRO ``stage``.
@@ -171,7 +196,7 @@ class Mesh:
         shard, replicate, tensor = self.axis(*inner), self.axis("replicate"), self.axis("tensor")
         expert = self.axis("expert") if role.expert else Axis("expert")
         both = None if shard.alone or replicate.alone else self.axis("replicate", *inner, called="all")
-        averaged = replicate.size * self.axis("shard", "expert").size
+        averaged = replicate.size * self.axis(*self._inner(DENSE)).size
         layout = Layout(
             shape, stage, shard, replicate, both, self.pairwise, self.state_over_all, expert, tensor, role.tensor_dim,
             averaged=None if expert.alone else averaged,
@@ -250,6 +275,7 @@ def resolve_mesh(
     sizes: MeshConfig | None,
     *,
     experts: int = 1,
+    sequence: int = 1,
     state_over_all: bool = False,
     communicators: str = "shared",
 ) -> Mesh | None:
@@ -260,7 +286,8 @@ def resolve_mesh(
             says beside its dimensions what backend to plan for.
         device: of the model.
         sizes: of the axes.
-        experts: ranks along ``expert``, which are taken from ``shard`` where ``mesh`` has no such dimension.
+        experts, sequence: ranks along ``expert`` and ``sequence``, which are taken from ``shard`` where ``mesh`` has no
+            such dimension.
         state_over_all: see ``Layout.state_over_all``.
         communicators: see :class:`Mesh`.
     Raises:
@@ -283,7 +310,8 @@ def resolve_mesh(
                 "call torch.distributed.init_process_group() first",
             )  # fmt: skip
         _fit(sizes, 1)
-        _carve(None, experts)
+        _carve(None, "expert", experts)
+        _carve(None, "sequence", sequence)
         return None
     if sizes is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts the mesh of the config", "give one of the two")
@@ -293,7 +321,8 @@ def resolve_mesh(
         shape = _fit(sizes, dist.get_world_size())
         several = {name: size for name, size in shape.items() if size > 1} or {"shard": 1}
         mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
-    found = Mesh.of(_carve(mesh, experts), state_over_all=state_over_all, communicators=communicators)
+    carved = _carve(_carve(mesh, "expert", experts), "sequence", sequence)
+    found = Mesh.of(carved, state_over_all=state_over_all, communicators=communicators)
     return None if found is None else replace(found, backend=backend)
 
 
@@ -325,37 +354,39 @@ def axis_sizes(config: Config, world: int) -> dict[str, int]:
     Raises:
         ConfigError: the sizes do not fit.
     """
-    sizes, experts = _fit(config.mesh, world), config.expert_parallel.size
-    if sizes["shard"] % experts:
-        raise _indivisible(experts, sizes["shard"])
-    found = {**sizes, "expert": experts, "shard": sizes["shard"] // experts}
-    return {name: found[name] for name in _NAMES if found.get(name, 1) > 1}
+    sizes = _fit(config.mesh, world)
+    for axis, size in (("expert", config.expert_parallel.size), ("sequence", config.sequence_parallel.size)):
+        if sizes["shard"] % size:
+            raise _indivisible(axis, size, sizes["shard"])
+        sizes |= {axis: size, "shard": sizes["shard"] // size}
+    return {name: sizes[name] for name in _NAMES if sizes.get(name, 1) > 1}
 
 
-def _indivisible(experts: int, size: int) -> ConfigError:
-    problem = f"does not divide the {size} rank{'s' if size > 1 else ''} along shard"
-    return config_error("expert_parallel.size", experts, problem, _DIVIDE)
+def _indivisible(axis: str, size: int, ranks: int) -> ConfigError:
+    problem = f"does not divide the {ranks} rank{'s' if ranks > 1 else ''} along shard"
+    return config_error(f"{axis}_parallel.size", size, problem, _DIVIDE)
 
 
-def _carve(mesh: DeviceMesh | None, experts: int) -> Any:
-    """``mesh`` with a dimension ``expert`` of that size, the inner part of what was ``shard``.
+def _carve(mesh: DeviceMesh | None, axis: str, size: int) -> Any:
+    """``mesh`` with a dimension ``axis`` of that size, the inner part of what was ``shard``.
 
     Raises:
         ConfigError: it does not divide, or ``mesh`` has one of another size.
     """
-    if experts == 1:
+    if size == 1:
         return mesh
+    field = f"{axis}_parallel.size"
     if mesh is None:
-        raise config_error("expert_parallel.size", experts, "is more than the one rank there is", _DIVIDE)
+        raise config_error(field, size, "is more than the one rank there is", _DIVIDE)
     names = mesh.mesh_dim_names or ()
-    if "expert" in names:
-        size = mesh.size(names.index("expert"))
-        if size != experts:
-            problem = f"is not the size of the mesh along expert, {size}"
-            raise config_error("expert_parallel.size", experts, problem, "give the same, or leave one of them out")
+    if axis in names:
+        there = mesh.size(names.index(axis))
+        if there != size:
+            problem = f"is not the size of the mesh along {axis}, {there}"
+            raise config_error(field, size, problem, "give the same, or leave one of them out")
         return mesh
     dim = 0 if mesh.ndim == 1 and not set(names) & set(_NAMES) else names.index("shard") if "shard" in names else None
-    size = 1 if dim is None else mesh.size(dim)
-    if dim is None or size % experts:
-        raise _indivisible(experts, size)
-    return unflattened(mesh, dim, (size // experts, experts), ("shard", "expert"))
+    ranks = 1 if dim is None else mesh.size(dim)
+    if dim is None or ranks % size:
+        raise _indivisible(axis, size, ranks)
+    return unflattened(mesh, dim, (ranks // size, size), ("shard", axis))

@@ -48,10 +48,10 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
         ConfigError: the mesh of ``config`` does not make up ``world`` ranks, or splits parameters.
     """
     asked = axis_sizes(config, world) or {"shard": 1}
-    split = next((name for name in ("tensor", "expert") if name in asked), None)
+    fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size", "sequence": "sequence_parallel.size"}
+    split = next((name for name in fields if name in asked), None)
     if split is not None:
-        field = "mesh.tensor" if split == "tensor" else "expert_parallel.size"
-        raise config_error(field, asked[split], "a plan has the whole model on every rank", "leave it out")
+        raise config_error(fields[split], asked[split], "a plan has the whole model on every rank", "leave it out")
     meshes: list[dict[str, int]] = [{"shard": world}]
     replica = machine.node or world
     while 1 < replica < world and world % replica == 0:

@@ -73,6 +73,7 @@ class Step:
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
         handouts: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
+        differing_batches: says which ranks that share a sequence were given different batches; collective.
         home: of the states that are not beside their parameters, None if all are; ``fetches`` says which of the
             momenta the directions of the latest step are made of.
         grad_norm: of the latest step, on the device.
@@ -92,6 +93,7 @@ class Step:
     check_model: Callable[[], None]
     handouts: Handouts
     scale: Callable[[str, int, int], float]
+    differing_batches: Callable[[], str] = str
     home: Lender | None = None
     fetches: dict[Account, int] = field(default_factory=dict)
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
@@ -497,7 +499,11 @@ class Step:
             found = f"{found} = inf or nan{where}"
         else:
             found = f"{others} found inf or nan, and itself says where"
+        if batches := self.differing_batches():
+            found = f"{batches}, which makes them NaN"
         problem = f"{found}: nothing was updated in step {survey.step}"
+        if batches:
+            raise NonFiniteError(f"{problem}; optimizer.data_place says which data a rank is to load")
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "

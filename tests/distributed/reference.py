@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import compile_muon
-from compile_muon.config import ExpertParallelConfig, config_from_kwargs
+from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
 
 __all__ = [
     "ADAMW_EPS",
@@ -260,6 +260,7 @@ def train(
     unsharded: nn.Module | None = None,
     sharing: int = 1,
     experts: ExpertParallelConfig | None = None,
+    sequence: SequenceParallelConfig | None = None,
     blocks: Mapping[str, Blocks] | None = None,
     **settings: Any,
 ) -> Report:
@@ -277,6 +278,7 @@ def train(
         sharing: how many neighbouring ranks have the same data.
         blocks: what of some matrices is one by itself, as the reference has it.
         experts: how those of a Transformers model are spread.
+        sequence: how its positions are.
         settings: of MuonZero.
     """
     world, rank = (place // sharing for place in world_and_rank())
@@ -294,7 +296,11 @@ def train(
         lr=LR, momentum=MOMENTUM, weight_decay=DECAY, adamw_lr=ADAMW_LR, adamw_betas=BETAS,
         adamw_eps=ADAMW_EPS, adamw_weight_decay=DECAY, ns_dtype="float32", **settings,
     )  # fmt: skip
-    config = dataclasses.replace(config, expert_parallel=experts or ExpertParallelConfig())
+    config = dataclasses.replace(
+        config,
+        expert_parallel=experts or ExpertParallelConfig(),
+        sequence_parallel=sequence or SequenceParallelConfig(),
+    )
     optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
     chosen = {row.name for row in optimizer.summary().rows if row.algorithm == method}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"

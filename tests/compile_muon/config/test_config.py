@@ -976,6 +976,9 @@ def test_signature_dataclasses_and_json_have_the_same_settings():
         "scheduler",
         "expert_parallel.size",
         "expert_parallel.capacity_factor",
+        "sequence_parallel.size",
+        "sequence_parallel.blocks",
+        "sequence_parallel.joined",
     }
     reachable = {path for path in leaves(Config()) if not path.startswith("compile.")} - unreachable
     assert {path for _, path, _ in KWARGS.values()} == reachable

@@ -324,7 +324,6 @@ def test_no_key_is_both_read_and_foreign():
         ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
         ("data_types", {"grad_accum_dtype": "fp32"}),
         ("gradient_allreduce_op", "sum"),
-        ("sequence_parallel_size", 2),
         ("tensor_parallel", {"autotp_size": 4}),
         ("tensor_parallel", {"tp": {"tp_size": 2}}),
         ("expert_parallel.enabled", True),

@@ -1,0 +1,8 @@
+"""Sequence parallelism: blocks work on a part of the positions, attention on all of them for a part of the heads."""
+
+from __future__ import annotations
+
+from compile_muon.sequence.check import check_sequence
+from compile_muon.sequence.plan import SequencePlan, plan_sequence
+
+__all__ = ["SequencePlan", "check_sequence", "plan_sequence"]

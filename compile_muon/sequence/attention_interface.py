@@ -1,0 +1,165 @@
+"""Transformers: attention behind its interface, and the causal loss, where positions are cut.
+
+Attention modules get a shallow copy of their config that names our function, which exchanges positions for heads around
+the function they had. The model keeps its own config: from that it makes its masks, for all positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compile_muon.passes.exchange.sequence import Place, copies, cut, from_heads, heads_of, mean_over, to_heads
+from compile_muon.sequence.blocks import LENGTH, POSITIONS
+from compile_muon.sequence.running import Running
+
+__all__ = ["accepts_any", "attends", "exchange_in", "has_causal_loss", "loss_of"]
+
+_NAME = "compile_muon_sequence"
+_RECORD = "_sequence_attention"
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` looks up its attention in Transformers' interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def accepts_any(module: nn.Module) -> bool:
+    """Whether its forward takes keyword arguments that it does not name."""
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def has_causal_loss(module: nn.Module) -> bool:
+    """Whether its loss is the causal one, which :func:`loss_of` stands for."""
+    if "transformers" not in sys.modules or not hasattr(module, "loss_function"):
+        return False
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return module.loss_function is ForCausalLMLoss
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What a module of attention has: the function it had before."""
+
+    running: Running
+    inner: str
+
+
+class _OwnHeads:
+    """A module of attention as functions of the interface see it: with what it has for the heads of this rank."""
+
+    def __init__(self, module: Any, groups: int, place: Place) -> None:
+        self._module = module
+        self._place = place
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return self._place.own(found, 0) if name == "sinks" else found
+
+
+def _forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    record: _Attention = module.__dict__[_RECORD]
+    place, local = record.running.place, query.shape[2]
+    inner = _function(module, record.inner)
+    if record.running.alone:
+        return inner(module, query, key, value, attention_mask, *args, **kwargs)
+    padded_from = kwargs.pop(LENGTH, None)
+    whole = local * place.size if padded_from is None else padded_from
+    if POSITIONS in kwargs:
+        kwargs["position_ids"] = kwargs.pop(POSITIONS)
+    times = copies(key.shape[1], place.size)
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    q, k, v = to_heads([query, key, value], place, whole)
+    if isinstance(attention_mask, Tensor):
+        attention_mask = heads_of(attention_mask, place)
+    for name in ("s_aux", "sinks"):  # a number for each head
+        if isinstance(kwargs.get(name), Tensor):
+            kwargs[name] = place.own(kwargs[name], 0)
+    if isinstance(kwargs.get("position_bias"), Tensor):
+        kwargs["position_bias"] = heads_of(kwargs["position_bias"], place)
+    own = _OwnHeads(module, q.shape[1] // k.shape[1], place)
+    out, _ = inner(own, q, k, v, attention_mask, *args, **kwargs)
+    return from_heads(out, place, local), None
+
+
+def _function(module: Any, name: str) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name == "eager":
+        found: Callable[..., Any] = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+        return found
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+    return function
+
+
+def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
+    """Have a module of attention exchange positions for heads.
+
+    Args:
+        configs: changed copies of configs so far, by the identity of the original.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if _NAME not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, _forward)
+    config = module.config
+    inner = config._attn_implementation
+    if id(config) not in configs:
+        configs[id(config)] = copy.copy(config)
+        configs[id(config)]._attn_implementation_internal = _NAME
+    module.config = configs[id(config)]
+    module.__dict__[_RECORD] = _Attention(running, inner)
+
+
+# ------------------------------------------------------------------------------------------- loss
+
+
+def loss_of(running: Running) -> Callable[..., Tensor]:
+    """Transformers' ``ForCausalLMLoss`` of this rank's positions: labels are shifted whole, then cut.
+
+    The mean is that over the valid tokens of all ranks of the group, or over ``num_items_in_batch``.
+    """
+    place = running.place
+
+    def causal_loss(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100,
+        shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        if running.alone or running.joins:
+            from transformers.loss.loss_utils import ForCausalLMLoss
+
+            whole_loss: Tensor = ForCausalLMLoss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
+            )
+            return whole_loss
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        missing = place.local(shift_labels.shape[1]) * place.size - shift_labels.shape[1]
+        padded = F.pad(shift_labels, (0, missing), value=ignore_index)
+        own = cut(padded, place).reshape(-1).to(logits.device)
+        rows = logits.float().view(-1, vocab_size)
+        total = F.cross_entropy(rows, own, ignore_index=ignore_index, reduction="sum")
+        if num_items_in_batch is None:
+            return mean_over(total, (own != ignore_index).sum(), place)
+        # Each rank brings a part of the count, which is that of all.
+        return mean_over(total, torch.as_tensor(num_items_in_batch, device=total.device) / place.size, place)
+
+    return causal_loss

@@ -1,0 +1,149 @@
+"""The ends of a stack of blocks: positions are cut in front of the first, and joined behind the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from compile_muon.errors import config_error
+from compile_muon.passes.attend import SEQUENCE
+from compile_muon.passes.exchange.sequence import Place, attention, cut, join
+from compile_muon.sequence.running import FIELD, Running
+
+__all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
+
+#: what blocks hand on to attention: positions in all, where they are padded, and all position ids
+LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"
+#: beginnings of the names of blocks' arguments that hold a row for each position, along dim -2
+_PER_POSITION = ("position_embeddings", "per_layer_input", "cos", "sin", "freqs", "rotary")
+
+
+def _own_rows(name: str, value: Any, whole: int, place: Place) -> Any:
+    if isinstance(value, Tensor):
+        if value.shape[-2] != whole:
+            raise config_error(FIELD, name, f"has {value.shape[-2]} positions of {whole}", "leave it out")
+        return cut(value, place, -2)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_own_rows(name, each, whole, place) for each in value)
+    if isinstance(value, dict):
+        return {key: _own_rows(f"{name}.{key}", each, whole, place) for key, each in value.items()}
+    return value
+
+
+def enter(running: Running, *, first: bool, passes_on: bool) -> Callable[..., Any]:
+    """A hook ahead of a block.
+
+    Args:
+        first: whether the block is the first of its stack, which gets all positions.
+        passes_on: whether blocks hand keyword arguments on to their attention.
+    """
+    place = running.place
+
+    def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if first and passes_on:
+            # A cache holds all positions, so who reads one computes all.
+            reads = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
+            running.alone = running.forced or reads
+        if running.alone if passes_on else running.forced:
+            return args, kwargs
+        if first:
+            whole = hidden.shape[1]
+            part = cut(hidden, place)
+            if running.doubt is not None:
+                part = part + running.doubt.to(part.dtype)
+            args, kwargs = ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
+            if passes_on:  # hooks of Transformers' layers run outside of checkpointed regions: in one nothing is noted
+                running.whole = whole
+        else:
+            whole = running.whole if passes_on else hidden.shape[1] * place.size
+        found = dict(kwargs)
+        for name, value in kwargs.items():
+            if name.startswith(_PER_POSITION):
+                found[name] = _own_rows(name, value, whole, place)
+            elif name == "position_ids" and isinstance(value, Tensor) and passes_on:
+                # Blocks scale queries by them; attention finds packed sequences in them.
+                found[name], found[POSITIONS] = cut(value, place, -1), value
+            elif name.startswith("past_key_value"):
+                found[name] = None
+            elif name == "use_cache":
+                found[name] = False
+        if whole % place.size:
+            if not passes_on:
+                problem = f"does not divide {whole} positions, and {type(block).__name__} hands nothing on to attention"
+                raise config_error(f"{FIELD}.size", place.size, problem, f"pad to a multiple of {place.size}")
+            found[LENGTH] = whole
+        return args, found
+
+    return hook
+
+
+def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
+    """A hook behind the last block."""
+    place = running.place
+
+    def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not running.joins or (running.alone if passes_on else running.forced):
+            return output
+        part = output if isinstance(output, Tensor) else output[0]
+        whole = join(part, place, running.whole if passes_on else part.shape[1] * place.size)
+        return whole if isinstance(output, Tensor) else type(output)((whole, *output[1:]))
+
+    return hook
+
+
+class _Calls(TorchFunctionMode):
+    """Attention of blocks outside of graphs."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            with torch._C.DisableTorchFunction():
+                return attention(*args, **kwargs, place=self._place)
+        return func(*args, **kwargs)
+
+
+def _is_mask(hidden: Any, place: Place, value: Any) -> bool:
+    """Whether ``value`` has a row and a column for each position of all."""
+    whole = hidden.shape[1] * place.size if isinstance(hidden, Tensor) else 0
+    return isinstance(value, Tensor) and value.ndim > 1 and tuple(value.shape[-2:]) == (whole, whole)
+
+
+@torch.compiler.disable(reason="sequence_parallel: a mask of all positions does not fit the calls that Dynamo looks at")
+def _outside_of_graphs(forward: Callable[..., Any], place: Place, args: Any, kwargs: Any) -> Any:
+    with _Calls(place):
+        return forward(*args, **kwargs)
+
+
+def intercepting(cls: type) -> type:
+    """``cls``, whose calls of ``scaled_dot_product_attention`` see all positions."""
+    base: Any = cls
+
+    class Block(base):
+        _sequence_running: Running
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            running = self._sequence_running
+            place = running.place
+            if running.forced:
+                return super().forward(*args, **kwargs)
+            if torch.compiler.is_compiling() and any(map(partial(_is_mask, args[0], place), (*args, *kwargs.values()))):
+                return _outside_of_graphs(super().forward, place, args, kwargs)
+            if torch.compiler.is_compiling():  # the backend changes the calls in Dynamo's graph
+                with torch.fx.traceback.annotate({SEQUENCE: (place.size, place.index, place.group)}):
+                    return super().forward(*args, **kwargs)
+            with _Calls(place):
+                return super().forward(*args, **kwargs)
+
+    Block.__name__, Block.__qualname__, Block.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Block

@@ -1,0 +1,220 @@
+"""Which stacks of blocks work on a part of the positions, and what is put at their ends.
+
+Every rank of a group is given the whole batch. What a model does ahead of its blocks (embeddings, merging of images,
+positions, masks) it does for all positions, as it always did, so nothing in it has to know where this rank's begin. In
+front of the first block hidden states are cut; attention exchanges positions for heads and sees the whole length, with
+the model's own mask; behind the last block positions are joined, or head and loss stay cut.
+
+Attention of Transformers' models is found by its interface, that of others by the calls of
+``scaled_dot_product_attention`` in their blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from compile_muon.config import SequenceParallelConfig
+from compile_muon.config.checked import Mistakes
+from compile_muon.errors import config_error, listed, ranks_named
+from compile_muon.passes.exchange.sequence import Place
+from compile_muon.passes.torch_private import group_named
+from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
+from compile_muon.sequence.batch import note_batch
+from compile_muon.sequence.blocks import enter, intercepting, leave
+from compile_muon.sequence.running import FIELD, Running
+
+__all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
+
+_PLAN = "_sequence_plan"
+_MIXING = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks one behind the other.
+
+    Args:
+        path: of the ``ModuleList``.
+        attentions: paths of the modules of attention in them, of Transformers; none where attention is a function.
+        passes_on: whether blocks hand keyword arguments on to attention, so that lengths need not divide.
+    """
+
+    path: str
+    attentions: tuple[str, ...]
+    passes_on: bool
+
+
+@dataclass(eq=False)
+class SequencePlan:
+    """What will be cut, and how.
+
+    Args:
+        size: ranks along ``sequence``.
+        stacks: of blocks.
+        causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
+        running: of each stack, once applied.
+        everyone: all ranks, once applied.
+    """
+
+    size: int
+    stacks: tuple[Stack, ...]
+    causal: str | None
+    running: list[Running] = field(default_factory=list)
+    everyone: dist.ProcessGroup | None = None
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside this block every rank computes all positions, by itself."""
+        for running in self.running:
+            running.forced = running.alone = True
+        try:
+            yield
+        finally:
+            for running in self.running:
+                running.forced = running.alone = False
+
+    def differing_batches(self) -> str:
+        """Which ranks of a group were given other batches than the rest of it; collective over all ranks."""
+        running = self.running[0]
+        if running.digest is None or self.everyone is None:
+            return ""
+        ranks = dist.get_process_group_ranks(group_named(running.place.group))
+        digests = gather_objects((tuple(ranks), int(running.digest)), self.everyone)
+        groups: dict[tuple[int, ...], set[int]] = {}
+        for group, digest in digests:
+            groups.setdefault(group, set()).add(digest)
+        found = [ranks_named(list(group)) for group, seen in groups.items() if len(seen) > 1]
+        return f"{listed(found)} share a sequence and were given different batches" if found else ""
+
+    def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup) -> None:
+        """Put hooks at the blocks, and ours in place of attention and loss; sends nothing.
+
+        Args:
+            place: of this rank among those that share a sequence.
+            everyone: all ranks.
+        """
+        self.everyone = everyone
+        configs: dict[int, Any] = {}
+        classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
+        for stack in self.stacks:
+            running = Running(place)
+            self.running.append(running)
+            blocks = list(_blocks(model, stack.path))
+            for number, block in enumerate(blocks):
+                hook = enter(running, first=number == 0, passes_on=stack.passes_on)
+                block.register_forward_pre_hook(hook, with_kwargs=True)
+                if not stack.attentions:
+                    block.__class__ = classes.setdefault(type(block), intercepting(type(block)))
+                    block.__dict__["_sequence_running"] = running
+            blocks[-1].register_forward_hook(leave(running, passes_on=stack.passes_on))
+            for path in stack.attentions:
+                exchange_in(model.get_submodule(path), running, configs)
+        first: Any = model if self.causal is None else model.get_submodule(self.causal)
+        first.register_forward_pre_hook(note_batch(self.running, loss=self.causal is not None), with_kwargs=True)
+        if self.causal is not None:
+            first.loss_function = loss_of(self.running[-1])
+        model.__dict__[_PLAN] = self
+
+
+def plan_of(model: nn.Module) -> SequencePlan | None:
+    """The plan that was applied to ``model``, or to what is compiled or wrapped in it."""
+    return next((module.__dict__[_PLAN] for module in model.modules() if _PLAN in module.__dict__), None)
+
+
+def _blocks(model: nn.Module, path: str) -> nn.ModuleList:
+    found = model.get_submodule(path)
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequencePlan:
+    """Find what can be cut; nothing is changed.
+
+    Raises:
+        ConfigError: about all that cannot.
+    """
+    mistakes = Mistakes()
+    lists = {p: m for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    attentions = _attentions(lists)
+    paths = config.blocks or tuple(path for path in attentions if not _sees_images(path))
+    if config.blocks is None and len(paths) != 1:
+        found = f"finds {listed(list(paths))}" if paths else "finds no stack of blocks"
+        problem, example = f"{found} behind Transformers' attention interface", next(iter(lists), "layers")
+        mistakes.add(config_error(FIELD, config.size, problem, f'name the ModuleList, "blocks": ["{example}"]'))
+    if unknown := [path for path in paths if path not in lists]:
+        problem = "is no ModuleList of the model"
+        mistakes.add(config_error(f"{FIELD}.blocks", listed(unknown), problem, f"use some of {listed(list(lists))}"))
+    mistakes.raise_all()
+    _check_model(model, mistakes)
+    stacks = []
+    for path in paths:
+        own = attentions.get(path, ())
+        _check_blocks(path, lists[path], own, mistakes)
+        _check_heads(model, own, config.size, mistakes)
+        passing = (*lists[path], *(model.get_submodule(each) for each in own))
+        stacks.append(Stack(path, own, bool(own) and all(map(accepts_any, passing))))
+    mistakes.raise_all()
+    causal = None
+    if config.joined is not True and stacks[-1].attentions:
+        causal = next((path for path, module in model.named_modules() if has_causal_loss(module)), None)
+    if config.joined is False and causal is None:
+        problem = "is for the causal loss of Transformers, which the model does not have"
+        raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
+    return SequencePlan(config.size, tuple(stacks), causal)
+
+
+def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:
+    """Modules of attention of Transformers, by the outermost ``ModuleList`` that they are in."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path, module in lists.items():
+        own = tuple(f"{path}.{name}" for name, each in module.named_modules() if attends(each))
+        if own and not any(path.startswith(f"{other}.") for other in found):
+            found[path] = own
+    return found
+
+
+def _sees_images(path: str) -> bool:
+    return "vision" in path or "visual" in path
+
+
+def _check_model(model: nn.Module, mistakes: Mistakes) -> None:
+    config = getattr(model, "config", None)
+    remedy = f"leave {FIELD} out"
+    if getattr(config, "is_encoder_decoder", False):
+        mistakes.add(config_error(FIELD, type(model).__name__, "is an encoder and a decoder, of two lengths", remedy))
+    text = getattr(config, "text_config", config)
+    if getattr(text, "output_router_logits", False):
+        problem = "makes a loss of each rank's own tokens, where that of all is meant"
+        mistakes.add(config_error("config.output_router_logits", True, problem, f"set it to False, or {remedy}"))
+
+
+def _check_blocks(path: str, blocks: nn.ModuleList, attentions: tuple[str, ...], mistakes: Mistakes) -> None:
+    remedy = f"leave {FIELD} out"
+    for number, block in enumerate(blocks):
+        where = f"{path}.{number}"
+        mixing = next((f"{where}.{name}" for name, m in block.named_modules() if isinstance(m, _MIXING)), None)
+        if mixing is not None:
+            kind = type(block.get_submodule(mixing.removeprefix(f"{where}."))).__name__
+            mistakes.add(config_error(mixing, kind, "mixes positions otherwise than by attention", remedy))
+        elif attentions and not any(each.startswith(f"{where}.") for each in attentions):
+            problem = "mixes positions otherwise than by attention behind Transformers' interface"
+            mistakes.add(config_error(where, type(block).__name__, problem, remedy))
+
+
+def _check_heads(model: nn.Module, attentions: tuple[str, ...], size: int, mistakes: Mistakes) -> None:
+    for path in attentions:
+        heads = getattr(getattr(model.get_submodule(path), "config", None), "num_attention_heads", None)
+        if isinstance(heads, int) and heads % size:
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            problem = (
+                f"does not divide the {heads} heads of {path}; ring attention, for more ranks than heads, is not here"
+            )
+            mistakes.add(config_error(f"{FIELD}.size", size, problem, f"use one of {fitting}"))
+            return

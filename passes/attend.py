@@ -1,0 +1,63 @@
+"""Blocks whose positions are cut, in Dynamo's graph: their attention sees all positions, lookups ahead only their own.
+
+Blocks say where they are by an annotation (``torch.fx.traceback.annotate``), which Dynamo puts on every node in them,
+those of checkpointed regions too. The result of attention has the same shape either way, so nothing else of the graph
+changes; what it becomes is traced and differentiated with the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .exchange.sequence import Place, attention
+
+__all__ = ["SEQUENCE", "attend", "look_up_own"]
+
+#: what blocks are annotated with: size, index and group of a place
+SEQUENCE = "muon_zero_sequence"
+
+
+def _attention(*args: Any, size: int, index: int, group: str, **kwargs: Any) -> Tensor:
+    return attention(*args, place=Place(size, index, group), **kwargs)
+
+
+def attend(gm: GraphModule) -> None:
+    """Exchange positions for heads around the attention of annotated blocks, in ``gm`` and its subgraphs."""
+    changed = set[GraphModule]()
+    for part in (module for module in gm.modules() if isinstance(module, GraphModule)):
+        for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention, sort=False):
+            place = (node.meta.get("custom") or {}).get(SEQUENCE)
+            if place is not None:
+                node.target = _attention
+                node.kwargs = {**node.kwargs, **dict(zip(("size", "index", "group"), place, strict=True))}
+                changed.add(part)
+    for part in changed:
+        part.recompile()
+
+
+def look_up_own(gm: GraphModule) -> None:
+    """A slice of an embedding, where nothing else of it is read, becomes an embedding of a slice.
+
+    The model looks up the whole batch, since all that it does ahead of its blocks may see all positions.
+    """
+    changed = False
+    for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
+        source, dim, *bounds = node.args
+        if getattr(source, "target", None) is not F.embedding or len(source.users) > 1 or dim != 1:
+            continue
+        ids, *rest = source.args
+        with gm.graph.inserting_before(node):  # where symbolic bounds are known
+            own = gm.graph.call_method("narrow", (ids, dim, *bounds))
+            new = gm.graph.call_function(F.embedding, (own, *rest), source.kwargs)
+        own.meta = {key: value for key, value in node.meta.items() if key not in ("val", "example_value")}
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
+        gm.graph.erase_node(source)
+        changed = True
+    if changed:
+        gm.recompile()

@@ -1,0 +1,359 @@
+"""Sequence parallelism: ranks that share a sequence train as one that has all of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import RankError
+from reference import full, hidden_matrices, train, world_and_rank
+from torch import Tensor, nn
+from zoo import ZOO
+
+import compile_muon
+from compile_muon import Checkpointer, ConfigError, MuonZero, NonFiniteError, check_sequence
+from compile_muon.config import Config, ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
+from compile_muon.sequence import plan_sequence
+
+VOCABULARY = 61
+EXCLUDED = ("embed", "head", "wte", "wpe", "positions", "norm", "bias", "gamma", "class", "cls", "pooler")
+
+
+def built(kind: str, **settings: Any) -> nn.Module:
+    """A tiny model of Transformers, two layers of four heads."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
+    }  # fmt: skip
+    sizes |= {
+        "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "GptOss": {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "attn_implementation": "eager",
+        },
+        "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "DeepseekV3": {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "n_group": 1,
+            "qk_nope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "topk_group": 1,
+            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        },
+    }.get(kind, {}) | settings  # fmt: skip
+    kinds = {"Gemma3": "Gemma3Text", "ModernBert": "ModernBert"}
+    config = getattr(transformers, f"{kinds.get(kind, kind)}Config")(**sizes)
+    suffix = "ForMaskedLM" if kind == "ModernBert" else "ForCausalLM"
+    return getattr(transformers, kind + suffix)(config)
+
+
+def batch(step: int, micro: int, place: int, *, length: int, masked: bool, packed: bool) -> dict[str, Tensor]:
+    """Ids, and labels of which the first half of one row does not count: valid tokens are uneven over the ranks."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + place)
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=generator)
+    labels = ids.clone()
+    labels[0, : length // 2 + 1] = -100
+    found = {"input_ids": ids, "labels": labels}
+    if masked:
+        found["attention_mask"] = torch.ones_like(ids)
+        found["attention_mask"][1, length - 3 :] = 0
+        labels[1, length - 3 :] = -100
+    if packed:
+        third = length // 3
+        found["position_ids"] = torch.cat([torch.arange(third), torch.arange(length - third)]).repeat(2, 1)
+    return found
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).loss
+
+
+def trained(
+    kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False,
+    checkpointed: bool = False, regional: bool = False, compiled: bool = False, experts: int = 1,
+    model: dict[str, Any] | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Five steps beside the unsharded reference; what is out of tolerance."""
+    own = built(kind, **(model or {}))
+    whole = copy.deepcopy(own)
+    if checkpointed:
+        own.gradient_checkpointing_enable({"use_reentrant": False})
+    stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+    def compile_(model: Any) -> Any:
+        options = {"codegen": "eager"}
+        if regional:
+            for block in model.model.layers:
+                block.compile(backend="muon_zero", options=options)
+        return torch.compile(model, backend="muon_zero", options=options) if compiled else model
+
+    report = train(
+        own, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss_of,
+        lambda step, micro, place: batch(step, micro, place, length=length, masked=masked, packed=packed), steps=3,
+        unsharded=whole, sharing=size, compiled=compile_, sequence=SequenceParallelConfig(size),
+        experts=ExpertParallelConfig(experts), **settings,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    return report.problems()
+
+
+MODELS = [
+    pytest.param("Llama", {"stage": 0}, id="llama-0"),
+    pytest.param("Llama", {"stage": 1, "length": 15, "masked": True}, id="llama-1-odd-masked"),
+    pytest.param("Llama", {"stage": 2, "packed": True, "model": {"num_key_value_heads": 1}}, id="llama-2-packed-mqa"),
+    pytest.param(
+        "Llama", {"stage": 3, "checkpointed": True, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+        id="llama-3-checkpointed-accumulated",
+    ),
+    pytest.param("Llama", {"stage": 3, "length": 14, "regional": True}, id="llama-3-regional"),
+    pytest.param("Llama", {"stage": 3, "compiled": True, "length": 15}, id="llama-3-compiled-odd"),
+    pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="llama-2-compiled-checkpointed"),
+    pytest.param("Gemma3", {"stage": 3}, id="sliding-window"),
+    pytest.param("DeepseekV3", {"stage": 3}, id="mla"),
+    pytest.param("Qwen3Moe", {"stage": 2}, id="moe"),
+    pytest.param("GptOss", {"stage": 3}, id="sinks"),
+    pytest.param("ModernBert", {"stage": 2, "masked": True}, id="encoder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings"), MODELS)
+def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+    for problems in ranks(2).run(trained, kind=kind, **settings):
+        assert problems == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}),
+        ("Llama", {"stage": 2, "size": 4, "length": 18}),
+    ],
+)
+def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+    for problems in ranks(4).run(trained, kind=kind, **settings):
+        assert problems == {}
+
+
+def trained_by_hand(*, compiled: bool, stage: int) -> dict[str, Any]:
+    """A model of one's own, whose blocks call scaled_dot_product_attention, and whose loss is the loop's."""
+    zoo = ZOO["gpt"]
+    torch.manual_seed(0)
+    model = zoo.build()
+    whole = copy.deepcopy(model)
+
+    def compile_(model: Any) -> Any:
+        return torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
+
+    report = train(
+        model, zoo.matrices(whole), zoo.loss, zoo.data, steps=3, unsharded=whole, sharing=2, stage=stage,
+        compiled=compile_ if compiled else None, sequence=SequenceParallelConfig(2, ("blocks",)),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    return report.problems()
+
+
+@pytest.mark.parametrize(("compiled", "stage"), [(False, 3), (True, 2)])
+def test_blocks_of_ones_own(ranks, compiled, stage) -> None:  # type: ignore[no-untyped-def]
+    for problems in ranks(2).run(trained_by_hand, compiled=compiled, stage=stage):
+        assert problems == {}
+
+
+class MaskedBlock(nn.Module):
+    """Attention with a mask of all positions that the model hands on; or by positions of its own, which is wrong."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.counts:
+            x = x + torch.arange(x.shape[1], dtype=x.dtype)[:, None] / 10
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Masked(nn.Module):
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(MaskedBlock(counts=counts) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+def sharded(model: nn.Module, size: int = 2, *, blocks: tuple[str, ...] | None = None, **settings: Any) -> MuonZero:
+    config = config_from_kwargs(ns_dtype="float32", **{"stage": 3, **settings})
+    object.__setattr__(config, "sequence_parallel", SequenceParallelConfig(size, blocks))
+    return MuonZero.from_config(model, config)
+
+
+def checked() -> tuple[float, float, str]:
+    ids = torch.arange(20).view(2, 10)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = Masked()
+        sharded(model, blocks=("blocks",))
+        if compiled:
+            model.compile(backend="muon_zero", options={"codegen": "eager"})
+        found.append(check_sequence(model, ids))
+        torch._dynamo.reset()
+    torch.manual_seed(0)
+    counting = Masked(counts=True)
+    sharded(counting, blocks=("blocks",))
+    try:
+        check_sequence(counting, ids)
+    except ConfigError as error:
+        return found[0], found[1], str(error)
+    return found[0], found[1], ""
+
+
+def test_a_check_tells_blocks_that_count_positions_by_themselves(ranks) -> None:  # type: ignore[no-untyped-def]
+    for eager, compiled, said in ranks(2).run(checked):
+        assert eager <= 1e-5 and compiled <= 1e-5
+        assert "changes what Masked computes" in said and "count positions from their own first one" in said
+
+
+def other_batches(world: int) -> str:
+    model = built("Llama")
+    optimizer = sharded(model)
+    rank = world_and_rank()[1]
+    model(**batch(0, 0, 1 if rank == world - 1 else 0, length=8, masked=False, packed=False)).loss.backward()
+    before = [full(param.detach()).clone() for param in model.parameters()]
+    try:
+        optimizer.step()
+    except NonFiniteError as error:
+        assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
+        return str(error)
+    return ""
+
+
+def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  # type: ignore[no-untyped-def]
+    for said in ranks(4).run(other_batches, world=4):
+        assert said.startswith("ranks 2, 3 share a sequence and were given different batches") and "data_place" in said
+
+
+def counted() -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
+    zoo = ZOO["gpt"]
+    model = zoo.build()
+    optimizer = sharded(model, blocks=("blocks",), stage=0, update="step")
+    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    zoo.loss(run, zoo.data(0, 0, 0)).backward()
+    torch._dynamo.reset()
+    return dict(optimizer.traffic.by_axis), dict(optimizer.traffic.collectives), tuple(optimizer.data_place)
+
+
+def test_bytes_and_exchanges_are_those_of_the_formula(ranks) -> None:  # type: ignore[no-untyped-def]
+    """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; and one to join, 2 h b (P - 1)."""
+    for rank, (by_axis, calls, place) in enumerate(ranks(4).run(counted)):
+        layers, positions, width, size = 2, 2 * 6, 32, 2
+        exchanged = layers * positions * 2 * (2 * width + 2 * width) * 4 * (size - 1) / size
+        joined = positions * 2 * width * 4 * (size - 1)
+        assert by_axis["sequence"] == exchanged + joined
+        assert calls["all_to_all"] == 4 * layers + 2
+        assert place == (rank // 2, 2)
+
+
+def generated() -> tuple[bool, bool, bool]:
+    model = built("Llama", use_cache=True).eval()
+    ids = torch.arange(3, 13).view(1, 10)
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+    logits = model(ids).logits
+    sharded(model, stage=2)
+    with torch.no_grad():
+        cached = model(ids, use_cache=True).logits
+        joined = model(ids, use_cache=False).logits
+    same = torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    return same, torch.allclose(cached, logits, atol=1e-5), torch.allclose(joined, logits, atol=1e-5)
+
+
+def test_generation_and_evaluation_have_all_positions(ranks) -> None:  # type: ignore[no-untyped-def]
+    assert ranks(2).run(generated) == [(True, True, True)] * 2
+
+
+def resumed(folder: str) -> bool:
+    model = built("Llama")
+    optimizer = sharded(model, 2, stage=3)
+    inputs = batch(0, 0, optimizer.data_place.rank, length=12, masked=False, packed=False)
+    model(**inputs).loss.backward()
+    optimizer.step()
+    Checkpointer(folder).save(1, model, optimizer)
+    other = built("Llama")
+    Checkpointer(folder).load(other, sharded(other, 4, stage=2))
+    third = built("Llama")
+    Checkpointer(folder).load(third, MuonZero(third, stage=1, ns_dtype="float32"))
+    named = [dict(each.named_parameters()) for each in (model, other, third)]
+    return all(
+        torch.equal(full(param.detach()), full(each[name].detach()))
+        for each in named[1:]
+        for name, param in named[0].items()
+    )
+
+
+def test_checkpoints_go_between_sizes(ranks, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert ranks(4).run(resumed, folder=str(tmp_path)) == [True] * 4
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    def refused(model: nn.Module, *said: str, size: int = 2, **settings: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            plan_sequence(model, SequenceParallelConfig(size, **settings))
+        assert all(each in str(caught.value) for each in said), str(caught.value)
+
+    refused(built("Llama"), "does not divide the 4 heads of model.layers.0.self_attn", "use one of 1, 2, 4", size=3)
+    refused(
+        built("Llama"), "sequence_parallel.blocks = 'layers'", "is no ModuleList", "model.layers", blocks=("layers",)
+    )
+    refused(Masked(), "finds no stack of blocks", '"blocks": ["blocks"]')
+    refused(Masked(), "joined = False", "causal loss of Transformers", blocks=("blocks",), joined=False)
+    moe = built("Qwen3Moe", output_router_logits=True)
+    refused(moe, "output_router_logits", "each rank's own tokens")
+    mixed = Masked()
+    mixed.blocks[1].conv = nn.Conv1d(4, 4, 3)
+    refused(mixed, "blocks.1.conv", "Conv1d", "mixes positions", blocks=("blocks",))
+
+
+def wrong_world() -> str:
+    try:
+        sharded(built("Llama"), 3)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_size_that_does_not_divide_the_ranks(ranks) -> None:  # type: ignore[no-untyped-def]
+    for said in ranks(2).run(wrong_world):
+        assert said.startswith("sequence_parallel.size = 3: does not divide the 2 ranks along shard")
+    with pytest.raises(ConfigError, match="sequence_parallel.size = 2: is more than the one rank there is"):
+        sharded(built("Llama"), 2)
+
+
+def indivisible() -> None:
+    model = Masked()
+    sharded(model, blocks=("blocks",))
+    model(torch.arange(18).view(2, 9))
+
+
+def test_blocks_that_hand_nothing_on_want_lengths_that_divide(ranks) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(RankError, match="does not divide 9 positions, and MaskedBlock hands nothing on to attention"):
+        ranks(2).run(indivisible)
+
+
+def test_settings_are_read_as_they_are_written() -> None:
+    assert compile_muon.load_config({"sequence_parallel": {"size": 2}}).sequence_parallel.size == 2
+    assert compile_muon.load_config({"sequence_parallel_size": 4}).sequence_parallel.size == 4
+    assert Config().sequence_parallel.size == 1 and dist.is_available()
+    with pytest.raises(ConfigError, match="qk_clip = 100.0: notes the logits of all heads"):
+        compile_muon.load_config({"sequence_parallel": {"size": 2}, "optimizer": {"params": {"qk_clip": 100.0}}})
