@@ -189,6 +189,20 @@ def test_torchtitans_example_trains_and_goes_on(tmp_path: Path) -> None:
         assert (tmp_path / "checkpoint" / f"step-{steps}" / ".metadata").exists()
 
 
+@pytest.mark.full
+def test_the_long_example_learns() -> None:
+    script = ROOT / "examples" / "train_long.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    command += ["--steps=20", "--context=512", "--layers=2", "--width=64"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = (float(loss) for loss in re.findall(r"step +\d+ +loss ([\d.]+)", done.stdout))
+    assert last < first < 5.5
+    (difference,) = re.findall(r"difference from one rank ([\d.e+-]+);", done.stdout)
+    assert float(difference) < 1e-5
+
+
 @pytest.mark.campaign
 def test_the_mixtures_example_spreads_its_experts() -> None:
     """On two ranks, uncompiled, which takes a fraction of the time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ __all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
 
 #: what blocks hand on to attention: positions in all, where they are padded, and all position ids
 LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"
+#: positional arguments of a block, at most
+_MOST = 16
 #: beginnings of the names of blocks' arguments that hold a row for each position, along dim -2
 _PER_POSITION = ("position_embeddings", "per_layer_input", "cos", "sin", "freqs", "rotary")
 
@@ -36,14 +39,16 @@ def _own_rows(name: str, value: Any, whole: int, place: Place) -> Any:
     return value
 
 
-def enter(running: Running, *, first: bool, passes_on: bool) -> Callable[..., Any]:
+def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -> Callable[..., Any]:
     """A hook ahead of a block.
 
     Args:
+        block: the block.
         first: whether the block is the first of its stack, which gets all positions.
         passes_on: whether blocks hand keyword arguments on to their attention.
     """
     place = running.place
+    names = [*list(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:], *[""] * _MOST]
 
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -63,6 +68,10 @@ def enter(running: Running, *, first: bool, passes_on: bool) -> Callable[..., An
                 running.whole = whole
         else:
             whole = running.whole if passes_on else hidden.shape[1] * place.size
+        args = tuple(
+            _own_rows(name, value, whole, place) if name.startswith(_PER_POSITION) else value
+            for name, value in zip(names, args, strict=False)
+        )
         found = dict(kwargs)
         for name, value in kwargs.items():
             if name.startswith(_PER_POSITION):

@@ -108,7 +108,7 @@ class SequencePlan:
             self.running.append(running)
             blocks = list(_blocks(model, stack.path))
             for number, block in enumerate(blocks):
-                hook = enter(running, first=number == 0, passes_on=stack.passes_on)
+                hook = enter(running, block, first=number == 0, passes_on=stack.passes_on)
                 block.register_forward_pre_hook(hook, with_kwargs=True)
                 if not stack.attentions:
                     block.__class__ = classes.setdefault(type(block), intercepting(type(block)))

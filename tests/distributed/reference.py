@@ -304,6 +304,8 @@ def train(
     optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
     chosen = {row.name for row in optimizer.summary().rows if row.algorithm == method}
     assert chosen == set(matrices), f"Muon trains {chosen ^ set(matrices)} or does not, unlike the reference"
+    if sequence is not None:
+        rank, world = optimizer.data_place
     run: Any
     if codegen is None and settings.get("update") == "backward":
         codegen = "eager"

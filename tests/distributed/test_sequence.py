@@ -95,7 +95,7 @@ def trained(
     report = train(
         own, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss_of,
         lambda step, micro, place: batch(step, micro, place, length=length, masked=masked, packed=packed), steps=3,
-        unsharded=whole, sharing=size, compiled=compile_, sequence=SequenceParallelConfig(size),
+        unsharded=whole, compiled=compile_, sequence=SequenceParallelConfig(size),
         experts=ExpertParallelConfig(experts), **settings,
     )  # fmt: skip
     torch._dynamo.reset()
@@ -132,6 +132,7 @@ def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None: 
     [
         ("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}),
         ("Llama", {"stage": 2, "size": 4, "length": 18}),
+        pytest.param("Qwen3Moe", {"stage": 3, "experts": 2}, id="and experts", marks=pytest.mark.full),
     ],
 )
 def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
@@ -150,7 +151,7 @@ def trained_by_hand(*, compiled: bool, stage: int) -> dict[str, Any]:
         return torch.compile(model, backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
 
     report = train(
-        model, zoo.matrices(whole), zoo.loss, zoo.data, steps=3, unsharded=whole, sharing=2, stage=stage,
+        model, zoo.matrices(whole), zoo.loss, zoo.data, steps=3, unsharded=whole, stage=stage,
         compiled=compile_ if compiled else None, sequence=SequenceParallelConfig(2, ("blocks",)),
     )  # fmt: skip
     torch._dynamo.reset()
@@ -256,7 +257,7 @@ def counted() -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
 
 
 def test_bytes_and_exchanges_are_those_of_the_formula(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; and one to join, 2 h b (P - 1)."""
+    """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1)."""
     for rank, (by_axis, calls, place) in enumerate(ranks(4).run(counted)):
         layers, positions, width, size = 2, 2 * 6, 32, 2
         exchanged = layers * positions * 2 * (2 * width + 2 * width) * 4 * (size - 1) / size
@@ -264,6 +265,32 @@ def test_bytes_and_exchanges_are_those_of_the_formula(ranks) -> None:  # type: i
         assert by_axis["sequence"] == exchanged + joined
         assert calls["all_to_all"] == 4 * layers + 2
         assert place == (rank // 2, 2)
+
+
+def saved(size: int) -> int:
+    """Bytes of activations that a forward keeps for backward."""
+    model = built("Llama", max_position_embeddings=512, attn_implementation="sdpa")
+    sharded(model, size, stage=2)
+    seen: dict[int, Tensor] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        if value.ndim > 2:  # weights are not
+            seen[value.untyped_storage().data_ptr()] = value
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        kept = model(**batch(0, 0, 0, length=256, masked=False, packed=False))
+    assert kept.loss.isfinite()
+    return sum(value.untyped_storage().nbytes() for value in seen.values())
+
+
+def both_saved() -> tuple[int, int]:
+    return saved(1), saved(2)
+
+
+def test_each_rank_keeps_its_part_of_the_activations(ranks) -> None:  # type: ignore[no-untyped-def]
+    for whole, part in ranks(2).run(both_saved):
+        assert part == pytest.approx(whole / 2, rel=0.01)
 
 
 def generated() -> tuple[bool, bool, bool]:
