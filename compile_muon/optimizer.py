@@ -53,7 +53,7 @@ from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.step import Step
-from compile_muon.sequence import plan_sequence
+from compile_muon.sequence import check_first, plan_sequence
 from compile_muon.summary import Summary, summarize
 from compile_muon.weights.materialize import Values
 
@@ -218,6 +218,7 @@ class MuonZero(Optimizer):
         )
         roles, spread = planned_roles(model, self._mesh, experts)
         shared = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
+        self._sequence = shared
         assignments = assign(
             model,
             config.muon_params,
@@ -402,6 +403,8 @@ class MuonZero(Optimizer):
             self.check()
             self._check_schedule()
             self._unfreeze()
+            if self._sequence is not None and self._compares:
+                check_first(self._sequence)
             if self._steps.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss

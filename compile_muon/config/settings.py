@@ -303,11 +303,13 @@ class SequenceParallelConfig(Checked):
         size: ranks that share a sequence, and have the same batch; divides the ranks along ``shard``, and the heads.
         blocks: paths of the ``ModuleList`` of blocks; None for that of the language model, of Transformers.
         joined: whether positions are joined behind the last block; None: unless the loss is Transformers' causal one.
+        check: whether the first step compares what ranks compute with what each computes by itself.
     """
 
     size: int = setting(1, check_integer, low=1)
     blocks: tuple[str, ...] | None = setting(None, _check_stacks, none=True)
     joined: bool | None = setting(None, check_boolean, none=True)
+    check: bool = setting(True, check_boolean)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Blocks that nothing is cut in."""

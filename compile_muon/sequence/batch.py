@@ -43,6 +43,7 @@ def note_batch(stacks: Sequence[Running], *, loss: bool) -> Callable[..., None]:
             raise config_error("logits_to_keep", kept, problem, f"leave it out, or set {FIELD}.joined")
         for running in stacks:
             running.joins = not keeps
+        stacks[0].batch = model, args, kwargs
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
         if not given:
             return

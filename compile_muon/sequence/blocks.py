@@ -55,7 +55,7 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
         if first and passes_on:
             # A cache holds all positions, so who reads one computes all.
             reads = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
-            running.alone = running.forced or reads
+            running.alone = running.forced or (reads and not running.compared)
         if running.alone if passes_on else running.forced:
             return args, kwargs
         if first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,15 +14,24 @@ from compile_muon.errors import ConfigError, config_error
 from compile_muon.sequence.plan import SequencePlan, plan_of
 from compile_muon.sequence.running import FIELD
 
-__all__ = ["check_sequence"]
+__all__ = ["check_first", "check_sequence"]
+
+#: positions of a rank that the first step looks at
+_PIECE = 128
+#: what a relative difference may be, in float32 and in half precision, whose rounding moves routers
+_OF_SINGLE, _OF_HALF = 1e-3, 5e-2
+#: arguments that only say what the loss is of
+_OF_THE_LOSS = ("labels", "num_items_in_batch", "shift_labels")
 
 
 def _called(model: nn.Module, batch: Any) -> Tensor:
-    """What the model returns: its logits or hidden states, ``[B, S or s, ...]``."""
     if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+        return _numbers(model(**batch))
+    return _numbers(model(*batch) if isinstance(batch, tuple) else model(batch))
+
+
+def _numbers(output: Any) -> Tensor:
+    """Of what a model returns its logits or hidden states, ``[B, S or s, ...]``."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(found := getattr(output, name, None), Tensor):
             return found
@@ -39,7 +48,7 @@ def check_sequence(model: nn.Module, batch: Any, *, tolerance: float = 1e-3) -> 
         model: which a MuonZero with ``sequence_parallel`` has sharded.
         batch: keyword arguments of it, or a tuple of positional ones, or one; the same on all ranks of a group, and
             short enough for one rank.
-        tolerance: of the largest difference, as a part of the largest number.
+        tolerance: of the norm of the difference, as a part of the norm.
     Returns:
         The largest relative difference, over all ranks.
     Raises:
@@ -50,21 +59,68 @@ def check_sequence(model: nn.Module, batch: Any, *, tolerance: float = 1e-3) -> 
     if plan is None:
         problem = "is not cut over ranks"
         raise config_error(FIELD, type(model).__name__, problem, "give MuonZero a config with sequence_parallel")
+    return _compared(plan, model, lambda: _called(model, batch), tolerance)
+
+
+def check_first(plan: SequencePlan) -> None:
+    """The same of a piece of the batch that the first step was made of, once; nothing where images belong to it.
+
+    The model runs outside of graphs.
+
+    Raises:
+        ConfigError: as :func:`check_sequence`.
+    """
+    latest = plan.running[0].batch
+    if not plan.unchecked or latest is None:
+        return
+    plan.unchecked = False
+    model, args, kwargs = latest
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    shape = next((x.shape[:2] for x in tensors if x.ndim > 1 and not x.is_floating_point()), None)
+    if shape is None or any(x.shape[:2] != shape for x in tensors):
+        return
+
+    def piece(value: Any) -> Any:
+        return value[:1, : _PIECE * plan.size] if isinstance(value, Tensor) else value
+
+    short = tuple(map(piece, args))
+    named = {name: piece(value) for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+
+    def outputs() -> Tensor:
+        for running in plan.running:
+            running.joins = True
+        with torch.compiler.set_stance("force_eager"):
+            return _numbers(model.forward(*short, **named))
+
+    half = any(param.dtype in (torch.bfloat16, torch.float16) for param in _as_read(model))
+    _compared(plan, model, outputs, _OF_HALF if half else _OF_SINGLE)
+
+
+def _as_read(model: nn.Module) -> Iterator[Tensor]:
+    """A weight as the model's own code sees it."""
+    for module in model.modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield getattr(module, name)
+            return
+
+
+def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor], tolerance: float) -> float:
     place, training = plan.running[0].place, model.training
     model.eval()
     try:
-        with torch.no_grad():
-            parts = _called(model, batch)
+        with torch.no_grad(), plan.comparing():
+            parts = outputs()
             with plan.whole():
-                wholes = _called(model, batch)
+                wholes = outputs()
     finally:
         model.train(training)
     if parts.shape[1] != wholes.shape[1]:  # this rank's positions, and what pads them
         local = place.local(wholes.shape[1])
         wholes = wholes[:, place.index * local : (place.index + 1) * local]
         parts = parts[:, : wholes.shape[1]]
-    error = parts.new_zeros(1) if not wholes.numel() else (parts - wholes).abs().max() / wholes.abs().max()
-    error = torch.nan_to_num(error.float(), nan=torch.inf).reshape(1)
+    norm = wholes.float().norm()
+    error = torch.where(norm > 0, (parts.float() - wholes.float()).norm() / norm, norm)
+    error = torch.nan_to_num(error, nan=torch.inf).reshape(1)
     if plan.everyone is not None:
         dist.all_reduce(error, dist.ReduceOp.MAX, group=plan.everyone)
     found = float(error)

@@ -61,6 +61,7 @@ class SequencePlan:
         causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
         running: of each stack, once applied.
         everyone: all ranks, once applied.
+        unchecked: whether the first step is still to compare, see :func:`~compile_muon.sequence.check.check_first`.
     """
 
     size: int
@@ -68,6 +69,18 @@ class SequencePlan:
     causal: str | None
     running: list[Running] = field(default_factory=list)
     everyone: dist.ProcessGroup | None = None
+    unchecked: bool = False
+
+    @contextlib.contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Inside this block no rank computes all positions for the sake of a cache."""
+        for running in self.running:
+            running.compared = True
+        try:
+            yield
+        finally:
+            for running in self.running:
+                running.compared = False
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -167,7 +180,7 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.joined is False and causal is None:
         problem = "is for the causal loss of Transformers, which the model does not have"
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
-    return SequencePlan(config.size, tuple(stacks), causal)
+    return SequencePlan(config.size, tuple(stacks), causal, unchecked=config.check)
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:

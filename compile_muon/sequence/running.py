@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,9 @@ class Running:
         place: of this rank.
         whole: positions of the batch, as the first block has found them.
         alone: whether every rank computes all positions: with a cache of keys and values, or where ``forced``.
+        compared: whether what is computed now is compared, and no cache is read.
         joins: whether positions are joined behind the last block, and not only behind the loss.
+        batch: latest module, arguments and keyword arguments that the ranks were given.
         digest: of the batch, int64; and ``doubt``, 0 or NaN where ranks were given different ones.
     """
 
@@ -30,6 +33,8 @@ class Running:
     whole: int = 0
     alone: bool = False
     forced: bool = False
+    compared: bool = False
     joins: bool = True
+    batch: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
     digest: Tensor | None = field(default=None, repr=False)
     doubt: Tensor | None = field(default=None, repr=False)

@@ -227,23 +227,58 @@ def test_a_check_tells_blocks_that_count_positions_by_themselves(ranks) -> None:
         assert "changes what Masked computes" in said and "count positions from their own first one" in said
 
 
-def other_batches(world: int) -> str:
-    model = built("Llama")
-    optimizer = sharded(model)
-    rank = world_and_rank()[1]
-    model(**batch(0, 0, 1 if rank == world - 1 else 0, length=8, masked=False, packed=False)).loss.backward()
+def first_step(*, counts: bool, compiled: bool) -> str:
+    torch.manual_seed(0)
+    model: Any = Masked(counts=counts) if not compiled else built("Llama", use_cache=True)
+    optimizer = sharded(model, blocks=None if compiled else ("blocks",))
+    if compiled:
+        model.compile(backend="muon_zero", options={"codegen": "eager"}, fullgraph=True)
+        loss = model(**batch(0, 0, 0, length=9, masked=False, packed=False)).loss
+    else:
+        loss = model(torch.arange(20).view(2, 10)).square().mean()
+    loss.backward()
     before = [full(param.detach()).clone() for param in model.parameters()]
     try:
         optimizer.step()
-    except NonFiniteError as error:
+    except ConfigError as error:
         assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
         return str(error)
+    assert optimizer._sequence is not None and not optimizer._sequence.unchecked
+    torch._dynamo.reset()
     return ""
 
 
+@pytest.mark.parametrize(("counts", "compiled"), [(False, False), (True, False), (False, True)])
+def test_the_first_step_compares(ranks, counts, compiled) -> None:  # type: ignore[no-untyped-def]
+    for said in ranks(2).run(first_step, counts=counts, compiled=compiled):
+        assert ("changes what Masked computes" in said) == counts
+
+
+def other_batches(world: int) -> list[str]:
+    """Two steps, in the second or in both of which the last rank has another batch."""
+    rank, said = world_and_rank()[1], []
+    for wrong in ((1,), (0, 1)):
+        model = built("Llama")
+        optimizer = sharded(model)
+        for step in range(2):
+            place = 1 if rank == world - 1 and step in wrong else 0
+            model(**batch(step, 0, place, length=8, masked=False, packed=False)).loss.backward()
+            before = [full(param.detach()).clone() for param in model.parameters()]
+            try:
+                optimizer.step()
+            except (ConfigError, NonFiniteError) as error:
+                assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
+                said.append(f"{step}: {error}")
+                break
+            optimizer.zero_grad()
+    return said
+
+
 def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  # type: ignore[no-untyped-def]
-    for said in ranks(4).run(other_batches, world=4):
-        assert said.startswith("ranks 2, 3 share a sequence and were given different batches") and "data_place" in said
+    for later, first in ranks(4).run(other_batches, world=4):
+        assert later.startswith("1: ") and first.startswith("0: ")
+        for said in (later, first):
+            assert "ranks 2, 3 share a sequence and were given different batches" in said and "data_place" in said
 
 
 def counted() -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
