@@ -26,6 +26,7 @@ from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
 from compile_muon.passes.attend import attend, look_up_own
 from compile_muon.passes.attention import UnknownAttention, note_attention
 from compile_muon.passes.costs import Costs
+from compile_muon.passes.local_inputs import returns_views, taking_shards, with_shards
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     autograd_cache_disabled,
@@ -241,10 +242,12 @@ def compile_frame(
             note_attention(gm)
         except UnknownAttention as problem:
             raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
+    shards = with_shards(gm) if returns_views(gm) else []
+    inputs = [x.to_local() if position in shards else x for position, x in enumerate(example_inputs)]
     frame = _Frame(options, f"frame{next(_frame_numbers):04d}", costs)
-    if options.codegen == "eager":
-        return _compile_eager(gm, example_inputs, frame, lowering)
-    return _compile_inductor(gm, example_inputs, frame, lowering)
+    compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
+    run = compile_(gm, inputs, frame, lowering)
+    return taking_shards(run, shards) if shards else run
 
 
 #: only names dumps; nothing depends on it

@@ -44,6 +44,11 @@ def note_batch(stacks: Sequence[Running], *, loss: bool) -> Callable[..., None]:
         for running in stacks:
             running.joins = not keeps
         stacks[0].batch = model, args, kwargs
+        caches = kwargs.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
+        if caches and not torch.is_grad_enabled():  # whole on every rank, and perhaps on one alone
+            for running in stacks:
+                running.doubt = None
+            return
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
         if not given:
             return

@@ -28,6 +28,7 @@ from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
 from compile_muon.sequence.batch import note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
+from compile_muon.sequence.images import collect, deal, vision_parts
 from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
@@ -58,6 +59,7 @@ class SequencePlan:
     Args:
         size: ranks along ``sequence``.
         stacks: of blocks.
+        images: paths of a vision tower and of the projector behind it, whose images are dealt out; None without.
         causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
         running: of each stack, once applied.
         everyone: all ranks, once applied.
@@ -67,6 +69,7 @@ class SequencePlan:
     size: int
     stacks: tuple[Stack, ...]
     causal: str | None
+    images: tuple[str, str] | None = None
     running: list[Running] = field(default_factory=list)
     everyone: dist.ProcessGroup | None = None
     unchecked: bool = False
@@ -129,10 +132,16 @@ class SequencePlan:
             blocks[-1].register_forward_hook(leave(running, passes_on=stack.passes_on))
             for path in stack.attentions:
                 exchange_in(model.get_submodule(path), running, configs)
+        if self.images is not None:
+            tower, projector = map(model.get_submodule, self.images)
+            dealt = Running(place)
+            self.running.append(dealt)
+            tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
+            projector.register_forward_hook(collect(dealt))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
         first.register_forward_pre_hook(note_batch(self.running, loss=self.causal is not None), with_kwargs=True)
         if self.causal is not None:
-            first.loss_function = loss_of(self.running[-1])
+            first.loss_function = loss_of(self.running[len(self.stacks) - 1])
         model.__dict__[_PLAN] = self
 
 
@@ -180,7 +189,8 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.joined is False and causal is None:
         problem = "is for the causal loss of Transformers, which the model does not have"
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
-    return SequencePlan(config.size, tuple(stacks), causal, unchecked=config.check)
+    images = None if any(map(_sees_images, paths)) else vision_parts(model)
+    return SequencePlan(config.size, tuple(stacks), causal, images, unchecked=config.check)
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:

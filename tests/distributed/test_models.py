@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from reference import Report, train
+from reference import Report, full, train, world_and_rank
+from torch import Tensor, nn
 from zoo import ZOO
+
+from compile_muon import MuonZero
 
 STEPS = 3
 
@@ -54,3 +57,38 @@ def test_two_ranks_inductor(ranks: Callable[[int], Ranks], name: str, stage: int
 @pytest.mark.full
 def test_uneven_world(ranks: Callable[[int], Ranks]) -> None:
     check(ranks(3), "convnet", stage=3, gradient_accumulation_steps=2)
+
+
+class Halves(nn.Module):
+    """Two views of one tensor cross a graph break, as the images of LLaVA do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.up(x).chunk(2, -1)
+        torch._dynamo.graph_break()
+        return self.down(left.tanh() * right)
+
+
+def weights_of_halves(stage: int, update: str, compiled: bool) -> tuple[list[Tensor], float]:
+    torch.manual_seed(0)
+    model: Any = Halves()
+    optimizer = MuonZero(model, stage=stage, update=update, muon_params=["up.*", "down.*"], ns_dtype="float32")
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    for step in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world_and_rank()[1]))
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return [full(param.detach()) for param in model.parameters()], optimizer.metrics()["directions_used"]
+
+
+def test_views_cross_a_graph_break(ranks: Callable[[int], Ranks]) -> None:
+    for stage in (1, 3):
+        expected = ranks(2).run(weights_of_halves, stage=stage, update="step", compiled=False)
+        found = ranks(2).run(weights_of_halves, stage=stage, update="backward", compiled=True)
+        for (weights, used), (others, _) in zip(found, expected, strict=True):
+            assert used == 4 and all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))

@@ -164,6 +164,61 @@ def test_blocks_of_ones_own(ranks, compiled, stage) -> None:  # type: ignore[no-
         assert problems == {}
 
 
+IMAGE = 60
+
+
+def pictures(step: int, micro: int, place: int) -> dict[str, Tensor]:
+    """Three images in two rows of text, of which one lies on the border between the ranks."""
+    generator = torch.Generator().manual_seed(100 * step + place)
+    ids = torch.randint(3, IMAGE, (2, 45), generator=generator)
+    ids[0, 3:19] = ids[0, 24:40] = ids[1, 15:31] = IMAGE
+    labels = ids.clone()
+    labels[ids == IMAGE] = -100
+    return {"input_ids": ids, "labels": labels, "pixel_values": torch.randn(3, 3, 16, 16, generator=generator)}
+
+
+def trained_on_images(*, compiled: bool) -> tuple[dict[str, Any], list[int]]:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=24, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    text = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model: Any = LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_id=IMAGE)
+    )
+    model(**pictures(0, 0, 0)).loss.backward()
+    for name, param in model.named_parameters():  # what follows the layer that is read, and what is noise
+        param.requires_grad_(param.grad is not None and "k_proj.bias" not in name)
+        param.grad = None
+    whole = copy.deepcopy(model)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    excluded = ("embed_tokens", "position_embedding", "class_embedding", "lm_head", "norm", "bias")
+    matrices = {k: v for k, v in hidden_matrices(whole, exclude=excluded).items() if k in trained}
+    seen: list[int] = []
+    model.model.vision_tower.register_forward_hook(lambda m, a, output: seen.append(output[0].shape[0]))
+
+    def compile_(model: Any) -> Any:
+        return torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+
+    report = train(
+        model, matrices, loss_of, pictures, steps=2, unsharded=whole, stage=3, compiled=compile_,
+        sequence=SequenceParallelConfig(2),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    return report.problems(), seen
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_images_are_dealt_out_and_cross_borders(ranks, compiled) -> None:  # type: ignore[no-untyped-def]
+    for problems, seen in ranks(2).run(trained_on_images, compiled=compiled):
+        assert problems == {} and (compiled or seen == [2, 2])
+
+
 class MaskedBlock(nn.Module):
     """Attention with a mask of all positions that the model hands on; or by positions of its own, which is wrong."""
 
@@ -338,6 +393,8 @@ def generated() -> tuple[bool, bool, bool]:
         cached = model(ids, use_cache=True).logits
         joined = model(ids, use_cache=False).logits
     same = torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
+    if world_and_rank()[1] == 0:  # alone
+        same = same and torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
     return same, torch.allclose(cached, logits, atol=1e-5), torch.allclose(joined, logits, atol=1e-5)
 
 

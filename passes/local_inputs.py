@@ -1,0 +1,64 @@
+"""Shards as inputs of a frame in place of the DTensors they are of, where AOTAutograd would refuse those.
+
+It compiles no graph that has inputs of a subclass and returns two views of one tensor, as frames between graph breaks
+do. In Dynamo's graph the first thing that happens to a parameter is ``to_local``; that can happen ahead of the frame,
+for one more node of autograd each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule, Node
+
+__all__ = ["returns_views", "taking_shards", "with_shards"]
+
+
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def returns_views(gm: GraphModule) -> bool:
+    """Whether two results of a graph of Dynamo share memory."""
+    (results,) = gm.graph.output_node().args
+    values = {node: _value(node) for node in results if isinstance(node, Node)}
+    held = [value.untyped_storage()._cdata for value in values.values() if type(value) is not DTensor and _plain(value)]
+    return len(set(held)) < len(held)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, DTensor)
+
+
+def with_shards(gm: GraphModule) -> list[int]:
+    """Have ``gm`` take shards; returns the positions of those inputs."""
+    positions = []
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        users = list(node.users)
+        local = [
+            user for user in users if user.op == "call_method" and user.target == "to_local" and user.args == (node,)
+        ]
+        if not isinstance(_value(node), DTensor) or not users or len(local) < len(users):
+            continue
+        node.meta = {**node.meta, "example_value": _value(local[0])}
+        for user in local:
+            user.replace_all_uses_with(node)
+            gm.graph.erase_node(user)
+        positions.append(position)
+    gm.recompile()
+    return positions
+
+
+def taking_shards(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
+    """``run`` of shards, to be called with parameters."""
+
+    def call(*args: Any) -> Any:
+        given: list[Any] = list(args)
+        for position in positions:
+            given[position] = given[position].to_local()
+        return run(*given)
+
+    return call
