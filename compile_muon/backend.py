@@ -233,10 +233,11 @@ def compile_frame(
     Args:
         lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
     """
-    attend(gm)
-    look_up_own(gm)
     ledger = next((account.ledger for account in map(account_of, example_inputs) if account is not None), None)
     costs = Costs() if ledger is None else ledger.costs
+    if ledger is not None and ledger.shares_sequences:
+        attend(gm)
+        look_up_own(gm)
     if ledger is not None and ledger.notes_logits:
         try:
             note_attention(gm)

@@ -270,6 +270,7 @@ class MuonZero(Optimizer):
         self._assignments = assignments
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
         _warn_of_half_masters(trained)
+        self._ledger.shares_sequences = shared is not None
         self._ledger.notes_logits = config.muon.qk_clip is not None
         self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]

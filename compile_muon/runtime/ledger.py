@@ -74,6 +74,7 @@ class Ledger:
         stepped: whether there is an optimizer, which a copied module does not have.
         checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
+        shares_sequences: whether ranks share sequences (``sequence_parallel``), so that frames see to it.
         notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
     """
 
@@ -89,6 +90,7 @@ class Ledger:
     trail: Trail = field(default_factory=Trail)
     stepped: bool = True
     checks_later: bool = False
+    shares_sequences: bool = False
     notes_logits: bool = False
     _expected: int | None = None
     _steps_unseen: int = 0
