@@ -24,13 +24,9 @@ def _value(node: Node) -> Any:
 def returns_views(gm: GraphModule) -> bool:
     """Whether two results of a graph of Dynamo share memory."""
     (results,) = gm.graph.output_node().args
-    values = {node: _value(node) for node in results if isinstance(node, Node)}
-    held = [value.untyped_storage()._cdata for value in values.values() if type(value) is not DTensor and _plain(value)]
+    values = [_value(node) for node in dict.fromkeys(results) if isinstance(node, Node)]
+    held = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
     return len(set(held)) < len(held)
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def with_shards(gm: GraphModule) -> list[int]:

@@ -500,10 +500,11 @@ class Step:
         else:
             found = f"{others} found inf or nan, and itself says where"
         if batches := self.differing_batches():
-            found = f"{batches}, which makes them NaN"
+            raise NonFiniteError(
+                f"{batches}, which makes them NaN: nothing was updated in step {survey.step}; optimizer.data_place "
+                "says which data a rank is to load"
+            )
         problem = f"{found}: nothing was updated in step {survey.step}"
-        if batches:
-            raise NonFiniteError(f"{problem}; optimizer.data_place says which data a rank is to load")
         if zero.nonfinite == "error":
             raise NonFiniteError(
                 f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps "

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compile_muon.passes.exchange.sequence import Place, copies, cut, from_heads, heads_of, mean_over, to_heads
+from compile_muon.passes.exchange.sequence import Place, cut, from_heads, heads_of, mean_over, to_heads
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
 from compile_muon.sequence.running import Running
 
@@ -84,10 +84,7 @@ def _forward(
     whole = local * place.size if padded_from is None else padded_from
     if POSITIONS in kwargs:
         kwargs["position_ids"] = kwargs.pop(POSITIONS)
-    times = copies(key.shape[1], place.size)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    q, k, v = to_heads([query, key, value], place, whole)
+    q, k, v = to_heads(query, key, value, place, whole)
     if isinstance(attention_mask, Tensor):
         attention_mask = heads_of(attention_mask, place)
     for name in ("s_aux", "sinks"):  # a number for each head

@@ -21,8 +21,6 @@ __all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
 
 #: what blocks hand on to attention: positions in all, where they are padded, and all position ids
 LENGTH, POSITIONS = "_sequence_length", "_sequence_position_ids"
-#: positional arguments of a block, at most
-_MOST = 16
 #: beginnings of the names of blocks' arguments that hold a row for each position, along dim -2
 _PER_POSITION = ("position_embeddings", "per_layer_input", "cos", "sin", "freqs", "rotary")
 
@@ -48,7 +46,8 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
         passes_on: whether blocks hand keyword arguments on to their attention.
     """
     place = running.place
-    names = [*list(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:], *[""] * _MOST]
+    names = list(inspect.signature(inspect.unwrap(type(block).forward)).parameters)[1:]
+    per_position = {number: name for number, name in enumerate(names) if name.startswith(_PER_POSITION)}
 
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -56,7 +55,7 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
             # A cache holds all positions, so who reads one computes all.
             reads = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
             running.alone = running.forced or (reads and not running.compared)
-        if running.alone if passes_on else running.forced:
+        if running.alone:
             return args, kwargs
         if first:
             whole = hidden.shape[1]
@@ -69,8 +68,8 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
         else:
             whole = running.whole if passes_on else hidden.shape[1] * place.size
         args = tuple(
-            _own_rows(name, value, whole, place) if name.startswith(_PER_POSITION) else value
-            for name, value in zip(names, args, strict=False)
+            _own_rows(per_position[number], value, whole, place) if number in per_position else value
+            for number, value in enumerate(args)
         )
         found = dict(kwargs)
         for name, value in kwargs.items():
@@ -98,7 +97,7 @@ def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
     place = running.place
 
     def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not running.joins or (running.alone if passes_on else running.forced):
+        if not running.joins or running.alone:
             return output
         part = output if isinstance(output, Tensor) else output[0]
         whole = join(part, place, running.whole if passes_on else part.shape[1] * place.size)
@@ -144,7 +143,7 @@ def intercepting(cls: type) -> type:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             running = self._sequence_running
             place = running.place
-            if running.forced:
+            if running.alone:
                 return super().forward(*args, **kwargs)
             if torch.compiler.is_compiling() and any(map(partial(_is_mask, args[0], place), (*args, *kwargs.values()))):
                 return _outside_of_graphs(super().forward, place, args, kwargs)

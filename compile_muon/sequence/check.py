@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.errors import ConfigError, config_error
+from compile_muon.model.readers import accounts_of
 from compile_muon.sequence.plan import SequencePlan, plan_of
 from compile_muon.sequence.running import FIELD
 
@@ -92,16 +93,9 @@ def check_first(plan: SequencePlan) -> None:
         with torch.compiler.set_stance("force_eager"):
             return _numbers(model.forward(*short, **named))
 
-    half = any(param.dtype in (torch.bfloat16, torch.float16) for param in _as_read(model))
+    accounts = [account for module in model.modules() for account in accounts_of(module).values()]
+    half = any(account.spec.compute_dtype in ("bfloat16", "float16") for account in accounts)
     _compared(plan, model, outputs, _OF_HALF if half else _OF_SINGLE)
-
-
-def _as_read(model: nn.Module) -> Iterator[Tensor]:
-    """A weight as the model's own code sees it."""
-    for module in model.modules():
-        for name, _ in module.named_parameters(recurse=False):
-            yield getattr(module, name)
-            return
 
 
 def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor], tolerance: float) -> float:

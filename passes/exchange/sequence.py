@@ -12,7 +12,7 @@ runs eagerly, and is traced into graphs as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Place", "attention", "copies", "cut", "from_heads", "heads_of", "join", "mean_over", "to_heads"]
+__all__ = ["Place", "attention", "cut", "from_heads", "heads_of", "join", "mean_over", "to_heads"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -76,11 +76,6 @@ class _Sum(torch.autograd.Function):
         return grad * ctx.size, None, None
 
 
-def copies(kv_heads: int, size: int) -> int:
-    """How often each head of keys and values is there, so that ranks have as many; the least that serves."""
-    return size // math.gcd(kv_heads, size)
-
-
 def cut(x: Tensor, place: Place, dim: int = 1) -> Tensor:
     """This rank's positions of ``x``, which is whole; zeros past its end."""
     dim %= x.ndim
@@ -97,11 +92,17 @@ def join(x: Tensor, place: Place, whole: int, dim: int = 1) -> Tensor:
     return torch.cat(parts.unbind(0), dim).narrow(dim, 0, whole)
 
 
-def to_heads(tensors: Sequence[Tensor], place: Place, whole: int) -> list[Tensor]:
-    """``[B, H, s, D]`` each to ``[B, H / size, whole, D]`` each, by one exchange; H and D may differ among them."""
+def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int) -> list[Tensor]:
+    """``[B, H, s, D]`` each to ``[B, H / size, whole, D]`` each, by one exchange; H and D may differ among them.
+
+    Heads of keys and values that ``size`` does not divide are there several times, as few as serve.
+    """
     size = place.size
+    copies = size // math.gcd(key.shape[1], size)
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     parts, shapes = [], []
-    for x in tensors:
+    for x in (query, key, value):
         batch, heads, local, width = x.shape
         own = heads // size
         x = x.reshape(batch, size, own, local, width).permute(1, 0, 3, 2, 4)
@@ -149,10 +150,7 @@ def attention(
         place: of this rank.
     """
     local = query.shape[2]
-    times = copies(key.shape[1], place.size)
-    if times > 1:
-        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-    q, k, v = to_heads([query, key, value], place, local * place.size)
+    q, k, v = to_heads(query, key, value, place, local * place.size)
     grouped = enable_gqa and q.shape[1] != k.shape[1]
     out = inner(q, k, v, heads_of(attn_mask, place), dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     return from_heads(out.transpose(1, 2), place, local).transpose(1, 2)
