@@ -32,14 +32,14 @@ def _called(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _numbers(output: Any) -> Tensor:
-    """Of what a model returns its logits or hidden states, ``[B, S or s, ...]``."""
+    """Of what a model returns its logits or hidden states, ``[B, S or s, ...]``; its loss where that is all."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(found := getattr(output, name, None), Tensor):
             return found
-    for found in tree_leaves(output):
-        if isinstance(found, Tensor) and found.is_floating_point() and found.ndim > 1:
-            return found
-    raise config_error(FIELD, type(output).__name__, "holds no tensor with positions", "return logits as well")
+    numbers = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    if not numbers:
+        raise config_error(FIELD, type(output).__name__, "holds no tensor to compare", "return logits or a loss")
+    return next((x for x in numbers if x.ndim > 1), numbers[0])
 
 
 def check_sequence(model: nn.Module, batch: Any, *, tolerance: float = 1e-3) -> float:
@@ -108,7 +108,7 @@ def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor
                 wholes = outputs()
     finally:
         model.train(training)
-    if parts.shape[1] != wholes.shape[1]:  # this rank's positions, and what pads them
+    if parts.shape != wholes.shape:  # this rank's positions, and what pads them
         local = place.local(wholes.shape[1])
         wholes = wholes[:, place.index * local : (place.index + 1) * local]
         parts = parts[:, : wholes.shape[1]]

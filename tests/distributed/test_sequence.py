@@ -282,6 +282,31 @@ def test_a_check_tells_blocks_that_count_positions_by_themselves(ranks) -> None:
         assert "changes what Masked computes" in said and "count positions from their own first one" in said
 
 
+class Losing(Masked):
+    """Returns its loss alone, as models of small trainers do."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).logsumexp(-1).square().mean()
+
+
+def first_loss(*, counts: bool) -> str:
+    torch.manual_seed(0)
+    model = Losing(counts=counts)
+    optimizer = sharded(model, blocks=("blocks",))
+    model(torch.arange(20).view(2, 10)).backward()
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_first_step_compares_a_loss_where_that_is_all(ranks, counts) -> None:  # type: ignore[no-untyped-def]
+    for said in ranks(2).run(first_loss, counts=counts):
+        assert ("changes what Losing computes" in said) == counts
+
+
 def first_step(*, counts: bool, compiled: bool) -> str:
     torch.manual_seed(0)
     model: Any = Masked(counts=counts) if not compiled else built("Llama", use_cache=True)
