@@ -5,8 +5,9 @@
     python3 benchmarks/gpu.py --only products    # one of them
 
 Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
-that need them. The package is taken from this checkout, laid out under build/ as it would be installed. A step that
-fails or takes too long does not keep the next from running. Ends with status 1 if one did, with 2 without a GPU.
+that need them. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
+nothing run side by side. One that fails or takes too long does not keep the next from running. Ends with status 1 if
+one did, with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,7 +42,11 @@ EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample
 PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "tests/kernels/gpu")
 # What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
 ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
-PARALLEL = ("-n", "4") if importlib.util.find_spec("xdist") else ()
+WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
+PARALLEL = ("-n", WORKERS, "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
+SPREAD = ("-n", WORKERS) if PARALLEL else ()
+#: of tests/distributed: those that train where they are told to
+TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Step:
         environment: added to the driver's.
         config: for the example: written to {out}/NAME.config.json, which is handed to it.
         tuned: run with the copy of the package whose tiles the step "tune" has written.
+        timed: nothing else may run beside it.
     """
 
     name: str
@@ -64,10 +73,11 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] | None = None
     tuned: bool = False
+    timed: bool = False
 
 
-def _train(stage: int, compiled: bool, launcher: tuple[str, ...] = ONE_RANK, name: str = "") -> Step:
-    how = "compiled" if compiled else "eager"
+def _train(stage: int, compiled: object, launcher: tuple[str, ...] = ONE_RANK, name: str = "") -> Step:
+    how = name or ("compiled" if compiled else "eager")
     return Step(
         name or f"train-{stage}-{how}",
         5,
@@ -90,36 +100,43 @@ _ALL_SHAPES = (*_SHAPES, "8B, all matrices")
 
 def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool = False) -> Step:
     command = ("benchmarks/newton_schulz.py", "--shapes", *shapes, "--repeats", "3", "--json", "{out}/{name}.json")
-    return Step(name, 10, tells, command, needs=("rich",), tuned=tuned)
+    return Step(name, 10, tells, command, needs=("rich",), tuned=tuned, timed=True)
 
 
 def _one_billion(name: str, tells: str, *more: str) -> Step:
     contenders = ("ours-muon", "ours-adamw", "plain-muon", "plain-adamw")  # side by side some 110 GB
     command = ("benchmarks/train_step.py", "--preset", "1b", "--device", "cuda", "--dtype", "bfloat16", "--ranks", "1")
     command += ("--stages", "0", "--repeats", "1", "--timeout", "300", "--contenders", *contenders, *more)
-    return Step(name, 12, tells, (*command, "--json", "{out}/{name}.json"), needs=("rich", "matplotlib"))
+    return Step(name, 12, tells, (*command, "--json", "{out}/{name}.json"), needs=("rich", "matplotlib"), timed=True)
 
 
 STEPS = (
     Step("products", 3, "the kernels launch, are right, and win from some size on",
-         ("benchmarks/products.py", "--json", "{out}/{name}.json")),
+         ("benchmarks/products.py", "--json", "{out}/{name}.json"), timed=True),
     Step("tests", 8, "everything else about the kernels",
-         (*PYTEST, *ON_GPU, *PARALLEL, "--maxfail", "5", "-k", "not sanitizer and not 32_bit"),
+         (*PYTEST, *ON_GPU, *SPREAD, "--maxfail", "5", "-k", "not sanitizer and not 32_bit"),
          needs=("pytest", "rich")),
+    Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
+         ("-m", "pytest", "-q", "-rs", "-m", "not campaign", "-o", "cpu_limit=600", *PARALLEL,
+          *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
+         needs=("pytest", "rich", "transformers"),
+         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}),
     _train(0, True),
     _train(0, False),
     _train(3, True),
     _train(3, False),
     _train(3, True, TWO_RANKS, "train-3-two-ranks"),
+    _train(3, {"cuda_graphs": True}, name="train-3-graphs"),
     _newton_schulz("newton-schulz", "percent of peak, where cuBLAS and other libraries are faster", _ALL_SHAPES),
     _one_billion("step-1b", "the price of Muon: tokens per second with it, with AdamW, and of plain torch"),
     _one_billion("memory-1b", "peak memory of the same", "--memory", "--steps", "1"),
     Step("tune", 10, "tiles and thresholds as measured, in tiles.json; the checkout keeps its own",
          ("benchmarks/tune_tiles.py", "--minutes", "8", "--write", "{tuned}/compile_muon/kernels/gpu/tiles.json",
-          "--json", "{out}/tiles.json"), needs=("rich",), tuned=True),
+          "--json", "{out}/tiles.json"), needs=("rich",), tuned=True, timed=True),
     _newton_schulz("newton-schulz-tuned", "what the tuned tiles are worth", _SHAPES, tuned=True),
     Step("profile", 5, "NVTX ranges are pushed; the kernels of a step",
-         ("benchmarks/profile_step.py", "--json", "{out}/{name}.json", "--trace", "{out}/{name}.trace.json")),
+         ("benchmarks/profile_step.py", "--json", "{out}/{name}.json", "--trace", "{out}/{name}.trace.json"),
+         timed=True),
     # The caching allocator hides what is out of bounds within its blocks.
     Step("sanitizer", 15, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
          needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
@@ -158,18 +175,41 @@ class Driver:
         self._package = package
         self._tuned = tuned
         self._say = say
+        self._running: set[subprocess.Popen[bytes]] = set()
         self.outcomes: list[Outcome] = []
 
     def run(self, steps: Iterable[Step], about: Mapping[str, object]) -> list[Outcome]:
-        """All steps; `about` and the outcomes so far are written after each."""
+        """All steps, neighbours that time nothing side by side; `about` and the outcomes are written after each.
+
+        Raises:
+            KeyboardInterrupt: no more are to be run; those that were running are stopped.
+        """
         steps = list(steps)
-        for number, step in enumerate(steps, start=1):
-            self._say(f"[{number}/{len(steps)}] {step.name}: {step.tells} (at most {step.minutes:g} min)")
+        numbers = {step.name: number for number, step in enumerate(steps, start=1)}
+        writing = threading.Lock()
+
+        def run(step: Step) -> None:
+            self._say(f"[{numbers[step.name]}/{len(steps)}] {step.name}: {step.tells} (at most {step.minutes:g} min)")
             outcome = self._run(step)
-            self.outcomes.append(outcome)
-            self._say(f"      {outcome.result}{': ' * bool(outcome.reason)}{outcome.reason} ({outcome.seconds:.0f} s)")
-            report = {**about, "steps": [asdict(outcome) for outcome in self.outcomes]}
-            (self._out / "steps.json").write_text(json.dumps(report, indent=1) + "\n")
+            with writing:
+                self.outcomes.append(outcome)
+                self.outcomes.sort(key=lambda outcome: numbers[outcome.name])
+                why = f": {outcome.reason}" if outcome.reason else ""
+                self._say(f"      {step.name} {outcome.result}{why} ({outcome.seconds:.0f} s)")
+                report = {**about, "steps": [asdict(outcome) for outcome in self.outcomes]}
+                (self._out / "steps.json").write_text(json.dumps(report, indent=1) + "\n")
+
+        for number, (timed, together) in enumerate(groupby(steps, lambda step: step.timed)):
+            for several in [[step] for step in together] if timed else [list(together)]:
+                with ThreadPoolExecutor(len(several), f"steps-{number}") as pool:
+                    started = [pool.submit(run, step) for step in several]
+                    try:
+                        for future in started:
+                            future.result()
+                    except KeyboardInterrupt:
+                        for process in list(self._running):
+                            process.terminate()
+                        raise
         return self.outcomes
 
     def _run(self, step: Step) -> Outcome:
@@ -194,7 +234,7 @@ class Driver:
         with open(log, "w") as stream:
             stream.write(f"$ {shown}\n")
             stream.flush()
-            status = _call(command, environment, stream, 60 * step.minutes)
+            status = self._call(command, environment, stream, 60 * step.minutes)
         seconds = time.monotonic() - started
         lines = tuple(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if status is None:
@@ -205,23 +245,31 @@ class Driver:
             result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
         return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines)
 
+    def _call(self, command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
+        """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self._running.add(process)
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it alone: what it has started is for it to end
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            return None
+        finally:
+            self._running.discard(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
-def _call(command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
-    """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        return process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # it alone: what it has started is for it to end
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        return None
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+
+# What pip would write: torch finds a backend by its name in there.
+_INSTALLED = {
+    "METADATA": "Metadata-Version: 2.1\nName: compile_muon\nVersion: 0\n",
+    "entry_points.txt": "[torch_dynamo_backends]\nmuon_zero = compile_muon.backend:muon_zero\n",
+}
 
 
 def lay_out(folder: Path, *, copy_kernels: bool = False) -> Path:
@@ -229,6 +277,10 @@ def lay_out(folder: Path, *, copy_kernels: bool = False) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / "compile_muon"
     package.mkdir(parents=True)
+    facts = folder / "compile_muon-0.dist-info"
+    facts.mkdir()
+    for name, text in _INSTALLED.items():
+        (facts / name).write_text(text)
     for source in [*(ROOT / "compile_muon").iterdir(), ROOT / "passes", ROOT / "kernels"]:
         if source.name == "__pycache__":
             continue

@@ -72,7 +72,8 @@ def build() -> Path:
     rest = FOLDER / "rest.c"
     visible = '__attribute__((visibility("default")))'
     rest.write_text("".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(wanted, served, source)))
-    folders = [FOLDER / "include", site / "triton/backends/nvidia/include", *site.glob("nvidia/*/include")]
+    # Triton's last: its headers may be of another CUDA than torch's.
+    folders = [FOLDER / "include", *site.glob("nvidia/*/include"), site / "triton/backends/nvidia/include"]
     include = [part for folder in folders for part in ("-I", str(folder))]
     subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(rest), "-o", str(rest.with_suffix(".o"))], check=True)
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-O1", "-w", "-fno-strict-aliasing", *include, str(SOURCE)]

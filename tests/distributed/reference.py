@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from books import AUXILIARIES, BOOKS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 import compile_muon
 from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
@@ -24,6 +26,7 @@ from compile_muon.config import ExpertParallelConfig, SequenceParallelConfig, co
 __all__ = [
     "ADAMW_EPS",
     "ADAMW_LR",
+    "DEVICE",
     "DIRECTION_TOLERANCE",
     "GRADIENT_TOLERANCE",
     "PARAMETER_TOLERANCE",
@@ -34,10 +37,16 @@ __all__ = [
     "full",
     "hidden_matrices",
     "newton_schulz",
+    "placed",
     "relative_error",
     "train",
     "world_and_rank",
 ]
+
+#: where models train that are compared; their references stay on the host. One GPU serves several ranks, over Gloo.
+DEVICE = torch.device(os.environ.get("COMPILE_MUON_TEST_DEVICE", "cpu"))
+if DEVICE.type == "cuda":
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions; products of float32 matrices are exact by default
 
 #: relative Frobenius
 PARAMETER_TOLERANCE = 1e-5
@@ -188,9 +197,14 @@ def world_and_rank() -> tuple[int, int]:
 
 
 def full(tensor: Tensor | None) -> Tensor:
-    """The whole of a sharded tensor; collective."""
+    """The whole of a sharded tensor, on the host; collective."""
     assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+
+def placed(batch: Any) -> Any:
+    """Its tensors where models train."""
+    return tree_map(lambda x: x.to(DEVICE) if isinstance(x, Tensor) else x, batch)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -291,6 +305,7 @@ def train(
     exact = Reference(copy.deepcopy(whole).double(), matrices) if measure_noise else None
     if by_context:
         settings["gradient_accumulation_steps"] = 1
+    model.to(DEVICE)
     mesh = settings.pop("mesh", None)
     config = config_from_kwargs(
         lr=LR, momentum=MOMENTUM, weight_decay=DECAY, adamw_lr=ADAMW_LR, adamw_betas=BETAS,
@@ -324,7 +339,7 @@ def train(
         for k in range(micro):
             last = k == micro - 1
             with optimizer.accumulate() if by_context and not last else contextlib.nullcontext():
-                (loss(run, data(step, k, rank)) / micro).backward()
+                (loss(run, placed(data(step, k, rank))) / micro).backward()
         # what clip_grad_norm_ and loggers see
         gradients = {name: full(param.grad).clone() for name, param in named.items() if param.grad is not None}
         optimizer.step()

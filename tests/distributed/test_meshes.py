@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import Report, full, train
+from reference import DEVICE, Report, full, train
 from test_training import MATRICES, STEPS, Odd, cases, data, loss
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,7 @@ NAMES = ("replicate", "shard")
 
 def train_on(shape: tuple[int, int], **settings: Any) -> Report:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=NAMES)
     return train(Odd(), MATRICES, loss, data, steps=STEPS, mesh=mesh, **settings)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from books import BETA2
 from harness import Ranks
-from reference import Report, full, train, world_and_rank
+from reference import DEVICE, Report, full, train, world_and_rank
 from test_training import MATRICES, STEPS, Odd, data, loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -142,7 +142,7 @@ def trained_in_parts(way: str, view: str, mesh: tuple[int, int] | None = None, *
     torch.manual_seed(0)
     views, blocks = VIEWS[view]
     if mesh is not None:
-        settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        settings["mesh"] = init_device_mesh(DEVICE.type, mesh, mesh_dim_names=("replicate", "shard"))
     return train(
         Fused(), FUSED, loss, data, steps=STEPS, blocks=blocks, muon_views=views, **settings_of(way), **settings
     )

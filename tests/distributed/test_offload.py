@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import Ranks
-from reference import full, world_and_rank
+from reference import DEVICE, full, placed, world_and_rank
 from test_training import Odd, data, loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,9 +38,9 @@ def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any
 
 def made(*, mesh: tuple[int, int] | None = None, **settings: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
     torch.manual_seed(0)
-    model = Odd()
+    model = Odd().to(DEVICE)
     if mesh is not None:
-        settings["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        settings["mesh"] = init_device_mesh(DEVICE.type, mesh, mesh_dim_names=("replicate", "shard"))
     return model, compile_muon.MuonZero(model, ns_dtype="float32", **settings)
 
 
@@ -57,7 +57,7 @@ def run(
     called = model if codegen is None else torch.compile(model, backend="muon_zero", options={"codegen": codegen})
     for step in steps:
         for k in range(micro):
-            (loss(called, data(step, k, rank)) / micro).backward()
+            (loss(called, placed(data(step, k, rank))) / micro).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
