@@ -314,9 +314,9 @@ def draw(rows: list[Row], title: str, path: Path) -> None:
         ("sent per rank and step, MB", "bytes_per_step", 1e6, first),
     ]
     panels = [panel for panel in panels if any(getattr(row, panel[1]) is not None for row in panel[3])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.5), squeeze=False)
     width = 0.8 / len(names)
-    for axis, (label, field, unit, shown) in zip(axes, panels, strict=True):
+    for axis, (label, field, unit, shown) in zip(axes[0], panels, strict=True):
         for place, stage in enumerate(stages):
             group = [row for row in shown if row.stage == stage and getattr(row, field) is not None]
             for index, row in enumerate(group):
