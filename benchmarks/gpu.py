@@ -209,7 +209,7 @@ class Driver:
                             future.result()
                     except KeyboardInterrupt:
                         for process in list(self._running):
-                            process.terminate()
+                            _ask_to_end(process)
                         raise
         return self.outcomes
 
@@ -255,8 +255,7 @@ class Driver:
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            # It alone: what it has started is for it to end. pytest says what it has seen when it is interrupted.
-            process.send_signal(signal.SIGINT if "pytest" in command else signal.SIGTERM)
+            _ask_to_end(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
             return None
@@ -265,6 +264,12 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _ask_to_end(process: subprocess.Popen[bytes]) -> None:
+    """It alone: what it has started is for it to end."""
+    # pytest says what it has seen when it is interrupted.
+    process.send_signal(signal.SIGINT if "pytest" in process.args else signal.SIGTERM)
 
 
 # What pip would write: torch finds a backend by its name in there.
