@@ -51,6 +51,7 @@ _INSTRUCTIONS = {
     "TMA": r"\bcp\.async\.bulk\.tensor",
     "cp.async": r"\bcp\.async\.cg",
     "2-byte stores": r"\bst\.global\.b16",
+    "max.NaN": r"\bmax\.NaN\.f32",
 }
 
 

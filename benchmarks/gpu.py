@@ -39,7 +39,7 @@ ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
 TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
 EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample-bytes", "50")
 # Also what the suite leaves to campaigns: a GPU takes no time for it.
-PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "tests/kernels/gpu")
+PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/kernels/gpu")
 # What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
 ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
 WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
@@ -116,7 +116,7 @@ STEPS = (
          (*PYTEST, *ON_GPU, *SPREAD, "-k", "not sanitizer and not 32_bit"),
          needs=("pytest", "rich")),
     Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
-         ("-m", "pytest", "-q", "-rs", "-m", "not campaign", "-o", "cpu_limit=600", *PARALLEL,
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *PARALLEL,
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
          environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}),

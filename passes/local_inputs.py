@@ -21,6 +21,11 @@ def _value(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
+def _is_to_local(node: Node) -> bool:
+    """A method, or as torch 2.11 and 2.12 trace it a function of Dynamo's own."""
+    return "to_local" in (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+
+
 def returns_views(gm: GraphModule) -> bool:
     """Whether two results of a graph of Dynamo share memory."""
     (results,) = gm.graph.output_node().args
@@ -34,9 +39,7 @@ def with_shards(gm: GraphModule) -> list[int]:
     positions = []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
-        local = [
-            user for user in users if user.op == "call_method" and user.target == "to_local" and user.args == (node,)
-        ]
+        local = [user for user in users if _is_to_local(user) and user.args == (node,)]
         if not isinstance(_value(node), DTensor) or not users or len(local) < len(users):
             continue
         node.meta = {**node.meta, "example_value": _value(local[0])}

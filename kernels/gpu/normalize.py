@@ -109,7 +109,9 @@ def divide_kernel(
     sums = tl.load(start + programs, mask=i < programs, other=0.0)
     largest = tl.max(each, axis=0)
     shrink = each / largest
-    norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), tl.maximum(eps / largest, TINY))
+    # The sum is NaN where any entry is NaN or infinite, and has to stay it: else such a matrix would pass for one.
+    least = tl.maximum(eps / largest, TINY)
+    norm = tl.maximum(tl.sqrt(tl.sum(sums * shrink * shrink, axis=0)), least, propagate_nan=tl.PropagateNan.ALL)
     r, c, inside, x_tile = _load(
         x, matrix, program % tiles, across, rows, cols, matrix_stride, row_stride, col_stride, ROWS, COLS
     )
