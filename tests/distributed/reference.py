@@ -199,7 +199,8 @@ def world_and_rank() -> tuple[int, int]:
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor, on the host; collective."""
     assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+    tensor = tensor.cpu()  # first: Gloo's gather of several tensors reads those on a GPU as if they were on the host
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def placed(batch: Any) -> Any:
