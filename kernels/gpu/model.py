@@ -10,10 +10,10 @@ So a block alone on its multiprocessor runs at a part ``solo`` of the rate, beca
 loads, products and stores; and what a block does before and after its loop, ``overhead``, is hidden behind the blocks
 beside it. Memory is no limit of these kernels: from 512 up each of their operands is read from L2.
 
-What is assumed, and by what it would be replaced, stands in ``tiles.json`` under ``device``; for all three
-architectures it is **estimated**: rates from published figures of Triton and cuBLAS on large products, overhead and
-launch from the latencies of a pipeline's first loads and of a graph's kernel nodes. ``benchmarks/tune_tiles.py``
-measures rates.
+What is assumed, and where it comes from, stands in ``tiles.json``. Rates of sm_90 are measured by
+``benchmarks/tune_tiles.py``, those of the others **estimated** from published figures of Triton and cuBLAS on large
+products; overhead and launch from the latencies of a pipeline's first loads and of a graph's kernel nodes. On an H100
+squares from 1024 to 8192 take 0.98 to 1.18 of what this says.
 """
 
 from collections.abc import Sequence

@@ -199,8 +199,14 @@ def world_and_rank() -> tuple[int, int]:
 def full(tensor: Tensor | None) -> Tensor:
     """The whole of a sharded tensor, on the host; collective."""
     assert tensor is not None
-    tensor = tensor.cpu()  # first: Gloo's gather of several tensors reads those on a GPU as if they were on the host
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor.cpu()
+    if tensor.device.type != "cpu":  # Gloo's gather of several tensors reads those on a GPU as if they were on the host
+        local, mesh, shape = tensor.to_local().cpu(), tensor.device_mesh, tensor.shape
+        tensor = DTensor.from_local(
+            local, mesh, tensor.placements, run_check=False, shape=shape, stride=tensor.stride()
+        )
+    return tensor.full_tensor()
 
 
 def placed(batch: Any) -> Any:
