@@ -3,6 +3,7 @@
     make gpu                                     # all of it, results in runs/gpu/
     python3 benchmarks/gpu.py --list             # the steps
     python3 benchmarks/gpu.py --only products    # one of them
+    python benchmarks/gpu.py --rehearse          # without a GPU: whether the steps run to their ends (rehearse/)
 
 Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
 that need them. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
@@ -27,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -63,6 +64,7 @@ class Step:
         config: for the example: written to {out}/NAME.config.json, which is handed to it.
         tuned: run with the copy of the package whose tiles the step "tune" has written.
         timed: nothing else may run beside it.
+        numbers: what the device computes is compared, so that there is nothing to rehearse.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Step:
     config: Mapping[str, object] | None = None
     tuned: bool = False
     timed: bool = False
+    numbers: bool = False
 
 
 def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RANK) -> Step:
@@ -114,12 +117,12 @@ STEPS = (
          ("benchmarks/products.py", "--json", "{out}/{name}.json"), timed=True),
     Step("tests", 8, "everything else about the kernels",
          (*PYTEST, *ON_GPU, *SPREAD, "-k", "not sanitizer and not 32_bit"),
-         needs=("pytest", "rich")),
+         needs=("pytest", "rich"), numbers=True),
     Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
          ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *PARALLEL,
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
-         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}),
+         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
     _train(0),
     _train(0, "eager"),
     _train(3),
@@ -140,8 +143,9 @@ STEPS = (
          timed=True),
     # The caching allocator hides what is out of bounds within its blocks.
     Step("sanitizer", 15, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
-         needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-    Step("offsets", 5, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"), needs=("pytest", "rich")),
+         needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, numbers=True),
+    Step("offsets", 5, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"),
+         needs=("pytest", "rich"), numbers=True),
 )  # fmt: skip
 
 
@@ -309,9 +313,18 @@ print(json.dumps(about | {"triton": triton.__version__}))
 """
 
 
-def probe() -> dict | str:
+def _rehearsed() -> dict[str, str]:
+    """Of programs that have a device which computes nothing, and numbers that are made up."""
+    sys.path.insert(0, str(ROOT / "rehearse"))
+    import library
+
+    library.build()
+    return library.environment() | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
+
+
+def probe(environment: Mapping[str, str]) -> dict | str:
     """What the results depend on: versions, device, driver and clocks; or why nothing can run."""
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
     if done.returncode:
         return f"{sys.executable} cannot import torch and Triton: {done.stderr.strip().splitlines()[-1]}"
     about = json.loads(done.stdout.splitlines()[-1])
@@ -331,7 +344,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="show the steps, run none")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="where logs and results go")
+    parser.add_argument("--out", type=Path, help="where logs and results go; default: runs/gpu, or runs/rehearsed")
+    parser.add_argument("--rehearse", action="store_true", help="no GPU, and one step after the other")
     options = parser.parse_args(argv)
     known = [step.name for step in STEPS]
     for name in options.only or ():
@@ -342,15 +356,19 @@ def main(argv: list[str] | None = None) -> int:
         for step in steps:
             print(f"{step.name:20} {step.minutes:4g} min  {step.tells}")
         return 0
-    about = probe()
+    environment = dict(os.environ)
+    if options.rehearse:
+        steps = [replace(step, timed=True) for step in steps if not step.numbers]
+        environment |= _rehearsed()
+    about = probe(environment)
     if isinstance(about, str):
         print(f"make gpu: {about}", file=sys.stderr)
         return 2
-    out = (ROOT / options.out).resolve()
+    out = (ROOT / (options.out or ("runs/rehearsed" if options.rehearse else "runs/gpu"))).resolve()
     out.mkdir(parents=True, exist_ok=True)
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     package, tuned = lay_out(ROOT / "build" / "gpu"), lay_out(ROOT / "build" / "gpu_tuned", copy_kernels=True)
-    driver = Driver(out, os.environ, package, tuned, lambda text: print(text, flush=True))
+    driver = Driver(out, environment, package, tuned, lambda text: print(text, flush=True))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         driver.run(steps, about)

@@ -173,6 +173,12 @@ def worst_block(result: Tensor, exact: Tensor) -> float:
     return float(worst.nan_to_num(nan=torch.inf))
 
 
+def asymmetry_of(x: Tensor) -> float:
+    """The largest difference of a matrix from its transpose, in parts of its largest entry."""
+    wide = x.double()
+    return float((wide - wide.mT).abs().max() / wide.abs().max())
+
+
 class Oracle:
     """The exact results of a case in float64: of every matrix of a small case, of each group's first and last else."""
 

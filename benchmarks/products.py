@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from orthogonalizers import worst_block
+from orthogonalizers import asymmetry_of, worst_block
 from torch import Tensor
 
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on
@@ -62,12 +62,6 @@ def measure(products: Products, size: int) -> list[dict]:
         right = error <= BOUND and asymmetry <= torch.finfo(result.dtype).eps
         rows.append(row | {"ms": ms, "torch_ms": torch_ms, "speed_up": torch_ms / ms, "right": right})
     return rows
-
-
-def asymmetry_of(x: Tensor) -> float:
-    """The largest difference of a matrix from its transpose, in parts of its largest entry."""
-    wide = x.double()
-    return float((wide - wide.mT).abs().max() / wide.abs().max())
 
 
 def main() -> int:

@@ -1,8 +1,7 @@
 """One rank of several that are not there: what it would hear of them, and numbers that nobody computes.
 
-This process plays one rank, and no kernel runs. So the numbers that the host reads in ``optimizer.step()`` are made up:
-every gradient has a norm, every direction holds, and all ranks say what this one says. It changes functions of torch
-and of the package in this process alone, which does nothing else.
+This process plays one rank, and no kernel runs, so the numbers that the host reads are made up (:mod:`scripted`). It
+changes functions of torch and of the package in this process alone, which does nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from device import Device, Touches
+from scripted import script
 
 __all__ = ["Alone", "group_of"]
-
-#: facts that ranks add up; of the others all say the same
-_ADDED = ("ready", "missing", "refused", "rate")
 
 
 class Alone:
@@ -52,29 +49,11 @@ class Alone:
     def _survey(self) -> None:
         from compile_muon.runtime.survey import Survey
 
-        add_facts, wait = Survey.add_facts, Survey.wait
-        said: dict[Any, dict[tuple[str, str], float]] = {}
-
-        def facts(survey: Any, what: str, found: Any) -> None:
-            said.setdefault(id(survey), {}).update({(what, name): number for name, number in found.items()})
-            add_facts(survey, what, found)
-
-        def waited(survey: Any) -> None:
-            wait(survey)
-            own, world = said.pop(id(survey), {}), 1 if survey.group is None else survey.group.size()
-            for what, numbers in survey._read.items():
-                for name in numbers:
-                    number = own.get((what, name))
-                    made_up = 0.25 if what == "gradient" else 0.0
-                    numbers[name] = made_up if number is None else number * (world if what in _ADDED else 1)
-
-        def each(survey: Any, what: str) -> list[tuple[float, ...]]:
-            return [(0.0,)] * (1 if survey.group is None else survey.group.size())
+        script(Survey)
 
         def objects(value: Any, group: Any) -> list[Any]:
             return [value] * group.size()
 
-        Survey.add_facts, Survey.wait, Survey.each = facts, waited, each  # type: ignore[method-assign, assignment]
         for name, module in list(sys.modules.items()):
             if name.startswith("compile_muon") and hasattr(module, "gather_objects"):
                 module.gather_objects = objects  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["FOLDER", "LIBRARY", "build", "symbols_of", "under_it"]
+__all__ = ["FOLDER", "LIBRARY", "build", "environment", "symbols_of", "under_it"]
 
 SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(__file__).resolve().parents[1] / "build" / "rehearse"
@@ -83,11 +83,9 @@ def build() -> Path:
     return LIBRARY
 
 
-def under_it() -> None:
-    """Start this program again with the library in the place of CUDA's, unless it has it already."""
-    if str(LIBRARY) in os.environ.get("LD_PRELOAD", ""):
-        return
-    environment = os.environ | {
+def environment() -> dict[str, str]:
+    """Of a program that is to have the library in the place of CUDA's, beside that of this one."""
+    return {
         "LD_PRELOAD": str(build()),
         "LD_LIBRARY_PATH": str(FOLDER),
         "TRITON_LIBCUDA_PATH": str(FOLDER),
@@ -99,4 +97,9 @@ def under_it() -> None:
         "CUBLAS_WORKSPACE_CONFIG": ":16:1",
         "CUBLASLT_WORKSPACE_SIZE": "16",
     }
-    os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+
+
+def under_it() -> None:
+    """Start this program again with the library in the place of CUDA's, unless it has it already."""
+    if str(LIBRARY) not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,3 +119,35 @@ def test_bytes_of_collectives_are_those_of_rings(module) -> None:
     }
     for name, sent in calls.items():
         assert cases.sent_bytes([order.Op("nccl", 1, name, amount=100, ranks=4)]) == sent
+
+
+# --- programs that are rehearsed as they are --------------------------------------------------------------------------
+
+
+def test_numbers_are_made_up_in_what_a_program_imports() -> None:
+    code = (
+        "import orthogonalizers, yardsticks; from compile_muon.runtime.survey import Survey;"
+        "assert orthogonalizers.worst_block(None, None) == 0.0;"
+        "assert Survey.wait.__module__ == Survey.each.__module__ == 'scripted'"
+    )
+    path = os.pathsep.join([str(FOLDER / "programs"), str(FOLDER.parent / "benchmarks")])
+    ran = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    assert not ran.returncode, ran.stderr
+
+
+def test_all_ranks_say_what_this_one_says(module) -> None:
+    class Survey:
+        group = SimpleNamespace(size=lambda: 4)
+
+        def __init__(self) -> None:
+            self._read = {"gradient": {"norm": None}, "ready": {"a": None}, "held": {"b": None}}
+
+        def add_facts(self, what: str, found: Any) -> None: ...
+        def wait(self) -> None: ...
+
+    module("scripted").script(Survey)
+    survey: Any = Survey()
+    survey.add_facts("ready", {"a": 2.0})
+    survey.wait()
+    assert survey._read == {"gradient": {"norm": 0.25}, "ready": {"a": 8.0}, "held": {"b": 0.0}}
+    assert survey.each("digest") == [(0.0,)] * 4

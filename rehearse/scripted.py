@@ -1,0 +1,37 @@
+"""Numbers that nobody computes: what the host reads in ``optimizer.step()`` is made up.
+
+Every gradient has a norm, every direction holds, and all ranks say what this one says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["script"]
+
+#: facts that ranks add up; of the others all say the same
+_ADDED = ("ready", "missing", "refused", "rate")
+
+
+def script(survey: Any) -> None:
+    """Have the class ``compile_muon.runtime.survey.Survey`` read such numbers."""
+    add_facts, wait = survey.add_facts, survey.wait
+    said: dict[Any, dict[tuple[str, str], float]] = {}
+
+    def facts(self: Any, what: str, found: Any) -> None:
+        said.setdefault(id(self), {}).update({(what, name): number for name, number in found.items()})
+        add_facts(self, what, found)
+
+    def waited(self: Any) -> None:
+        wait(self)
+        own, world = said.pop(id(self), {}), 1 if self.group is None else self.group.size()
+        for what, numbers in self._read.items():
+            for name in numbers:
+                number = own.get((what, name))
+                made_up = 0.25 if what == "gradient" else 0.0
+                numbers[name] = made_up if number is None else number * (world if what in _ADDED else 1)
+
+    def each(self: Any, what: str) -> list[tuple[float, ...]]:
+        return [(0.0,)] * (1 if self.group is None else self.group.size())
+
+    survey.add_facts, survey.wait, survey.each = facts, waited, each
