@@ -358,7 +358,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     environment = dict(os.environ)
     if options.rehearse:
-        steps = [replace(step, timed=True) for step in steps if not step.numbers]
+        # Bytes that are sampled are numbers too.
+        steps = [
+            replace(step, timed=True, command=step.command + ("--sample-bytes", "0") * step.command.count(EXAMPLE[0]))
+            for step in steps
+            if not step.numbers
+        ]
         environment |= _rehearsed()
     about = probe(environment)
     if isinstance(about, str):

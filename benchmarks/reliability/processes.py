@@ -139,10 +139,9 @@ def start(function: Callable[..., Any], *args: Any, log: Path | None = None) -> 
         except BaseException as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             said = (None, (names, str(error)[:_TEXT]))
-        # Without its stack: the interpreter's exit frees nothing that would matter, and may hang in destructors.
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        # As the interpreter ends threads: pools are told, and all are waited for. The rest of its exit frees nothing
+        # that would matter, and may hang in destructors.
+        threading._shutdown()  # type: ignore[attr-defined]
         os.write(theirs, pickle.dumps(said))
     finally:
         os._exit(code)

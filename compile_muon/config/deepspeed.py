@@ -142,8 +142,9 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
     _put_precision(given, top)
     experts = _built(given, ExpertParallelConfig, "expert_parallel", top.get("expert_parallel", {}))
     positions = dict(section(given, "sequence_parallel", top.get("sequence_parallel", {})))
-    if (ranks := top.get("sequence_parallel_size")) is not None:  # DeepSpeed's
-        positions.setdefault("size", ranks)
+    if (ranks := top.get("sequence_parallel_size")) is not None and positions.setdefault("size", ranks) != ranks:
+        problem = f"contradicts sequence_parallel.size = {positions['size']!r}"
+        given.mistakes.add(config_error("sequence_parallel_size", ranks, problem, "keep one of the two"))
     sequence = _built(given, SequenceParallelConfig, "sequence_parallel", positions)
     config = given.best(
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,

@@ -19,15 +19,10 @@ from scripted import script  # noqa: E402
 
 
 def _torch(module: ModuleType) -> None:
-    """cuDNN is the real one, which finds no device; and what is drawn is the first of all."""
+    """cuDNN is the real one, which finds no device."""
     import torch
 
     torch._C._set_sdp_use_cudnn(False)
-    torch.multinomial = (
-        lambda chances, count, generator=None: torch.zeros(  # type: ignore[assignment]
-            *chances.shape[:-1], count, dtype=torch.long, device=chances.device
-        )
-    )
 
 
 def _survey(module: Any) -> None:
