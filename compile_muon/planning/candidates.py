@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compile_muon.config import Config
+from compile_muon.config import Config, SequenceParallelConfig
 from compile_muon.config.settings import VIEWS, MuonConfig
 from compile_muon.errors import config_error
 from compile_muon.kernels import resolve_coefficients, resolve_dtype
 from compile_muon.model.mesh import axis_sizes
 from compile_muon.planning.machine import Machine
 
-__all__ = ["Candidate", "candidates", "planned_for", "with_adamw"]
+__all__ = ["Candidate", "candidates", "planned_for", "with_adamw", "with_sharing"]
 
 #: replicas of the next size have as many times the nodes: halves and doubles of one are within a few per cent of it
 _LARGER = 8
@@ -33,37 +33,56 @@ class Candidate:
     axes: Mapping[str, int]
     asked: bool
 
+    @property
+    def sharing(self) -> int:
+        """Ranks that share a sequence."""
+        return self.axes.get("sequence", 1)
+
     def config(self, config: Config) -> Config:
         """``config`` with this stage; the mesh is given beside it."""
         zero = replace(config.zero, stage=self.stage, check_replicas=None)
-        return replace(config, zero=zero, mesh=None)
+        return with_sharing(replace(config, zero=zero, mesh=None), self.sharing)
 
 
 def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     """Every stage on one axis of all ranks, and with replicas of 1, 8, 64, ... nodes; and what ``config`` says.
 
-    At stage 0 every rank is a replica, so axes make no difference.
+    At stage 0 every rank is a replica, so axes make no difference. Where ``config`` has ranks share sequences, all of
+    them with and without it.
 
     Raises:
         ConfigError: the mesh of ``config`` does not make up ``world`` ranks, or splits parameters.
     """
     asked = axis_sizes(config, world) or {"shard": 1}
-    fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size", "sequence": "sequence_parallel.size"}
+    fields = {"tensor": "mesh.tensor", "expert": "expert_parallel.size"}
     split = next((name for name in fields if name in asked), None)
     if split is not None:
         raise config_error(fields[split], asked[split], "a plan has the whole model on every rank", "leave it out")
-    meshes: list[dict[str, int]] = [{"shard": world}]
-    replica = machine.node or world
-    while 1 < replica < world and world % replica == 0:
-        meshes.append({"replicate": world // replica, "shard": replica})
-        replica *= _LARGER
     found = [
         Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
+        for sharing in sorted({1, asked.get("sequence", 1)})
+        for meshes in [_meshes(world, sharing, machine)]
         for stage in range(4)
         for axes in (meshes if stage else meshes[:1])
     ]
     if not any(candidate.asked for candidate in found):
         found.append(Candidate(config.zero.stage, asked, True))
+    return found
+
+
+def _meshes(world: int, sharing: int, machine: Machine) -> list[dict[str, int]]:
+    """All ranks in one replica, and in more."""
+
+    def axes(**sizes: int) -> dict[str, int]:
+        given = sizes if sharing == 1 else {**sizes, "shard": sizes["shard"] // sharing, "sequence": sharing}
+        return {name: size for name, size in given.items() if size > 1} or {"shard": 1}
+
+    found = [axes(shard=world)]
+    replica = machine.node or world
+    while 1 < replica < world and world % replica == 0:
+        if replica % sharing == 0:
+            found.append(axes(replicate=world // replica, shard=replica))
+        replica *= _LARGER
     return found
 
 
@@ -81,6 +100,14 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
         ns = replace(ns, dtype=dtype, backend="aten" if ns.backend == "aten" else "auto")
     muon = replace(config.muon, ns=ns) if config.algorithm == "muon" else config.muon
     return replace(config, muon=muon, machine=config.machine or name)
+
+
+def with_sharing(config: Config, ranks: int) -> Config:
+    """``config`` with so many ranks to a sequence, which compare nothing."""
+    shared = SequenceParallelConfig()
+    if ranks > 1:
+        shared = replace(config.sequence_parallel, size=ranks, check=False)
+    return replace(config, sequence_parallel=shared)
 
 
 def with_adamw(config: Config) -> Config:

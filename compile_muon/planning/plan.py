@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 from compile_muon.config import Config, FrameOptions, OffloadConfig
@@ -183,25 +184,24 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
     )
     config, machine = question.config, question.machine
     chosen = {world: candidates(config, world, machine) for world in question.worlds}
-    try:
-        trace = trace_step(question.subject.build, question.subject.batch, config, question.options)
-    except MuonZeroError:
-        raise
-    except Exception as error:  # whatever the model or the compiler raises
-        problem = f"its forward and backward cannot be traced: {first_line(error)}"
-        remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
-        raise config_error("MODEL", question.subject.name, problem, remedy) from error
-    progress(f"traced in {time.perf_counter() - began:.0f} s")
+    traced = cache(partial(_traced, question, progress))
     worlds, timelines = [], []
     for world, several in chosen.items():
         played: list[tuple[Figures, Timeline]] = []
         for candidate in several:
             known = next((both for both in played if _same_step(candidate, both[0], config)), None)
-            figures, timeline = known or _simulated(trace, question, candidate, world)
+            figures, timeline = known or _simulated(traced(candidate.sharing), question, candidate, world)
             figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
             played.append((figures, timeline))
             progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
-        worlds.append(_world(world, [figures for figures, _ in played]))
+        answer = _world(world, [figures for figures, _ in played])
+        if (
+            answer.choice is None
+            and config.sequence_parallel.size == 1
+            and (shared := _shared(traced, question, world))
+        ):
+            answer = replace(answer, why=f"{answer.why}; {shared}")
+        worlds.append(answer)
         timelines.append(played[worlds[-1].shown][1])
     return Plan(
         model=question.subject.name,
@@ -215,6 +215,42 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
         worlds=worlds,
         timelines=timelines,
     )
+
+
+def _traced(question: Question, progress: Callable[[str], None], sharing: int) -> Trace:
+    """The model's trace, with so many ranks that share a sequence.
+
+    Raises:
+        ConfigError: it cannot be traced.
+    """
+    began, subject = time.perf_counter(), question.subject
+    try:
+        trace = trace_step(subject.build, subject.batch, question.config, question.options, sharing=sharing)
+    except MuonZeroError:
+        raise
+    except Exception as error:  # whatever the model or the compiler raises
+        problem = f"its forward and backward cannot be traced: {first_line(error)}"
+        remedy = "torch.compile(model, fullgraph=True) on the same tokens says where; its result has to be a loss"
+        raise config_error("MODEL", subject.name, problem, remedy) from error
+    progress(f"traced in {time.perf_counter() - began:.0f} s")
+    return trace
+
+
+def _shared(traced: Callable[[int], Trace], question: Question, world: int) -> str:
+    """With how few ranks to a sequence stage 3 fits, in words; empty where it does not, or the model cannot be cut."""
+    sharing = 2
+    while world % sharing == 0:
+        axes = {name: size for name, size in {"shard": world // sharing, "sequence": sharing}.items() if size > 1}
+        try:
+            figures, _ = _simulated(traced(sharing), question, Candidate(3, axes, False), world)
+        except MuonZeroError:
+            return ""
+        if figures.fits:
+            return (
+                f"a rank's tokens fit with sequence_parallel.size {sharing} at stage 3: {gib(figures.peak_bytes)} GiB"
+            )
+        sharing *= 2
+    return ""
 
 
 def _same_step(candidate: Candidate, known: Figures, config: Config) -> bool:
@@ -237,7 +273,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         adamw = Target(world, with_adamw(config), candidate.axes, backend)
         plain = trace.captured(adamw, rank=rank).simulated(machine)
     limit = machine.shared_by(world).memory_bytes
-    tokens = question.batch.tokens * config.zero.micro_batches
+    tokens = question.batch.tokens * config.zero.micro_batches / candidate.sharing
     newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
     exposed, plain_exposed = sum(step.exposed.values()), sum(plain.exposed.values())
     mean = sum(owned) / world
@@ -357,8 +393,8 @@ def _world(ranks: int, found: Sequence[Figures]) -> World:
             "use fewer tokens at a time, more ranks, or activation checkpointing"
         )
         return World(ranks, found, None, why)
-    fastest = min(figures.step_seconds for figures in fitting)
-    close = [figures for figures in fitting if figures.step_seconds <= fastest * (1 + _AS_FAST)]
+    fastest = max(figures.tokens_per_second for figures in fitting)
+    close = [figures for figures in fitting if figures.tokens_per_second * (1 + _AS_FAST) >= fastest]
     best = min(close, key=lambda figures: (figures.stage, len(figures.mesh), figures.step_seconds))
     why = (
         f"{best.name}: {best.step_seconds * 1e3:,.1f} ms, {gib(best.peak_bytes)} GiB of {gib(best.limit_bytes)}; "
@@ -376,6 +412,6 @@ def _among(best: Figures, close: Sequence[Figures], fitting: Sequence[Figures], 
         return f"only it fits of {len(found)}"
     if len(close) > 1:
         return f"{fit}, {len(close)} of them are as fast within {_AS_FAST:.0%}, and it has the lowest stage of these"
-    second = min((f for f in fitting if f is not best), key=lambda figures: figures.step_seconds)
-    slower = second.step_seconds / best.step_seconds - 1
+    second = max((f for f in fitting if f is not best), key=lambda figures: figures.tokens_per_second)
+    slower = best.tokens_per_second / second.tokens_per_second - 1
     return f"{fit}, and it is the fastest; next is {second.name}, {slower:.0%} slower"

@@ -4,6 +4,7 @@ Tracing is most of what a capture takes, and what it makes hardly depends on the
 as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
 a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
 its shards into the inputs, and the half passes lower that. The result is what :func:`~.capture.capture_step` finds.
+Only how many ranks share a sequence is in all shapes of a graph, so that there is a trace for each such number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
+from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.half.buckets import bucket_matrices
@@ -26,8 +28,10 @@ from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import fake_mode_of, fresh_context
+from compile_muon.planning.candidates import with_sharing
 from compile_muon.planning.capture import (
     Captured,
+    Sharded,
     capture_step,
     captured,
     fresh_compiler,
@@ -48,7 +52,7 @@ class Target:
 
     Args:
         world: ranks.
-        config: as it was traced with, but for stage, mesh and algorithm.
+        config: as it was traced with, but for stage, mesh and algorithm; as many ranks share a sequence.
         axes: sizes of the axes of the mesh, as of :func:`~.capture.capture_step`.
         backend: that the ranks communicate by.
     """
@@ -68,6 +72,7 @@ class Trace:
         options: of torch.compile.
         visits: of forward and backward graphs.
         trained: names of the parameters that get a gradient.
+        group: of the ranks that share a sequence, by the name that it has in these graphs; "" where none do.
     """
 
     model_factory: Callable[[], nn.Module]
@@ -75,6 +80,7 @@ class Trace:
     options: FrameOptions
     visits: tuple[Visit, ...]
     trained: frozenset[str]
+    group: str = ""
 
     def captured(self, target: Target, *, rank: int = 0) -> Captured:
         """The step of one rank."""
@@ -86,13 +92,14 @@ class Trace:
         with simulated_job(target.world, rank):
             sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
             named = {account.name: account for account in sharded.accounts}
+            groups = {self.group: _sharing(sharded)}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
             for visit in self.visits:
                 request = _request(visit, named)
                 key = (id(visit.source), request)
                 if key not in known:
-                    known[key] = _lowered(visit, request, named, self.options, sharded.costs)
+                    known[key] = _lowered(visit, request, named, self.options, sharded.costs, groups)
                 graphs.append((known[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
             trained = [account for account in sharded.accounts if account.name in self.trained]
@@ -139,20 +146,32 @@ def trace_step(
     batch: Sequence[Any] | Mapping[str, Any],
     config: Config,
     options: FrameOptions | None = None,
+    *,
+    sharing: int = 1,
 ) -> Trace:
     """Trace the micro-batches of a step; arguments as of :func:`~.capture.capture_step`.
 
     Args:
         model_factory: called again for every sharding.
+        sharing: ranks that share a sequence.
     """
     options = FrameOptions() if options is None else options
     config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard"), mesh=None)
+    config = with_sharing(config, sharing)
+    axes = {"shard": 2, **({"sequence": sharing} if sharing > 1 else {})}
     recorder = Recorder()
-    with simulated_job(2, 0), fresh_compiler():
-        sharded = shard(model_factory(), config, axes={"shard": 2}, backend=None)
+    with simulated_job(2 * sharing, 0), fresh_compiler():
+        sharded = shard(model_factory(), config, axes=axes, backend=None)
         run_micro_batches(sharded, batch, options, recorder)
         trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
-    return Trace(model_factory, batch, options, tuple(recorder.visits), trained)
+        group = _sharing(sharded)
+    return Trace(model_factory, batch, options, tuple(recorder.visits), trained, group)
+
+
+def _sharing(sharded: Sharded) -> str:
+    """The name of the group of ranks that share a sequence with this one; "" where none do."""
+    mesh = sharded.mesh
+    return mesh.sequence.group if mesh is not None and "sequence" in mesh.names else ""
 
 
 def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, Purpose]]:
@@ -189,9 +208,12 @@ def _lowered(
     named: Mapping[str, Account],
     options: FrameOptions,
     costs: Costs,
+    groups: Mapping[str, str],
 ) -> Played:
-    """The graph of ``visit`` for the shards and specs of these accounts."""
+    """The graph of ``visit`` for the shards and specs of these accounts, and process groups of other names."""
     gm = copy.deepcopy(visit.source)
+    for node, _ in collectives(gm):  # what the model itself sends
+        node.update_arg(len(node.args) - 1, groups[node.args[-1]])
     inputs = gm.graph.find_nodes(op="placeholder")
     states = {inputs[i]: named[name] for i, name in visit.states.items()}
     for state, account in states.items():

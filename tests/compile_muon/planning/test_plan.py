@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from compile_muon import __main__ as cli
-from compile_muon.config import config_from_kwargs
+from compile_muon.config import SequenceParallelConfig, config_from_kwargs
 from compile_muon.errors import ConfigError
 from compile_muon.passes.collectives import Traffic
 from compile_muon.planning import plan as plans
 from compile_muon.planning.candidates import candidates, planned_for, with_adamw
+from compile_muon.planning.capture import capture_step
 from compile_muon.planning.charts import check_charts
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
@@ -329,11 +330,15 @@ def test_a_config_that_fits_no_world(
     assert problem in capsys.readouterr().err
 
 
-def test_a_folder_of_transformers(tmp_path: Path) -> None:
+def write_llama(folder: Path, **more: int) -> None:
     pytest.importorskip("transformers")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads, **more}))
+
+
+def test_a_folder_of_transformers(tmp_path: Path) -> None:
+    write_llama(tmp_path)
     for name in (tmp_path, tmp_path / "config.json"):
         subject = load_subject(str(name), Batch(16, 8))
         assert set(subject.batch) == {"input_ids", "labels", "use_cache"}
@@ -346,6 +351,61 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="is no config of Transformers"):
         load_subject(str(tmp_path), Batch(16, 8))
+
+
+# --------------------------------------------------------------------------------------------------- shared sequences
+
+
+def test_candidates_with_and_without_shared_sequences() -> None:
+    config = replace(config_from_kwargs(stage=3), sequence_parallel=SequenceParallelConfig(4, ("blocks",)))
+    found = candidates(config, 16, load_machine("h100"))
+    assert [dict(c.axes) for c in found if c.stage == 3] == [
+        {"shard": 16},
+        {"replicate": 2, "shard": 8},
+        {"shard": 4, "sequence": 4},
+        {"replicate": 2, "shard": 2, "sequence": 4},
+    ]
+    assert [(c.stage, dict(c.axes)) for c in found if c.asked] == [(3, {"shard": 4, "sequence": 4})]
+    assert {c.config(config).sequence_parallel for c in found} == {
+        SequenceParallelConfig(), SequenceParallelConfig(4, ("blocks",), check=False),
+    }  # fmt: skip
+
+
+def test_steps_of_shared_sequences(tmp_path: Path) -> None:
+    """Lowered from a trace as captured, on a rank of another group of ranks than was traced."""
+    length, layers, width, size = 64, 1, 16, 2
+    write_llama(tmp_path, max_position_embeddings=length, num_hidden_layers=layers)
+    subject, machine = load_subject(str(tmp_path), Batch(length, length)), load_machine("h100")
+
+    config = replace(config_from_kwargs(stage=3), sequence_parallel=SequenceParallelConfig(size, check=False))
+    trace = trace_step(subject.build, subject.batch, config, sharing=size)
+    axes = {"replicate": 2, "shard": 2, "sequence": size}
+    lowered = trace.captured(Target(8, config, axes, "nccl"), rank=6).simulated(machine)
+    own = capture_step(
+        subject.build, subject.batch, world=8, rank=6, config=config, options=trace.options, axes=axes,
+        backend="nccl",
+    ).simulated(machine)  # fmt: skip
+    assert (lowered.seconds, lowered.peak, lowered.traffic) == (own.seconds, own.peak, own.traffic)
+    # Of each of its positions 2(2h + 2kv)b(P - 1)/P bytes a layer; and at the end the loss, one number and a count.
+    exchanged = length // size * 2 * 4 * width * 4 * (size - 1) // size * layers
+    assert exchanged <= dict(lowered.traffic.by_axis)["sequence"] <= exchanged + 64
+
+
+def test_where_nothing_fits_sequences_may_be_shared(tmp_path: Path) -> None:
+    write_llama(tmp_path, max_position_embeddings=256, vocab_size=512)
+    asked = question(world=4)
+    asked = replace(asked, subject=load_subject(str(tmp_path), Batch(256, 256)), batch=Batch(256, 256))
+    # 2.7 MB are needed, 1.5 where two ranks share a sequence.
+    (world,) = make_plan(replace(asked, machine=replace(asked.machine, memory_bytes=2_100_000))).worlds
+    assert world.choice is None and "fit with sequence_parallel.size 2 at stage 3" in world.why
+
+
+def test_models_that_cannot_share_are_not_told_to() -> None:
+    def traced(sharing: int) -> Any:
+        raise ConfigError(f"sequence_parallel.size = {sharing}: there are no blocks")
+
+    assert plans._shared(traced, question(world=4), 4) == ""
+    assert plans._shared(traced, question(world=3), 3) == ""
 
 
 def test_without_matplotlib_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
