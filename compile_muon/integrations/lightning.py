@@ -53,6 +53,7 @@ from compile_muon.integrations.common import Source, filled, is_sharded, refused
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.sequence.plan import SequencePlan, plan_of, plan_sequence
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights import full_state_dict, load_full_state_dict
 
@@ -193,7 +194,9 @@ class MuonZeroStrategy(DDPStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        errors = refused_axes(config.mesh, config.sequence_parallel.size)
+        errors = refused_axes(config.mesh)
+        if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
+            errors += _unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel))
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config
         if steps not in (None, trainer.accumulate_grad_batches) and not unsaid:
             problem = f"contradicts Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
@@ -314,6 +317,8 @@ class MuonZeroStrategy(DDPStrategy):
             ConfigError: naming them.
         """
         remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
+        if (plan := plan_of(module)) is not None and (unseen := _unseen(plan)):
+            raise join_errors(unseen)
         others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
         if others:
             names = ", ".join(type(optimizer).__name__ for optimizer in others)
@@ -326,6 +331,15 @@ class MuonZeroStrategy(DDPStrategy):
                 "give MuonZero the whole LightningModule, or set requires_grad=False; where they were frozen when it "
                 "was sharded, save a checkpoint, and begin from load_from_checkpoint with them trainable",
             )  # fmt: skip
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For Lightning's samplers: ranks that share a sequence are given the same batches."""
+        ours = [optimizer for optimizer in self.optimizers if isinstance(optimizer, MuonZero)]
+        if not ours:
+            return super().distributed_sampler_kwargs
+        place = ours[0].data_place
+        return {"num_replicas": place.world, "rank": place.rank}
 
     def on_validation_start(self) -> None:
         """BatchNorm's statistics are rank 0's, as they are in a checkpoint."""
@@ -443,6 +457,15 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 # ---------------------------------------------------------------------------------------- of a module
+
+
+def _unseen(plan: SequencePlan) -> list[ConfigError]:
+    """What is wrong where no hook sees the batch: a LightningModule's own ``forward`` is hardly ever called."""
+    if plan.causal is not None:
+        return []
+    problem = "is checked where a causal language model of Transformers is called, and the module has none"
+    remedy = "leave it out, or write the loop yourself (docs/how-to/sequence.md)"
+    return [config_error("sequence_parallel.size", plan.size, problem, remedy)]
 
 
 def _ranks() -> Ranks:

@@ -670,6 +670,69 @@ def test_a_module_without_reset_parameters_is_refused_on_the_meta_device() -> No
             trainer.fit(module, loader())
 
 
+# ------------------------------------------------------------------------------------------------- shared sequences
+
+
+class Llama(Language):
+    """A causal language model of Transformers, which computes its loss."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=61,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=16,
+                pad_token_id=0,
+                use_cache=False,
+            )  # fmt: skip
+        )
+
+    def loss(self, batch: tuple[Tensor]) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
+
+
+def fit_llama(sequence: int) -> Found:
+    config = {**config_of(2), "sequence_parallel": {"size": sequence}} if sequence > 1 else config_of(2)
+    with launched():
+        trainer, module = trainer_of(config, max_epochs=1), Llama()
+        trainer.fit(module, loader(), loader(12))
+        return found_in(module)
+
+
+def test_ranks_of_one_sequence_are_given_the_same_batches(ranks: Callable[[int], Ranks]) -> None:
+    pytest.importorskip("transformers")
+    (alone,) = ranks(1).run(fit_llama, sequence=1)
+    for found in ranks(2).run(fit_llama, sequence=2):
+        for mine, theirs in zip(found[:3], alone[:3], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-5)
+        for name, value in alone[3].items():
+            torch.testing.assert_close(found[3][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_sequences_of_a_module_whose_batch_nobody_sees_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    for said in ranks(2).run(fit_own_blocks):
+        assert "sequence_parallel.size = 2: is checked where a causal language model" in said
+
+
+def fit_own_blocks() -> str:
+    config = {**config_of(2), "sequence_parallel": {"size": 2, "blocks": ["model.blocks"]}}
+    with launched():
+        module = Language()
+        module.model.blocks = nn.ModuleList([nn.Linear(24, 24)])
+        with pytest.raises(compile_muon.ConfigError) as caught:
+            trainer_of(config).fit(module, loader())
+        assert all(type(param) is nn.Parameter for param in module.parameters())
+        return str(caught.value)
+
+
 class Fails(Language):
     """Rank 1 does not come to the second step; ranks wait for each other four seconds."""
 
