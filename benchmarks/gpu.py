@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
@@ -204,17 +204,16 @@ class Driver:
                 report = {**about, "steps": [asdict(outcome) for outcome in self.outcomes]}
                 (self._out / "steps.json").write_text(json.dumps(report, indent=1) + "\n")
 
-        for number, (timed, together) in enumerate(groupby(steps, lambda step: step.timed)):
-            for several in [[step] for step in together] if timed else [list(together)]:
-                with ThreadPoolExecutor(len(several), f"steps-{number}") as pool:
-                    started = [pool.submit(run, step) for step in several]
-                    try:
-                        for future in started:
-                            future.result()
-                    except KeyboardInterrupt:
-                        for process in list(self._running):
-                            _ask_to_end(process)
-                        raise
+        for several in _side_by_side(steps):
+            with ThreadPoolExecutor(len(several)) as pool:
+                started = [pool.submit(run, step) for step in several]
+                try:
+                    for future in started:
+                        future.result()
+                except KeyboardInterrupt:
+                    for process in list(self._running):
+                        _ask_to_end(process)
+                    raise
         return self.outcomes
 
     def _run(self, step: Step) -> Outcome:
@@ -268,6 +267,13 @@ class Driver:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _side_by_side(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """In their order: neighbours that time nothing together, each other step alone."""
+    for timed, neighbours in groupby(steps, lambda step: step.timed):
+        several = list(neighbours)
+        yield from ([step] for step in several) if timed else [several]
 
 
 def _ask_to_end(process: subprocess.Popen[bytes]) -> None:

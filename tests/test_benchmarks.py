@@ -495,6 +495,12 @@ def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, cap
     assert gpu.summarize(driver.outcomes[3:], 2, tmp_path) == 1, "interrupted"
 
 
+def test_steps_that_time_nothing_run_together(benchmark) -> None:
+    gpu = benchmark("gpu")
+    steps = [gpu.Step(name, 1, "-", ("-c", ""), timed=name.isupper()) for name in "AbcDEf"]
+    assert ["".join(step.name for step in each) for each in gpu._side_by_side(steps)] == ["A", "bc", "D", "E", "f"]
+
+
 def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path: Path) -> None:
     gpu = benchmark("gpu")
     assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
