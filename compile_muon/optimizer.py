@@ -332,6 +332,7 @@ class MuonZero(Optimizer):
             ``max_logit``, ``muon_lr``, ``adamw_lr``, and since the start on this rank: ``bytes_sent`` (where the mesh
             has several axes also by axis, ``bytes_sent_shard``), ``directions_speculated`` (made in backward),
             ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
+            ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many matrices to a call fill a GPU),
             ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use), and
             with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
@@ -353,6 +354,8 @@ class MuonZero(Optimizer):
             "directions_used": counters.used,
             "directions_discarded": counters.discarded,
             "directions_in_step": counters.in_step,
+            "newton_schulz_matrices": counters.traffic.matrices,
+            "newton_schulz_calls": counters.traffic.calls,
             "skipped_steps": counters.skipped,
             "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
             "communicators": 0 if self._mesh is None else self._mesh.process_groups,

@@ -68,12 +68,14 @@ class Traffic:
         collectives: number of collectives by kind.
         matrices: matrices that this rank puts through Newton-Schulz.
         by_axis: ``bytes_sent`` by axis of the mesh.
+        calls: of Newton-Schulz, each of many matrices.
     """
 
     bytes_sent: int = 0
     collectives: tuple[tuple[str, int], ...] = ()
     matrices: int = 0
     by_axis: tuple[tuple[str, int], ...] = ()
+    calls: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
@@ -81,6 +83,7 @@ class Traffic:
             _sums(self.collectives, other.collectives),
             self.matrices + other.matrices,
             _sums(self.by_axis, other.by_axis),
+            self.calls + other.calls,
         )
 
 
@@ -161,4 +164,5 @@ def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
         tuple(sorted(counts.items())),
         sum(matrices(node) for node in newton_schulz),
         tuple(sorted((name, round(nbytes)) for name, nbytes in sent.items())),
+        len(newton_schulz),
     )

@@ -338,7 +338,9 @@ def check(loop, ours, atol=1e-5):
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}")
     assert ours.optimizer._ledger.balance() == 0 or loop is the_next_forward_before_step
-    return ours.optimizer.metrics()
+    metrics = ours.optimizer.metrics()
+    assert metrics["newton_schulz_matrices"] >= metrics["newton_schulz_calls"] > 0
+    return metrics
 
 
 @pytest.mark.parametrize("update", ["auto", "backward", "step"])

@@ -375,9 +375,9 @@ def test_copies_keep_their_own_account(calls):
 
 def test_traffic_adds_up():
     ledger = book()
-    ledger.count(Traffic(10, (("all_gather", 1),), 2))
-    ledger.count(Traffic(5, (("all_gather", 1), ("all_reduce", 3)), 1))
-    assert ledger.counters.traffic == Traffic(15, (("all_gather", 2), ("all_reduce", 3)), 3)
+    ledger.count(Traffic(10, (("all_gather", 1),), 2, calls=1))
+    ledger.count(Traffic(5, (("all_gather", 1), ("all_reduce", 3)), 1, calls=1))
+    assert ledger.counters.traffic == Traffic(15, (("all_gather", 2), ("all_reduce", 3)), 3, calls=2)
 
 
 def test_visits_never_owe_less_than_nothing():
