@@ -76,9 +76,9 @@ _CALLBACKS: dict[type[Callback], tuple[str, str]] = {
     ),
     ModelPruning: ("replaces parameters, which no graph would read", "prune before fit"),
     BaseFinetuning: (
-        "adds parameters to the optimizer later, which MuonZero does not take",
-        "set requires_grad where the module is built; to train more, save a checkpoint and begin from it with "
-        "load_from_checkpoint",
+        "gives what it unfreezes one rate for Muon and AdamW, and replaces the optimizer's groups where a run goes on",
+        "unfreeze in a callback of your own: requires_grad_(True) in on_train_epoch_start, and a parameter joins the "
+        "group that the config has for it",
     ),
     BatchSizeFinder: ("starts over with a sharded model", "set the batch size yourself"),
     LearningRateFinder: ("tries rates on a sharded model, and sets one for Muon and AdamW alike", "set the rates"),
@@ -129,6 +129,7 @@ class MuonZeroStrategy(DDPStrategy):
         self._resolved: Config | None = None
         self._muon: MuonZero | None = None
         self._settings: list[dict[str, Any]] = []
+        self._last = True  # micro-batch of its step, or outside of all
 
     @property
     def muon(self) -> MuonZero:
@@ -355,7 +356,16 @@ class MuonZeroStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 assert isinstance(optimizer, MuonZero)
                 stack.enter_context(optimizer.accumulate())
+            self._last = False
             yield
+        self._last = True
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """What was unfrozen joins its group before Lightning clips gradients, which it finds by the groups."""
+        super().post_backward(closure_loss)
+        for optimizer in self.optimizers:
+            if self._last and isinstance(optimizer, MuonZero):
+                optimizer._unfreeze()
 
     # ------------------------------------------------------------------ checkpoints
 

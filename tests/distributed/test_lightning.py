@@ -148,11 +148,16 @@ def dealt(world: int, rank: int, epoch: int) -> list[int]:
 
 
 def plain(
-    worlds: Sequence[int], dtype: torch.dtype | None = None, clip: Callable[..., Any] | None = None, **net: Any
+    worlds: Sequence[int],
+    dtype: torch.dtype | None = None,
+    clip: Callable[..., Any] | None = None,
+    thawed: Sequence[int] = (),
+    **net: Any,
 ) -> Found:
     """The same by hand, in one process on the batches of as many ranks as each step has.
 
     Args:
+        thawed: of the steps behind those, before which a module is frozen.
         dtype: of autocast.
         clip: what clips the gradients of parameters by a limit; default: by their norm.
     """
@@ -162,7 +167,8 @@ def plain(
         module, lr=0.02, adamw_lr=0.003, ns_dtype="fp32", gradient_accumulation_steps=None, update="step"
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    for step, world in enumerate(worlds):
+    for step, world in enumerate([*worlds, *thawed]):
+        module.model.up.requires_grad_(not thawed or step >= len(worlds))
         first = step % EPOCH * ACCUMULATED
         for batch in range(first, first + ACCUMULATED):
             for rank in range(world):
@@ -171,7 +177,8 @@ def plain(
                     loss = module.loss((data[chosen],))
                 (loss / (world * ACCUMULATED)).backward()
                 module.losses.append(loss.item())
-        module.norms.append(float(nn.utils.get_total_norm([param.grad for param in module.parameters()])))
+        gradients = [param.grad for param in module.parameters() if param.grad is not None]
+        module.norms.append(float(nn.utils.get_total_norm(gradients)))
         (clip or nn.utils.clip_grad_norm_)(module.parameters(), LIMIT)
         optimizer.step()
         optimizer.zero_grad()
@@ -579,6 +586,37 @@ def test_checkpoints_that_cannot_be_written_or_do_not_fit_are_named_on_all_ranks
             strict=True,
         ):
             assert words in text
+
+
+# ------------------------------------------------------------------------------------------------- unfreezing
+
+
+class Unfreezes(pl.Callback):
+    """A module is trained from the second epoch on."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        module.model.up.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.model.up.requires_grad_(True)
+
+
+def fit_and_unfreeze(stage: int) -> tuple[Found, dict[str, Tensor]]:
+    with launched():
+        trainer, module = trainer_of(config_of(stage), callbacks=[Unfreezes()]), Language()
+        trainer.fit(module, loader(), loader(12))
+        return found_in(module), module.began
+
+
+def test_a_callback_unfreezes(ranks: Callable[[int], Ranks]) -> None:
+    per_rank = ranks(2).run(fit_and_unfreeze, stage=3)
+    expected = plain([2] * EPOCH, thawed=[2] * EPOCH)
+    assert of_all_ranks([found[0] for found, _ in per_rank]) == pytest.approx(expected[0], rel=1e-5)
+    for found, began in per_rank:
+        assert not torch.equal(found[3]["model.up.weight"], began["model.up.weight"])
+        for name, value in expected[3].items():
+            torch.testing.assert_close(found[3][name], value, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- refusals
