@@ -5,6 +5,9 @@ is assigned to its ``.data`` goes nowhere. Loops that swap averages of weights i
 on all ranks alike, since the operators of a DTensor run on all of them: so whoever keeps a copy of the weight knows
 that it is old (:func:`compile_muon.runtime.shards.edits_of`).
 
+Before torch 2.13 a DTensor's operators never come to a subclass (:data:`_UNSEEN`). There what ``.data`` gives is of a
+class that hears of torch's functions instead, and edits by ``torch._foreach_*`` of parameters themselves do not count.
+
 What is computed of a sharded parameter is of this class, too. So the gradient of ``model(x) + penalty(parameters)``
 becomes the plain tensor that the rest of the model expects.
 """
@@ -53,7 +56,8 @@ class ShardedParameter(DTensor):
     @property
     def data(self) -> Tensor:
         """A view that autograd does not know of."""
-        return cast("Tensor", torch.Tensor.data.__get__(self))  # type: ignore[attr-defined]
+        view: Any = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return cast("Tensor", _shown(view, self if self.shown is None else self.shown()) if _UNSEEN else view)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -85,6 +89,42 @@ class ShardedParameter(DTensor):
         return plain.__reduce_ex__(protocol)
 
 
+class _Shown(ShardedParameter):
+    """What ``.data`` of one gives, or a view of that, where operators do not come to a subclass."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
+            for value in tree_leaves(args[:1]):
+                param = value.shown() if type(value) is _Shown and value.shown is not None else None
+                if param is not None:
+                    param.uncounted_edits += 1
+        with torch._C.DisableTorchFunctionSubclass():
+            results = func(*args, **(kwargs or {}))
+        sources = {_memory(value): value for value in tree_leaves(args) if type(value) is _Shown}
+        return tree_map(lambda result: _view_of(result, sources), results)
+
+
+#: whether operators of a DTensor pass by ``__torch_dispatch__`` of a subclass
+_UNSEEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
+_WRITING = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+def _shown(view: Any, param: ShardedParameter | None) -> Any:
+    if type(view) is not DTensor or param is None:
+        return view
+    found: Any = view
+    found.__class__ = _Shown
+    found.shown = weakref.ref(param)
+    return found
+
+
+def _view_of(result: Any, sources: dict[int, Any]) -> Any:
+    source = sources.get(_memory(result)) if type(result) is DTensor else None
+    return result if source is None else _shown(result, source.shown())
+
+
 def sharded_parameter(values: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter of these values, which stay where they are."""
     return _of_class(nn.Parameter(values, requires_grad=requires_grad))
@@ -97,7 +137,7 @@ def _of_class(tensor: Any) -> Any:
 
 
 def _as_dtensor(value: Any) -> Any:
-    if type(value) is not ShardedParameter:
+    if not isinstance(value, ShardedParameter):
         return value
     return DTensor(value._local_tensor, value._spec, requires_grad=value.requires_grad)
 
