@@ -139,8 +139,8 @@ def figures(stage: int, milliseconds: float, peak: int, limit: int = 100) -> Fig
     return Figures(
         stage=stage, mesh={"shard": 8}, asked=False, rank=0, fits=peak <= limit, peak_bytes=peak * 2**30,
         limit_bytes=limit * 2**30, memory={}, largest="", sent={}, step_seconds=milliseconds / 1e3,
-        exposed_seconds=0.0031,
-        exposed={"exchange": 0.0031}, tokens_per_second=1e6 / milliseconds, newton_schulz_seconds=0.0, newton_schulz_share=0.0,
+        exposed_seconds=0.0031, exposed={"exchange": 0.0031}, tokens_per_second=1e6 / milliseconds,
+        newton_schulz_seconds=0.0, newton_schulz_share=0.0,
         owners_idle=17, owners_uneven=1.0, adamw_seconds=1.0, adamw_exposed_seconds=0.0, price_seconds=0.0,
         price_exposed_seconds=0.0, price_share=0.0,
     )  # fmt: skip
