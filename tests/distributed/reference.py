@@ -201,11 +201,9 @@ def full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
-    if tensor.device.type != "cpu":  # Gloo's gather of several tensors reads those on a GPU as if they were on the host
-        local, mesh, shape = tensor.to_local().cpu(), tensor.device_mesh, tensor.shape
-        tensor = DTensor.from_local(
-            local, mesh, tensor.placements, run_check=False, shape=shape, stride=tensor.stride()
-        )
+    if tensor.device.type != "cpu":
+        # Gloo's gather of several tensors reads those on a GPU as if they were on the host; from_local() moves back.
+        tensor = DTensor(tensor.to_local().cpu(), tensor._spec, requires_grad=False)
     return tensor.full_tensor()
 
 
