@@ -44,8 +44,8 @@ PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/k
 # What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
 ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
 WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
-PARALLEL = ("-n", WORKERS, "--dist", "loadfile") if importlib.util.find_spec("xdist") else ()
-SPREAD = ("-n", WORKERS) if PARALLEL else ()
+PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
+FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
 #: of tests/distributed: those that train where they are told to
 TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
 
@@ -116,10 +116,10 @@ STEPS = (
     Step("products", 3, "the kernels launch, are right, and win from some size on",
          ("benchmarks/products.py", "--json", "{out}/{name}.json"), timed=True),
     Step("tests", 8, "everything else about the kernels",
-         (*PYTEST, *ON_GPU, *SPREAD, "-k", "not sanitizer and not 32_bit"),
+         (*PYTEST, *ON_GPU, *PARALLEL, "-k", "not sanitizer and not 32_bit"),
          needs=("pytest", "rich"), numbers=True),
     Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
-         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *PARALLEL,
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
          environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
@@ -324,7 +324,6 @@ def _rehearsed() -> dict[str, str]:
     sys.path.insert(0, str(ROOT / "rehearse"))
     import library
 
-    library.build()
     return library.environment() | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
 
 

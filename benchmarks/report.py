@@ -224,7 +224,7 @@ def _same_training(rows: list[Row]) -> Verdict:
     if len(rows) < 2:
         return Verdict("the Muon contenders' last losses agree: only one measured", None)
     losses = [row.loss for row in rows]
-    spread = (max(losses) - min(losses)) / (max(losses) or 1.0)
+    spread = (max(losses) - min(losses)) / (min(losses) or 1.0)  # of a rehearsal all are 0
     return Verdict(f"the Muon contenders' last losses agree: within {spread:.2%} (bar: 1 %)", spread <= 0.01)
 
 

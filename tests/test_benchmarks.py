@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import os
 import random
@@ -510,6 +511,8 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
     package = gpu.lay_out(tmp_path / "p", copy_kernels=True) / "compile_muon"
     assert (package / "__init__.py").samefile(gpu.ROOT / "compile_muon" / "__init__.py")
     assert (package / "passes").samefile(gpu.ROOT / "passes")
+    (backend,) = importlib.metadata.distributions(name="compile_muon", path=[str(package.parent)])
+    assert [(e.name, e.value) for e in backend.entry_points] == [("muon_zero", "compile_muon.backend:muon_zero")]
     tiles = package / "kernels" / "gpu" / "tiles.json"
     assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
 

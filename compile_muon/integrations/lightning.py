@@ -129,7 +129,6 @@ class MuonZeroStrategy(DDPStrategy):
         self._resolved: Config | None = None
         self._muon: MuonZero | None = None
         self._settings: list[dict[str, Any]] = []
-        self._last = True  # micro-batch of its step, or outside of all
 
     @property
     def muon(self) -> MuonZero:
@@ -356,15 +355,13 @@ class MuonZeroStrategy(DDPStrategy):
             for optimizer in self.optimizers:
                 assert isinstance(optimizer, MuonZero)
                 stack.enter_context(optimizer.accumulate())
-            self._last = False
             yield
-        self._last = True
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """What was unfrozen joins its group before Lightning clips gradients, which it finds by the groups."""
         super().post_backward(closure_loss)
         for optimizer in self.optimizers:
-            if self._last and isinstance(optimizer, MuonZero):
+            if isinstance(optimizer, MuonZero) and not optimizer._ledger.accumulating:
                 optimizer._unfreeze()
 
     # ------------------------------------------------------------------ checkpoints

@@ -13,7 +13,7 @@ from compile_muon.kernels import resolve_coefficients, resolve_dtype
 from compile_muon.model.mesh import axis_sizes
 from compile_muon.planning.machine import Machine
 
-__all__ = ["Candidate", "candidates", "planned_for", "with_adamw", "with_sharing"]
+__all__ = ["Candidate", "candidates", "meshes", "planned_for", "with_adamw", "with_sharing"]
 
 #: replicas of the next size have as many times the nodes: halves and doubles of one are within a few per cent of it
 _LARGER = 8
@@ -61,27 +61,27 @@ def candidates(config: Config, world: int, machine: Machine) -> list[Candidate]:
     found = [
         Candidate(stage, axes, (stage, axes) == (config.zero.stage, asked))
         for sharing in sorted({1, asked.get("sequence", 1)})
-        for meshes in [_meshes(world, sharing, machine)]
+        for several in [meshes(world, sharing, machine)]
         for stage in range(4)
-        for axes in (meshes if stage else meshes[:1])
+        for axes in (several if stage else several[:1])
     ]
     if not any(candidate.asked for candidate in found):
         found.append(Candidate(config.zero.stage, asked, True))
     return found
 
 
-def _meshes(world: int, sharing: int, machine: Machine) -> list[dict[str, int]]:
-    """All ranks in one replica, and in more."""
+def meshes(world: int, sharing: int, machine: Machine) -> list[dict[str, int]]:
+    """Sizes of axes: all ranks in one replica, and in more; ``sharing`` of them to a sequence."""
 
-    def axes(**sizes: int) -> dict[str, int]:
-        given = sizes if sharing == 1 else {**sizes, "shard": sizes["shard"] // sharing, "sequence": sharing}
-        return {name: size for name, size in given.items() if size > 1} or {"shard": 1}
+    def axes(replicas: int, ranks: int) -> dict[str, int]:
+        sizes = {"replicate": replicas, "shard": ranks // sharing, "sequence": sharing}
+        return {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
 
-    found = [axes(shard=world)]
+    found = [axes(1, world)]
     replica = machine.node or world
     while 1 < replica < world and world % replica == 0:
         if replica % sharing == 0:
-            found.append(axes(replicate=world // replica, shard=replica))
+            found.append(axes(world // replica, replica))
         replica *= _LARGER
     return found
 

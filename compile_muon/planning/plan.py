@@ -14,7 +14,7 @@ from typing import Any
 
 from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.errors import MuonZeroError, config_error
-from compile_muon.planning.candidates import Candidate, candidates, with_adamw
+from compile_muon.planning.candidates import Candidate, candidates, meshes, with_adamw
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
 from compile_muon.planning.simulate import Timeline
@@ -240,7 +240,7 @@ def _shared(traced: Callable[[int], Trace], question: Question, world: int) -> s
     """With how few ranks to a sequence stage 3 fits, in words; empty where it does not, or the model cannot be cut."""
     sharing = 2
     while world % sharing == 0:
-        axes = {name: size for name, size in {"shard": world // sharing, "sequence": sharing}.items() if size > 1}
+        axes = meshes(world, sharing, question.machine)[0]
         try:
             figures, _ = _simulated(traced(sharing), question, Candidate(3, axes, False), world)
         except MuonZeroError:

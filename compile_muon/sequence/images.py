@@ -26,8 +26,8 @@ _IMAGES = 4
 def vision_parts(model: nn.Module) -> tuple[str, str] | None:
     """Paths of a tower and a projector; None where there are none that take whole images."""
     for path, module in model.named_modules():
+        children = dict(module.named_children())
         for tower, projector in _PARTS:
-            children = dict(module.named_children())
             if tower in children and projector in children:
                 prefix = f"{path}." if path else ""
                 return prefix + tower, prefix + projector

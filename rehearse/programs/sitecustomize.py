@@ -18,11 +18,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from scripted import script  # noqa: E402
 
 
-def _torch(module: ModuleType) -> None:
+def _attention(module: Any) -> None:
     """cuDNN is the real one, which finds no device."""
-    import torch
-
-    torch._C._set_sdp_use_cudnn(False)
+    module.enable_cudnn_sdp(False)
 
 
 def _survey(module: Any) -> None:
@@ -59,7 +57,7 @@ def _trusted(module: Any) -> None:
 
 
 _CHANGED: dict[str, Callable[[ModuleType], None]] = {
-    "torch.backends.cuda": _torch,
+    "torch.backends.cuda": _attention,
     "compile_muon.runtime.survey": _survey,
     "compile_muon.runtime.handouts": _handouts,
     "orthogonalizers": _right,

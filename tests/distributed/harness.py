@@ -206,8 +206,9 @@ class Ranks:
             return
         # Forked from a process that has imported what all need, and started no thread: that takes seconds a rank. But
         # importing Inductor asks for GPUs, and where there are some a process that is forked then cannot use them.
-        context = multiprocessing.get_context("forkserver" if not torch.cuda.is_available() else "spawn")
-        if not torch.cuda.is_available():
+        way = "spawn" if torch.cuda.is_available() else "forkserver"
+        context = multiprocessing.get_context(way)
+        if way == "forkserver":
             context.set_forkserver_preload(["compile_muon.backend", "torch._inductor.compile_fx", "torch.testing"])
         atexit.register(self.close)  # ahead of multiprocessing, which would wait for those that are stopped
         self._folder = tempfile.TemporaryDirectory(prefix="muon_zero_ranks_")
