@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
-from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
-from compile_muon.integrations.common import is_sharded, refused_axes
+from compile_muon.integrations.common import is_sharded, refused_tensor
+from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
 from compile_muon.storage.disk import write_bytes
 from compile_muon.storage.ranks import Ranks
@@ -113,6 +113,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     _refuse(accelerator, objects, pairs)
     if not again:
         accelerator._muon_zero = _Sharded(accelerator)
+    if (mesh := pairs[0][1]._mesh if pairs else None) is not None:
+        give_same_batches(accelerator, mesh.data_places)
     prepared: dict[int, Any] = {}
     for model, optimizer in pairs:
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
@@ -221,9 +223,7 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
         problem = "is the accelerator's to say, which may end an accumulation early"
         errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
     if optimizer._mesh is not None:
-        errors += refused_axes(
-            MeshConfig(tensor=optimizer._mesh.axis("tensor").size), optimizer.config.sequence_parallel.size
-        )
+        errors += refused_tensor(optimizer._mesh.axis("tensor").size)
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:

@@ -11,11 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from compile_muon.config import Config, MeshConfig
+from compile_muon.config import Config
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
-__all__ = ["Source", "filled", "is_sharded", "refused_axes", "says"]
+__all__ = ["Source", "filled", "is_sharded", "refused_tensor", "says"]
 
 #: what ``compile_muon.load_config`` takes
 Source = str | os.PathLike | Mapping[str, Any] | Config
@@ -26,16 +26,15 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
 
 
-def refused_axes(mesh: MeshConfig | None, sequence: int = 1) -> list[ConfigError]:
-    """What a trainer whose loader gives each process its own batches cannot serve.
+def refused_tensor(size: int) -> list[ConfigError]:
+    """Tensor slices, which a trainer whose loader gives each process its own batches cannot serve.
 
     Args:
-        sequence: ranks that share a sequence.
+        size: ranks along ``tensor``.
     """
-    found = {"mesh.tensor": 1 if mesh is None else mesh.tensor, "sequence_parallel.size": sequence}
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
     remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
-    return [config_error(field, size, problem, remedy) for field, size in found.items() if size != 1]
+    return [config_error("mesh.tensor", size, problem, remedy)] if size != 1 else []
 
 
 def says(values: object, *path: str) -> bool:

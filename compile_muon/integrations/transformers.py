@@ -10,6 +10,7 @@ optimizer state by :class:`compile_muon.Checkpointer`, so that a run may go on w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -32,8 +33,11 @@ from compile_muon.errors import ConfigError, config_error, join_errors, listed
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, refused_axes, says
+from compile_muon.integrations.common import Source, filled, refused_tensor, says
+from compile_muon.integrations.same_batches import give_same_batches
+from compile_muon.model.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
+from compile_muon.sequence.plan import plan_of
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
@@ -185,13 +189,16 @@ class MuonTrainer(Trainer):
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
             mistakes.found += _contradictions(self.args, self.muon_config)
-            mistakes.found += refused_axes(self.muon_config.mesh, self.muon_config.sequence_parallel.size)
+            mesh = self.muon_config.mesh
+            mistakes.found += refused_tensor(1 if mesh is None else mesh.tensor)
+            places = data_places(axis_sizes(self.muon_config, self.args.world_size))
         mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
             model, device_placement=device_placement, evaluation_mode=True
         )
+        give_same_batches(self.accelerator, places)
         self.accelerator.no_sync = lambda model=None: self.muon.accumulate()
 
     @property
@@ -272,7 +279,32 @@ class MuonTrainer(Trainer):
         """As the Trainer's, of the model that is saved: BatchNorm's statistics of rank 0 on every rank."""
         if self.args.ddp_broadcast_buffers is not False:
             take_those_of_rank_0(self.model)
+        if self._sharing > 1:  # as it is by now; Seq2SeqTrainer takes gather, for lengths that differ
+            self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
+
+    # ------------------------------------------------------------------ ranks that share a sequence
+
+    @property
+    def _sharing(self) -> int:
+        """How many ranks are given the same batches."""
+        return self.muon_config.sequence_parallel.size
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; predictions are of all positions, and losses do without."""
+        plan = None if prediction_loss_only else plan_of(self.model)
+        with contextlib.nullcontext() if plan is None else plan.wanting("joined"):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Samples in a step."""
+        return super().get_total_train_batch_size(args) // self._sharing
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Each token once, which the Trainer sums over all ranks."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._sharing
 
     # ------------------------------------------------------------------ logs
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 from compile_muon.runtime.heartbeat import backend_of
 
-__all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "resolve_mesh", "target_device"]
+__all__ = ["DENSE", "DataPlace", "Mesh", "Role", "axis_sizes", "data_places", "resolve_mesh", "target_device"]
 
 _NAMES = ("replicate", "shard", "sequence", "expert", "tensor")
 _DIVIDE = "give a size that divides the ranks along shard"
@@ -122,12 +123,12 @@ class Mesh:
     @property
     def data_place(self) -> DataPlace:
         """Which data this rank has; those along ``sequence`` and ``tensor`` have the same."""
-        rank, world = 0, 1
-        for dim, name in enumerate(self.names):
-            if name not in ("sequence", "tensor"):
-                rank = rank * self.given.size(dim) + self.given.get_local_rank(dim)
-                world *= self.given.size(dim)
-        return DataPlace(rank, world)
+        return self.data_places[self.rank]
+
+    @cached_property
+    def data_places(self) -> list[DataPlace]:
+        """The same of every rank."""
+        return data_places({name: self.given.size(dim) for dim, name in enumerate(self.names)})
 
     @property
     def device_type(self) -> str:
@@ -360,6 +361,22 @@ def axis_sizes(config: Config, world: int) -> dict[str, int]:
             raise _indivisible(axis, size, sizes["shard"])
         sizes |= {axis: size, "shard": sizes["shard"] // size}
     return {name: sizes[name] for name in _NAMES if sizes.get(name, 1) > 1}
+
+
+def data_places(sizes: Mapping[str, int]) -> list[DataPlace]:
+    """Which data each rank has, row by row.
+
+    Args:
+        sizes: ranks by axis, see :func:`axis_sizes`.
+    """
+    own = {name: size for name, size in sizes.items() if name not in ("sequence", "tensor")}
+    world, places = math.prod(own.values()), []
+    for index in itertools.product(*map(range, sizes.values())):
+        rank = 0
+        for name, place in zip(sizes, index, strict=True):
+            rank = rank * own[name] + place if name in own else rank
+        places.append(DataPlace(rank, world))
+    return places
 
 
 def _indivisible(axis: str, size: int, ranks: int) -> ConfigError:

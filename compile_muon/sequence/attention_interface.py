@@ -140,7 +140,7 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
         logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100,
         shift_labels: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        if running.alone or running.joins:
+        if running.alone or running.batch.joins:
             from transformers.loss.loss_utils import ForCausalLMLoss
 
             whole_loss: Tensor = ForCausalLMLoss(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.sequence.running import FIELD, Running
+from compile_muon.passes.exchange.sequence import Place
+from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["note_batch"]
 
@@ -25,38 +26,34 @@ def _digest(given: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def note_batch(stacks: Sequence[Running], *, loss: bool) -> Callable[..., None]:
+def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., None]:
     """A hook ahead of the model: compare the batch within the group, and see whether the loss is computed inside.
 
     Nothing is waited for: a difference turns what blocks compute into NaN, which no step writes.
 
     Args:
+        place: of this rank in the group.
         loss: whether the model computes a causal loss where it is given labels; head and loss stay cut then.
     """
-    place = stacks[0].place
 
     def note(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keeps = loss and kwargs.get("labels") is not None
+        keeps = loss and kwargs.get("labels") is not None and batch.wanted != "joined"
         kept = kwargs.get("logits_to_keep", 0)
         if keeps and not (isinstance(kept, int) and kept == 0):
             problem = "counts positions from the end, and with labels each rank has its own"
             raise config_error("logits_to_keep", kept, problem, f"leave it out, or set {FIELD}.joined")
-        for running in stacks:
-            running.joins = not keeps
-        stacks[0].batch = model, args, kwargs
+        batch.joins = not keeps
+        batch.latest = model, args, kwargs
         caches = kwargs.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
         if caches and not torch.is_grad_enabled():  # whole on every rank, and perhaps on one alone
-            for running in stacks:
-                running.doubt = None
+            batch.doubt = None
             return
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
         if not given:
             return
-        digest = _digest(given)
+        batch.digest = digest = _digest(given)
         most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
         most = torch.ops._c10d_functional.wait_tensor(most)
-        doubt = torch.where(most[0] == -most[1], 0.0, torch.nan)
-        for running in stacks:
-            running.digest, running.doubt = digest, doubt
+        batch.doubt = torch.where(most[0] == -most[1], 0.0, torch.nan)
 
     return note

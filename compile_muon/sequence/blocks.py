@@ -52,16 +52,14 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
     def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         if first and passes_on:
-            # A cache holds all positions, so who reads one computes all.
-            reads = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
-            running.alone = running.forced or (reads and not running.compared)
+            running.look_for_cache(kwargs)
         if running.alone:
             return args, kwargs
         if first:
             whole = hidden.shape[1]
             part = cut(hidden, place)
-            if running.doubt is not None:
-                part = part + running.doubt.to(part.dtype)
+            if running.batch.doubt is not None:
+                part = part + running.batch.doubt.to(part.dtype)
             args, kwargs = ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
             if passes_on:  # hooks of Transformers' layers run outside of checkpointed regions: in one nothing is noted
                 running.whole = whole
@@ -97,7 +95,7 @@ def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
     place = running.place
 
     def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not running.joins or running.alone:
+        if not running.batch.joins or running.alone:
             return output
         part = output if isinstance(output, Tensor) else output[0]
         whole = join(part, place, running.whole if passes_on else part.shape[1] * place.size)

@@ -71,7 +71,7 @@ def check_first(plan: SequencePlan) -> None:
     Raises:
         ConfigError: as :func:`check_sequence`.
     """
-    latest = plan.running[0].batch
+    latest = plan.batch.latest
     if not plan.unchecked or latest is None:
         return
     plan.unchecked = False
@@ -88,8 +88,7 @@ def check_first(plan: SequencePlan) -> None:
     named = {name: piece(value) for name, value in kwargs.items() if name not in _OF_THE_LOSS}
 
     def outputs() -> Tensor:
-        for running in plan.running:
-            running.joins = True
+        plan.batch.joins = True
         with torch.compiler.set_stance("force_eager"):
             return _numbers(model.forward(*short, **named))
 
@@ -99,12 +98,14 @@ def check_first(plan: SequencePlan) -> None:
 
 
 def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor], tolerance: float) -> float:
-    place, training = plan.running[0].place, model.training
+    place, training = plan.place, model.training
+    assert place is not None
     model.eval()
     try:
-        with torch.no_grad(), plan.comparing():
-            parts = outputs()
-            with plan.whole():
+        with torch.no_grad():
+            with plan.wanting("cut"):
+                parts = outputs()
+            with plan.wanting("whole"):
                 wholes = outputs()
     finally:
         model.train(training)

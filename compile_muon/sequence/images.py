@@ -44,7 +44,7 @@ def deal(running: Running) -> Callable[..., Any]:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]
         pixels = args[0] if args else kwargs.get("pixel_values")
         running.whole = 0
-        if len(given) > 1 or running.forced or not torch.is_grad_enabled():
+        if len(given) > 1 or running.batch.wanted == "whole" or not torch.is_grad_enabled():
             return args, kwargs
         if not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
             return args, kwargs

@@ -29,7 +29,7 @@ from compile_muon.sequence.attention_interface import accepts_any, attends, exch
 from compile_muon.sequence.batch import note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
 from compile_muon.sequence.images import collect, deal, vision_parts
-from compile_muon.sequence.running import FIELD, Running
+from compile_muon.sequence.running import FIELD, Batch, Running
 
 __all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
 
@@ -61,7 +61,8 @@ class SequencePlan:
         stacks: of blocks.
         images: paths of a vision tower and of the projector behind it, whose images are dealt out; None without.
         causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
-        running: of each stack, once applied.
+        place: of this rank, once applied.
+        batch: that is computed.
         everyone: all ranks, once applied.
         unchecked: whether the first step is still to compare, see :func:`~compile_muon.sequence.check.check_first`.
     """
@@ -70,39 +71,26 @@ class SequencePlan:
     stacks: tuple[Stack, ...]
     causal: str | None
     images: tuple[str, str] | None = None
-    running: list[Running] = field(default_factory=list)
+    place: Place | None = None
+    batch: Batch = field(default_factory=Batch)
     everyone: dist.ProcessGroup | None = None
     unchecked: bool = False
 
     @contextlib.contextmanager
-    def comparing(self) -> Iterator[None]:
-        """Inside this block no rank computes all positions for the sake of a cache."""
-        for running in self.running:
-            running.compared = True
+    def wanting(self, wanted: str) -> Iterator[None]:
+        """Inside this block batches are computed so, see :class:`~compile_muon.sequence.running.Batch`."""
+        self.batch.wanted = wanted
         try:
             yield
         finally:
-            for running in self.running:
-                running.compared = False
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Inside this block every rank computes all positions, by itself."""
-        for running in self.running:
-            running.forced = running.alone = True
-        try:
-            yield
-        finally:
-            for running in self.running:
-                running.forced = running.alone = False
+            self.batch.wanted = ""
 
     def differing_batches(self) -> str:
         """Which ranks of a group were given other batches than the rest of it; collective over all ranks."""
-        running = self.running[0]
-        if running.digest is None or self.everyone is None:
+        if self.batch.digest is None or self.place is None or self.everyone is None:
             return ""
-        ranks = dist.get_process_group_ranks(group_named(running.place.group))
-        digests = gather_objects((tuple(ranks), int(running.digest)), self.everyone)
+        ranks = dist.get_process_group_ranks(group_named(self.place.group))
+        digests = gather_objects((tuple(ranks), int(self.batch.digest)), self.everyone)
         groups: dict[tuple[int, ...], set[int]] = {}
         for group, digest in digests:
             groups.setdefault(group, set()).add(digest)
@@ -116,12 +104,11 @@ class SequencePlan:
             place: of this rank among those that share a sequence.
             everyone: all ranks.
         """
-        self.everyone = everyone
+        self.place, self.everyone = place, everyone
         configs: dict[int, Any] = {}
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
-        for stack in self.stacks:
-            running = Running(place)
-            self.running.append(running)
+        stacks = [Running(place, self.batch) for _ in self.stacks]
+        for stack, running in zip(self.stacks, stacks, strict=True):
             blocks = list(_blocks(model, stack.path))
             for number, block in enumerate(blocks):
                 hook = enter(running, block, first=number == 0, passes_on=stack.passes_on)
@@ -134,14 +121,13 @@ class SequencePlan:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
             tower, projector = map(model.get_submodule, self.images)
-            dealt = Running(place)
-            self.running.append(dealt)
+            dealt = Running(place, self.batch)
             tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
             projector.register_forward_hook(collect(dealt))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
-        first.register_forward_pre_hook(note_batch(self.running, loss=self.causal is not None), with_kwargs=True)
+        first.register_forward_pre_hook(note_batch(self.batch, place, loss=self.causal is not None), with_kwargs=True)
         if self.causal is not None:
-            first.loss_function = loss_of(self.running[len(self.stacks) - 1])
+            first.loss_function = loss_of(stacks[-1])
         model.__dict__[_PLAN] = self
 
 

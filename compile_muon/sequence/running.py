@@ -5,14 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compile_muon.passes.exchange.sequence import Place
 
-__all__ = ["FIELD", "Running"]
+__all__ = ["FIELD", "Batch", "Running"]
 
 #: of the configuration, for errors
 FIELD = "sequence_parallel"
+
+
+@dataclass(eq=False)
+class Batch:
+    """What all stacks of blocks know of it.
+
+    Args:
+        wanted: "whole" for all positions on every rank, "cut" for parts of them though a cache is read, "joined" for
+            logits of all positions though the loss could do with parts; "" for as the model is called.
+        joins: whether positions are joined behind the last block, and not only behind the loss.
+        latest: module, arguments and keyword arguments that the ranks were given.
+        digest: of what they were given, int64; and ``doubt``, 0 or NaN where it is not the same.
+    """
+
+    wanted: str = ""
+    joins: bool = True
+    latest: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
+    digest: Tensor | None = field(default=None, repr=False)
+    doubt: Tensor | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
@@ -21,20 +41,22 @@ class Running:
 
     Args:
         place: of this rank.
-        whole: positions of the batch, as the first block has found them.
-        alone: whether every rank computes all positions: with a cache of keys and values, or where ``forced``.
-        compared: whether what is computed now is compared, and no cache is read.
-        joins: whether positions are joined behind the last block, and not only behind the loss.
-        batch: latest module, arguments and keyword arguments that the ranks were given.
-        digest: of the batch, int64; and ``doubt``, 0 or NaN where ranks were given different ones.
+        batch: that is computed.
+        whole: positions of it, as the first block has found them.
+        reads: whether the blocks read a cache of keys and values.
     """
 
     place: Place
+    batch: Batch
     whole: int = 0
-    alone: bool = False
-    forced: bool = False
-    compared: bool = False
-    joins: bool = True
-    batch: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
-    digest: Tensor | None = field(default=None, repr=False)
-    doubt: Tensor | None = field(default=None, repr=False)
+    reads: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether every rank computes all positions: a cache holds all, so who reads one does."""
+        return self.reads or self.batch.wanted == "whole"
+
+    def look_for_cache(self, kwargs: dict[str, Any]) -> None:
+        """Note whether a block that is called with these reads one."""
+        there = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None
+        self.reads = there and self.batch.wanted != "cut"

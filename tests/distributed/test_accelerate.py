@@ -406,6 +406,46 @@ def one_step_in_bf16() -> float:
         return one_step(accelerator, model, optimizer)
 
 
+def share_sequences(sequence: int) -> tuple[list[float], list[int], list[str]]:
+    """Losses of an epoch; then its rows as ``gather_for_metrics`` has them, tensors and strings."""
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from compile_muon.integrations.accelerate import prepare
+
+    shape = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    losses, rows, words = list[float](), list[int](), list[str]()
+    with accelerated():
+        accelerator = Accelerator(cpu=True)
+        set_seed(3)
+        model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False))
+        config = {**CONFIG, "zero_optimization": {"stage": 2}, "sequence_parallel": {"size": sequence}}
+        model, optimizer = compile_muon.initialize(model, config)
+        texts = tokens(2)[:5]
+        model, optimizer, loader = prepare(accelerator, model, optimizer, DataLoader(texts, batch_size=2, shuffle=True))
+        if sequence > 1:
+            accelerator.dataloader_config.dispatch_batches = True
+            with pytest.raises(compile_muon.ConfigError, match="dispatch_batches = True: .* ranks share a sequence"):
+                accelerator.prepare_data_loader(DataLoader(texts))
+        for batch in loader:
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            rows += accelerator.gather_for_metrics(batch)[:, 0].tolist()
+            words += accelerator.gather_for_metrics([str(number.item()) for number in batch[:, 0]])
+    return losses, rows, words
+
+
+def test_ranks_that_share_a_sequence_have_one_loader(ranks: Callable[[int], Ranks]) -> None:
+    expected = share_sequences(1)
+    assert sorted(expected[1]) == sorted(tokens(2)[:5, 0].tolist()) and expected[2] == list(map(str, expected[1]))
+    for losses, *others in ranks(2).run(share_sequences, sequence=2):
+        assert losses == pytest.approx(expected[0], rel=1e-5) and tuple(others) == expected[1:]
+
+
 @pytest.mark.full
 def test_bf16_values_copies_and_wrappers(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     with accelerated():

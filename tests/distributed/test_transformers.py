@@ -146,6 +146,35 @@ def test_the_trainer_trains_as_a_plain_loop(
     assert all(torch.equal(saved[name], value) for name, value in found[3].items())
 
 
+def counted(prediction: Any) -> dict[str, float]:
+    """How many rows and positions there are, and how often the likeliest token is the next one."""
+    guesses, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"rows": len(labels), "positions": guesses.shape[1], "hits": int((guesses == labels).sum())}
+
+
+def train_sharing(folder: str, sequence: int) -> tuple[list[Any], ...]:
+    """Sequences of 8 tokens on as many ranks; ten rows to evaluate, which do not fill the last batch."""
+    config = {**CONFIG, "sequence_parallel": {"size": sequence}}
+    with accelerated():
+        trainer = trainer_of(folder, 3, config=config, include_num_input_tokens_seen="all", save_strategy="no")
+        trainer.compute_metrics, trainer.eval_dataset = counted, Sentences(10)
+        trainer.train()
+        seen = [trainer.state.num_input_tokens_seen, trainer.get_total_train_batch_size(trainer.args)]
+        names = ("loss", "grad_norm", "eval_loss", "eval_rows", "eval_positions", "eval_hits")
+        return *(losses(trainer, name) for name in names), seen
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_that_share_sequences_train_as_half_as_many(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int
+) -> None:
+    expected = ranks(world // 2).run(train_sharing, folder=str(tmp_path), sequence=1)[0]
+    assert expected[3] == [10, 10] and expected[4] == [7, 7] and expected[6][0] == STEPS * ACCUMULATED * 8 * world
+    for found in ranks(world).run(train_sharing, folder=str(tmp_path), sequence=2):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-5)
+
+
 # ------------------------------------------------------------------------------------------------- going on
 
 

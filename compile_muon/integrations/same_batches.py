@@ -1,0 +1,93 @@
+"""Accelerate where several ranks share a sequence: the same batches to all of a group, and what they made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object, recursively_apply
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from compile_muon.errors import config_error
+from compile_muon.model.mesh import DataPlace
+
+__all__ = ["give_same_batches"]
+
+
+def give_same_batches(accelerator: Accelerator, places: Sequence[DataPlace]) -> None:
+    """Have loaders that ``accelerator`` prepares from here on, and ``gather_for_metrics``, know the ranks' places.
+
+    ``gather`` and ``reduce`` stay those of all ranks.
+
+    Args:
+        places: which data each rank has; nothing is changed where no two have the same.
+    """
+    if len(places) != places[0].world:
+        shared = _Shared(accelerator, places)
+        accelerator.prepare_data_loader = shared.prepare_data_loader
+        accelerator.gather_for_metrics = shared.gather_for_metrics
+
+
+class _Shared:
+    """What takes the place of some methods of one accelerator."""
+
+    def __init__(self, accelerator: Accelerator, places: Sequence[DataPlace]) -> None:
+        self._accelerator = accelerator
+        self._ranks = len(places)
+        self._firsts = [list(places).index(place) for place in sorted(set(places))]
+        self._own = places[accelerator.process_index]
+        self._gather, self._gather_for_metrics = accelerator.gather, accelerator.gather_for_metrics
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """As Accelerate's, for the data of this rank's group.
+
+        Raises:
+            ConfigError: it is prepared already, or ``dispatch_batches`` would give each rank a part of a batch.
+        """
+        accelerator, kind = self._accelerator, type(data_loader).__name__
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            problem = "gives each process its own batches, and ranks share a sequence here"
+            raise config_error("data_loader", kind, problem, "prepare it with the sharded model, or later")
+        if accelerator.dispatch_batches:
+            problem = "gives each process a part of a batch, and ranks share a sequence here"
+            raise config_error("dispatch_batches", True, problem, "leave it out")
+        prepared = prepare_data_loader(
+            data_loader,
+            accelerator.device,
+            num_processes=self._own.world,
+            process_index=self._own.rank,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            non_blocking=accelerator.non_blocking,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's, of one rank of each group."""
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in tree_leaves(input_data)):
+            each = gather_object([input_data])
+            found = [thing for rank in self._firsts for thing in each[rank]]
+            state = self._accelerator.gradient_state
+            return found[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else found
+        self._accelerator.gather = lambda tensor: recursively_apply(self._once, self._gather(tensor))
+        try:
+            return self._gather_for_metrics(input_data)
+        finally:
+            self._accelerator.gather = self._gather
+
+    def _once(self, gathered: Tensor) -> Tensor:
+        rows = gathered.shape[0] // self._ranks
+        return gathered.unflatten(0, (self._ranks, rows))[self._firsts].flatten(0, 1)
