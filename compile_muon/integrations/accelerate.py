@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
+from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
 from compile_muon.integrations.common import is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
@@ -223,7 +224,7 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
         problem = "is the accelerator's to say, which may end an accumulation early"
         errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
     if optimizer._mesh is not None:
-        errors += refused_tensor(optimizer._mesh.axis("tensor").size)
+        errors += refused_tensor(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from compile_muon.config import Config
+from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
@@ -26,12 +26,9 @@ def is_sharded(model: object) -> bool:
     return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
 
 
-def refused_tensor(size: int) -> list[ConfigError]:
-    """Tensor slices, which a trainer whose loader gives each process its own batches cannot serve.
-
-    Args:
-        size: ranks along ``tensor``.
-    """
+def refused_tensor(mesh: MeshConfig | None) -> list[ConfigError]:
+    """Tensor slices, which a trainer whose loader gives each process its own batches cannot serve."""
+    size = 1 if mesh is None else mesh.tensor
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
     remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
     return [config_error("mesh.tensor", size, problem, remedy)] if size != 1 else []

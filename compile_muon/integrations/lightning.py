@@ -49,7 +49,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
 from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, is_sharded, refused_axes
+from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
@@ -194,7 +194,7 @@ class MuonZeroStrategy(DDPStrategy):
         }
         config = load_config(filled(self.config, automatic, defaults={"gradient_accumulation_steps": None}))
         steps, limit = config.zero.gradient_accumulation_steps, config.zero.gradient_clipping
-        errors = refused_axes(config.mesh)
+        errors = refused_tensor(config.mesh)
         if config.sequence_parallel.size > 1 and not is_sharded(trainer.lightning_module):
             errors += _unseen(plan_sequence(trainer.lightning_module, config.sequence_parallel))
         unsaid = isinstance(self.config, Config) and steps == 1  # the default of a Config

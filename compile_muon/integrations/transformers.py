@@ -189,8 +189,7 @@ class MuonTrainer(Trainer):
         with mistakes.collected():
             self.muon_config = _read(muon_config, self.args)
             mistakes.found += _contradictions(self.args, self.muon_config)
-            mesh = self.muon_config.mesh
-            mistakes.found += refused_tensor(1 if mesh is None else mesh.tensor)
+            mistakes.found += refused_tensor(self.muon_config.mesh)
             places = data_places(axis_sizes(self.muon_config, self.args.world_size))
         mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
@@ -290,11 +289,13 @@ class MuonTrainer(Trainer):
         """How many ranks are given the same batches."""
         return self.muon_config.sequence_parallel.size
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **kwargs: Any
+    ) -> Any:
         """As the Trainer's; predictions are of all positions, and losses do without."""
         plan = None if prediction_loss_only else plan_of(self.model)
         with contextlib.nullcontext() if plan is None else plan.wanting("joined"):
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **kwargs)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples in a step."""
@@ -356,10 +357,11 @@ class MuonTrainer(Trainer):
 class MuonSeq2SeqTrainer(MuonTrainer, Seq2SeqTrainer):
     """The same over ``transformers.Seq2SeqTrainer``; at stage 3 ranks generate as long as the longest of them."""
 
-    def prediction_step(self, *args: Any, **gen_kwargs: Any) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **gen_kwargs: Any
+    ) -> Any:
         """Every token takes all ranks where weights are gathered for it."""
-        known = {name: gen_kwargs.pop(name) for name in ("ignore_keys",) if name in gen_kwargs}
         chosen = gen_kwargs or dict(getattr(self, "_gen_kwargs", {}))
         if self.muon_config.zero.stage == 3:
             chosen.setdefault("synced_gpus", self.args.world_size > 1)
-        return super().prediction_step(*args, **known, **chosen)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **chosen)
