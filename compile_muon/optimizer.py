@@ -320,6 +320,12 @@ class MuonZero(Optimizer):
         return DataPlace(0, 1) if self._mesh is None else self._mesh.data_place
 
     @property
+    def sequence_place(self) -> DataPlace:
+        """Which part of each sequence this rank is to be given where ``sequence_parallel.inputs`` is "sharded"."""
+        place = None if self._sequence is None else self._sequence.place
+        return DataPlace(0, 1) if place is None else DataPlace(place.index, place.size)
+
+    @property
     def grad_norm(self) -> Tensor | None:
         """Of the latest step, before clipping; 0-dim fp32 on the device, None before the first."""
         return self._steps.grad_norm

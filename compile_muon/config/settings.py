@@ -303,6 +303,7 @@ class SequenceParallelConfig(Checked):
         size: ranks that share a sequence, and have the same batch; divides the ranks along ``shard``, and the heads.
         blocks: paths of the ``ModuleList`` of blocks; None for that of the language model, of Transformers.
         joined: whether positions are joined behind the last block; None: unless the loss is Transformers' causal one.
+        inputs: "whole" where every rank is given all positions of the batch, "sharded" where it is given its own part.
         check: whether the first step compares what ranks compute with what each computes by itself.
     """
 
@@ -310,12 +311,16 @@ class SequenceParallelConfig(Checked):
     blocks: tuple[str, ...] | None = setting(None, _check_stacks, none=True)
     joined: bool | None = setting(None, check_boolean, none=True)
     check: bool = setting(True, check_boolean)
+    inputs: str = setting("whole", check_choice, allowed=("whole", "sharded"))
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Blocks that nothing is cut in."""
         if self.size == 1 and self.blocks is not None:
             problem = "says what to cut, and size is 1"
             yield config_error("SequenceParallelConfig.blocks", self.blocks, problem, "give a size, or leave it out")
+        if self.inputs == "sharded" and self.joined:
+            problem = "would be all positions, where ranks are given, and have labels of, their own"
+            yield config_error("SequenceParallelConfig.joined", True, problem, "leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

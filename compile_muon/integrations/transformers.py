@@ -190,6 +190,9 @@ class MuonTrainer(Trainer):
             self.muon_config = _read(muon_config, self.args)
             mistakes.found += _contradictions(self.args, self.muon_config)
             mistakes.found += refused_tensor(self.muon_config.mesh)
+            if self.muon_config.sequence_parallel.inputs == "sharded":
+                problem = "cannot be: loaders here give ranks whole batches"
+                mistakes.add(config_error("sequence_parallel.inputs", "sharded", problem, "leave it out"))
             places = data_places(axis_sizes(self.muon_config, self.args.world_size))
         mistakes.raise_all()
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compile_muon.errors import config_error
 from compile_muon.passes.exchange.sequence import Place, cut, from_heads, heads_of, mean_over, to_heads
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
 from compile_muon.sequence.running import Running
@@ -41,8 +42,8 @@ def accepts_any(module: nn.Module) -> bool:
 
 def has_causal_loss(module: nn.Module) -> bool:
     """Whether its loss is the causal one, which :func:`loss_of` stands for."""
-    if "transformers" not in sys.modules or not hasattr(module, "loss_function"):
-        return False
+    if "transformers" not in sys.modules or getattr(module, "loss_type", None) is None:
+        return False  # a model without a head has none of its own, and is given the causal one with a warning
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return module.loss_function is ForCausalLMLoss
@@ -147,15 +148,21 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
             )
             return whole_loss
+        given = labels if shift_labels is None else shift_labels
+        own = running.batch.sharded and given.shape[1] == logits.shape[1]  # in a call by hand
         if shift_labels is None:
+            if own:
+                remedy = "shift all labels, then cut them, and hand shift_labels on"
+                raise config_error("labels", list(labels.shape), "are a part, which cannot be shifted", remedy)
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        missing = place.local(shift_labels.shape[1]) * place.size - shift_labels.shape[1]
-        padded = F.pad(shift_labels, (0, missing), value=ignore_index)
-        own = cut(padded, place).reshape(-1).to(logits.device)
+        if not own:
+            missing = place.local(shift_labels.shape[1]) * place.size - shift_labels.shape[1]
+            shift_labels = cut(F.pad(shift_labels, (0, missing), value=ignore_index), place)
+        targets = shift_labels.reshape(-1).to(logits.device)
         rows = logits.float().view(-1, vocab_size)
-        total = F.cross_entropy(rows, own, ignore_index=ignore_index, reduction="sum")
+        total = F.cross_entropy(rows, targets, ignore_index=ignore_index, reduction="sum")
         if num_items_in_batch is None:
-            return mean_over(total, (own != ignore_index).sum(), place)
+            return mean_over(total, (targets != ignore_index).sum(), place)
         # Each rank brings a part of the count, which is that of all.
         return mean_over(total, torch.as_tensor(num_items_in_batch, device=total.device) / place.size, place)
 

@@ -1,20 +1,24 @@
-"""The batch that ranks of a group share: whether it is the same, and what of a call says how it is to be cut."""
+"""The batch that ranks of a group share: made whole or found the same, and what of a call says how it is to be cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.sequence import Place
+from compile_muon.passes.exchange.sequence import Place, join
 from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["note_batch"]
 
 _PERIOD = 8191
+#: arguments that losses are made of
+_LABELS = ("labels", "shift_labels")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _digest(given: Sequence[Tensor]) -> Tensor:
@@ -26,8 +30,8 @@ def _digest(given: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., None]:
-    """A hook ahead of the model: compare the batch within the group, and see whether the loss is computed inside.
+def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., Call]:
+    """A hook ahead of the model: see to it that a group has one batch, and whether the loss is computed inside.
 
     Nothing is waited for: a difference turns what blocks compute into NaN, which no step writes.
 
@@ -36,24 +40,57 @@ def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., None]
         loss: whether the model computes a causal loss where it is given labels; head and loss stay cut then.
     """
 
-    def note(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keeps = loss and kwargs.get("labels") is not None and batch.wanted != "joined"
+    def note(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        batch.doubt = None
+        if batch.sharded and not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None:
+            return args, kwargs  # generation: whole on every rank, and perhaps on one alone
+        keeps = (batch.sharded or (loss and kwargs.get("labels") is not None)) and batch.wanted != "joined"
         kept = kwargs.get("logits_to_keep", 0)
         if keeps and not (isinstance(kept, int) and kept == 0):
             problem = "counts positions from the end, and with labels each rank has its own"
             raise config_error("logits_to_keep", kept, problem, f"leave it out, or set {FIELD}.joined")
         batch.joins = not keeps
+        config = getattr(model, "config", None)
+        if batch.sharded:
+            args, kwargs = _whole(args, kwargs, place, loss=loss)
+            if not torch.is_grad_enabled() and hasattr(config, "use_cache"):
+                kwargs["use_cache"] = False  # who reads one computes all positions
+            batch.latest = model, args, kwargs
+            return args, kwargs
         batch.latest = model, args, kwargs
-        caches = kwargs.get("use_cache", getattr(getattr(model, "config", None), "use_cache", False))
-        if caches and not torch.is_grad_enabled():  # whole on every rank, and perhaps on one alone
-            batch.doubt = None
-            return
+        if not torch.is_grad_enabled() and kwargs.get("use_cache", getattr(config, "use_cache", False)):
+            return args, kwargs
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
-        if not given:
-            return
-        batch.digest = digest = _digest(given)
-        most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
-        most = torch.ops._c10d_functional.wait_tensor(most)
-        batch.doubt = torch.where(most[0] == -most[1], 0.0, torch.nan)
+        if given:
+            batch.digest = digest = _digest(given)
+            most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
+            most = torch.ops._c10d_functional.wait_tensor(most)
+            batch.doubt = torch.where(most[0] == -most[1], 0.0, torch.nan)
+        return args, kwargs
 
     return note
+
+
+def _whole(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place, *, loss: bool) -> Call:
+    """The batch out of the parts of the ranks: all that has a row of each sequence, and a column of each position.
+
+    Raises:
+        ConfigError: there is no such tensor, or there are labels, and the model has a loss that is not cut.
+    """
+    named = {**dict(enumerate(args)), **kwargs}
+    tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1}
+    if not tensors:
+        raise config_error(f"{FIELD}.inputs", "sharded", "finds no tensor [batch, positions] in the call", "give one")
+    rows, columns = next(iter(tensors.values())).shape[:2]
+    parts = {name: x for name, x in tensors.items() if x.shape[:2] == (rows, columns)}
+    labels = next((name for name in _LABELS if name in parts), None)
+    if labels is not None and not loss:
+        problem = "is for a loss of all positions, which are on several ranks, and the model's is not cut"
+        raise config_error(labels, list(parts[labels].shape), problem, "leave it out, and make the loss of the logits")
+    numbers = {name: x for name, x in parts.items() if x.ndim == 2 and not x.dtype.is_floating_point}  # noqa: PLR2004
+    whole = {name: join(x, place, columns * place.size) for name, x in parts.items() if name not in numbers}
+    if numbers:  # ids, labels, positions and masks travel together
+        together = join(torch.stack([x.to(torch.int64) for x in numbers.values()], -1), place, columns * place.size)
+        whole |= {name: x.to(numbers[name].dtype) for name, x in zip(numbers, together.unbind(-1), strict=True)}
+    found = {name: whole.get(name, value) for name, value in named.items()}
+    return tuple(found[number] for number in range(len(args))), {name: found[name] for name in kwargs}

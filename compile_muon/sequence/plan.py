@@ -176,7 +176,8 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
         problem = "is for the causal loss of Transformers, which the model does not have"
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
     images = None if any(map(_sees_images, paths)) else vision_parts(model)
-    return SequencePlan(config.size, tuple(stacks), causal, images, unchecked=config.check)
+    batch = Batch(sharded=config.inputs == "sharded")
+    return SequencePlan(config.size, tuple(stacks), causal, images, batch=batch, unchecked=config.check)
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:

@@ -21,6 +21,7 @@ class Batch:
     """What all stacks of blocks know of it.
 
     Args:
+        sharded: whether each rank is given its own part of the positions.
         wanted: "whole" for all positions on every rank, "cut" for parts of them though a cache is read, "joined" for
             logits of all positions though the loss could do with parts; "" for as the model is called.
         joins: whether positions are joined behind the last block, and not only behind the loss.
@@ -28,6 +29,7 @@ class Batch:
         digest: of what they were given, int64; and ``doubt``, 0 or NaN where it is not the same.
     """
 
+    sharded: bool = False
     wanted: str = ""
     joins: bool = True
     latest: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)

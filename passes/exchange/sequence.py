@@ -64,16 +64,16 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of which each rank's loss is made: a gradient counts as often as there are ranks."""
+    """The sum over the ranks, of which each makes a loss of its own; what they all ask of it is added up as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.size = size
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
         return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad * ctx.size, None, None
+        return _Sum.apply(grad, ctx.group), None
 
 
 def cut(x: Tensor, place: Place, dim: int = 1) -> Tensor:
@@ -158,5 +158,5 @@ def attention(
 
 def mean_over(total: Tensor, count: Tensor, place: Place) -> Tensor:
     """The ranks' ``total`` in all by their ``count`` in all: the same number on each."""
-    sums = _Sum.apply(torch.stack((total, count.to(total.dtype))), place.size, place.group)
+    sums = _Sum.apply(torch.stack((total, count.to(total.dtype))), place.group)
     return sums[0] / sums[1].detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from zoo import ZOO
 import compile_muon
 from compile_muon import Checkpointer, ConfigError, MuonZero, NonFiniteError, check_sequence
 from compile_muon.config import Config, ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
+from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence import plan_sequence
+from compile_muon.sequence.plan import plan_of
 
 VOCABULARY = 61
 EXCLUDED = ("embed", "head", "wte", "wpe", "positions", "norm", "bias", "gamma", "class", "cls", "pooler")
@@ -73,8 +76,29 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return model(**inputs).loss
 
 
+def loss_of_parts(model: nn.Module, inputs: dict[str, Tensor], *, by_hand: bool = False) -> Tensor:
+    """As loops of those write whose loaders cut; ``by_hand`` as DeepSpeed's guide to ALST does."""
+    plan = plan_of(model)
+    if plan is None or plan.place is None:
+        return loss_of(model, inputs)
+    place = plan.place
+    own: Any = {name: x.chunk(place.size, 1)[place.index] for name, x in inputs.items()}
+    if not by_hand:
+        return loss_of(model, own)
+    del own["labels"]
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].chunk(place.size, 1)[place.index]
+    bare: Any = getattr(model, "_orig_mod", model)
+    loss = bare.loss_function(logits=model(**own).logits, labels=None, shift_labels=shifted, vocab_size=VOCABULARY)
+    # DeepSpeed's loss is of a rank's own tokens, ours of all already: so weighed it is the same.
+    losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group_named(place.group)))
+    tokens = torch.stack(
+        torch.distributed.nn.functional.all_gather((shifted != -100).sum().float(), group=group_named(place.group))
+    )
+    return (losses * tokens).sum() / tokens.sum()
+
+
 def trained(
-    kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False,
+    kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False, inputs: str = "whole",
     checkpointed: bool = False, regional: bool = False, compiled: bool = False, experts: int = 1,
     model: dict[str, Any] | None = None, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -92,10 +116,12 @@ def trained(
                 block.compile(backend="muon_zero", options=options)
         return torch.compile(model, backend="muon_zero", options=options) if compiled else model
 
+    loss = loss_of if inputs == "whole" else partial(loss_of_parts, by_hand=inputs == "by hand")
+    parts = "whole" if inputs == "whole" else "sharded"
     report = train(
-        own, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss_of,
+        own, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss,
         lambda step, micro, place: batch(step, micro, place, length=length, masked=masked, packed=packed), steps=3,
-        unsharded=whole, compiled=compile_, sequence=SequenceParallelConfig(size),
+        unsharded=whole, compiled=compile_, sequence=SequenceParallelConfig(size, inputs=parts),
         experts=ExpertParallelConfig(experts), **settings,
     )  # fmt: skip
     torch._dynamo.reset()
@@ -113,6 +139,8 @@ MODELS = [
     pytest.param("Llama", {"stage": 3, "length": 14, "regional": True}, id="llama-3-regional"),
     pytest.param("Llama", {"stage": 3, "compiled": True, "length": 15}, id="llama-3-compiled-odd"),
     pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="llama-2-compiled-checkpointed"),
+    pytest.param("Llama", {"stage": 3, "inputs": "labels", "masked": True, "compiled": True}, id="llama-3-parts"),
+    pytest.param("Llama", {"stage": 2, "inputs": "by hand", "packed": True}, id="llama-2-parts-by-hand"),
     pytest.param("Gemma3", {"stage": 3}, id="sliding-window"),
     pytest.param("DeepseekV3", {"stage": 3}, id="mla"),
     pytest.param("Qwen3Moe", {"stage": 2}, id="moe"),
@@ -249,9 +277,11 @@ class Masked(nn.Module):
         return self.head(x)
 
 
-def sharded(model: nn.Module, size: int = 2, *, blocks: tuple[str, ...] | None = None, **settings: Any) -> MuonZero:
+def sharded(
+    model: nn.Module, size: int = 2, *, blocks: tuple[str, ...] | None = None, inputs: str = "whole", **settings: Any
+) -> MuonZero:
     config = config_from_kwargs(ns_dtype="float32", **{"stage": 3, **settings})
-    object.__setattr__(config, "sequence_parallel", SequenceParallelConfig(size, blocks))
+    object.__setattr__(config, "sequence_parallel", SequenceParallelConfig(size, blocks, inputs=inputs))
     return MuonZero.from_config(model, config)
 
 
@@ -425,6 +455,39 @@ def generated() -> tuple[bool, bool, bool]:
 
 def test_generation_and_evaluation_have_all_positions(ranks) -> None:  # type: ignore[no-untyped-def]
     assert ranks(2).run(generated) == [(True, True, True)] * 2
+
+
+def evaluated_in_parts() -> tuple[bool, bool, list[str]]:
+    """A model whose config reads a cache; what a rank has of the logits, and what is refused."""
+    model = built("Llama", use_cache=True).eval()
+    ids = torch.arange(3, 15).view(1, 12)
+    expected, text = model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)
+    optimizer = sharded(model, stage=3, inputs="sharded")
+    rank, world = optimizer.sequence_place
+    with torch.no_grad():
+        logits = model(ids.chunk(world, 1)[rank]).logits
+    said = []
+    for given in ({"labels": ids[:, :6], "logits": logits}, {"logits_to_keep": 1, "input_ids": ids[:, :6]}):
+        call = model.loss_function if "logits" in given else model
+        with pytest.raises(ConfigError) as caught:
+            call(**given, vocab_size=VOCABULARY)
+        said.append(str(caught.value))
+    from transformers import LlamaForTokenClassification
+
+    classifier = LlamaForTokenClassification(model.config)
+    sharded(classifier, stage=1, inputs="sharded")
+    with pytest.raises(ConfigError) as caught:
+        classifier(input_ids=ids[:, :6], labels=ids[:, :6])
+    close = torch.allclose(logits, expected.chunk(world, 1)[rank], atol=1e-5)
+    return close, torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), text), [*said, str(caught.value)]
+
+
+def test_parts_are_evaluated_and_generation_is_whole(ranks) -> None:  # type: ignore[no-untyped-def]
+    for close, same, (unshifted, kept, labels) in ranks(2).run(evaluated_in_parts):
+        assert close and same
+        assert "labels = [1, 6]: are a part" in unshifted and "shift_labels" in unshifted
+        assert "logits_to_keep = 1" in kept
+        assert "labels = [1, 6]: is for a loss of all positions" in labels
 
 
 def resumed(folder: str) -> bool:

@@ -980,6 +980,7 @@ def test_signature_dataclasses_and_json_have_the_same_settings():
         "sequence_parallel.blocks",
         "sequence_parallel.joined",
         "sequence_parallel.check",
+        "sequence_parallel.inputs",
     }
     reachable = {path for path in leaves(Config()) if not path.startswith("compile.")} - unreachable
     assert {path for _, path, _ in KWARGS.values()} == reachable
