@@ -200,6 +200,13 @@ def weights() -> dict[str, Any]:
     return {"model": model, "config": small_gpt2()}
 
 
+def long_sequences() -> dict[str, Any]:
+    ids = tokens()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    batch = {"ids": ids, "labels": ids, "positions": positions, "vocab_size": small_gpt2().vocab_size}
+    return {"make_model": MyModel, "model": hugging_face()["model"], **batch}
+
+
 def two_columns() -> dict[str, Any]:
     """What both columns of the page need; FSDP2 wants a process group, of one rank here."""
     dist.init_process_group("gloo", init_method=f"file://{Path.cwd()}/store", rank=0, world_size=1)
@@ -240,7 +247,7 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/weights.md": weights,
     "docs/how-to/methods.md": lambda: {"make_model": MyModel},
     "docs/how-to/offload.md": lambda: {"make_model": MyModel},
-    "docs/how-to/sequence.md": lambda: {"make_model": MyModel},
+    "docs/how-to/sequence.md": long_sequences,
     "docs/how-to/profiling.md": trained,
     "docs/how-to/transformers.md": hugging_face,
     "docs/how-to/accelerate.md": hugging_face,

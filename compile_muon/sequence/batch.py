@@ -77,7 +77,7 @@ def _whole(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: Place, *, lo
     Raises:
         ConfigError: there is no such tensor, or there are labels, and the model has a loss that is not cut.
     """
-    named = {**dict(enumerate(args)), **kwargs}
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {name: x for name, x in named.items() if isinstance(x, Tensor) and x.ndim > 1}
     if not tensors:
         raise config_error(f"{FIELD}.inputs", "sharded", "finds no tensor [batch, positions] in the call", "give one")
