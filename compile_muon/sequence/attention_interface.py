@@ -42,8 +42,11 @@ def accepts_any(module: nn.Module) -> bool:
 
 def has_causal_loss(module: nn.Module) -> bool:
     """Whether its loss is the causal one, which :func:`loss_of` stands for."""
-    if "transformers" not in sys.modules or getattr(module, "loss_type", None) is None:
-        return False  # a model without a head has none of its own, and is given the causal one with a warning
+    if "transformers" not in sys.modules or not hasattr(type(module), "loss_function"):
+        return False
+    # Whatever has no loss of its own, as a model without a head, is given the causal one, with a warning.
+    if getattr(module, "loss_type", None) is None and module.get_output_embeddings() is None:  # type: ignore[operator]
+        return False
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return module.loss_function is ForCausalLMLoss
