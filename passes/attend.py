@@ -11,18 +11,19 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from .exchange.sequence import Place, attention
+from .exchange.place import Place
+from .exchange.sequence import attention
 
 __all__ = ["SEQUENCE", "attend", "look_up_own"]
 
-#: what blocks are annotated with: size, index and group of a place
+#: what blocks are annotated with: the fields of a place
 SEQUENCE = "muon_zero_sequence"
 
 
-def _attention(*args: Any, size: int, index: int, group: str, **kwargs: Any) -> Tensor:
-    return attention(*args, place=Place(size, index, group), **kwargs)
+def _attention(*args: Any, size: int, index: int, group: str, ring: int, **kwargs: Any) -> Tensor:
+    return attention(*args, place=Place(size, index, group, ring), **kwargs)
 
 
 def attend(gm: GraphModule) -> None:
@@ -33,10 +34,14 @@ def attend(gm: GraphModule) -> None:
             place = (node.meta.get("custom") or {}).get(SEQUENCE)
             if place is not None:
                 node.target = _attention
-                node.kwargs = {**node.kwargs, **dict(zip(("size", "index", "group"), place, strict=True))}
+                node.kwargs = {**node.kwargs, **dict(zip(("size", "index", "group", "ring"), place, strict=True))}
                 changed.add(part)
     for part in changed:
         part.recompile()
+
+
+def _cuts(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "narrow" and node.args[1] == 1
 
 
 def look_up_own(gm: GraphModule) -> None:
@@ -47,7 +52,7 @@ def look_up_own(gm: GraphModule) -> None:
     changed = False
     for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
         source, dim, *bounds = node.args
-        if getattr(source, "target", None) is not F.embedding or len(source.users) > 1 or dim != 1:
+        if getattr(source, "target", None) is not F.embedding or dim != 1 or not all(map(_cuts, source.users)):
             continue
         ids, *rest = source.args
         with gm.graph.inserting_before(node):  # where symbolic bounds are known
@@ -57,7 +62,8 @@ def look_up_own(gm: GraphModule) -> None:
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
-        gm.graph.erase_node(source)
+        if not source.users:
+            gm.graph.erase_node(source)
         changed = True
     if changed:
         gm.recompile()

@@ -22,6 +22,7 @@ __all__ = [
     "bytes_sent",
     "collectives",
     "is_collective",
+    "is_hop",
     "is_wait",
     "matrices",
     "measure_traffic",
@@ -47,6 +48,14 @@ def is_wait(node: Node) -> bool:
 def is_collective(node: Node) -> bool:
     """Whether ``node`` starts a collective."""
     return node.target in _KINDS
+
+
+def is_hop(node: Node) -> bool:
+    """Whether ``node`` starts to send all it has to one rank, as in a ring."""
+    return (
+        node.target is _c10d.all_to_all_single.default
+        and len([n for n in node.args[2] if isinstance(n, Node) or n != 0]) == 1
+    )
 
 
 def collectives(gm: GraphModule) -> Iterator[tuple[Node, str]]:

@@ -12,7 +12,7 @@ class PassContractError(MuonZeroError, RuntimeError):
 
 
 class RequestError(MuonZeroError, ValueError):
-    """A backward graph was asked for something that its gradients do not allow."""
+    """A graph was asked for something that its gradients, or its attention, do not allow."""
 
 
 class VerificationError(MuonZeroError, RuntimeError):

@@ -303,6 +303,8 @@ class SequenceParallelConfig(Checked):
         size: ranks that share a sequence, and have the same batch; divides the ranks along ``shard``, and the heads.
         blocks: paths of the ``ModuleList`` of blocks; None for that of the language model, of Transformers.
         joined: whether positions are joined behind the last block; None: unless the loss is Transformers' causal one.
+        attention: "heads" where ranks exchange positions for heads, "ring" where keys and values go around, "both"
+            where as many ranks as divide the heads exchange these, and keys and values go around the others.
         inputs: "whole" where every rank is given all positions of the batch, "sharded" where it is given its own part.
         check: whether the first step compares what ranks compute with what each computes by itself.
     """
@@ -311,6 +313,7 @@ class SequenceParallelConfig(Checked):
     blocks: tuple[str, ...] | None = setting(None, _check_stacks, none=True)
     joined: bool | None = setting(None, check_boolean, none=True)
     check: bool = setting(True, check_boolean)
+    attention: str = setting("heads", check_choice, allowed=("heads", "ring", "both"))
     inputs: str = setting("whole", check_choice, allowed=("whole", "sharded"))
 
     def contradictions(self) -> Iterator[ConfigError]:
@@ -321,6 +324,9 @@ class SequenceParallelConfig(Checked):
         if self.inputs == "sharded" and self.joined:
             problem = "would be all positions, where ranks are given, and have labels of, their own"
             yield config_error("SequenceParallelConfig.joined", True, problem, "leave it out")
+        if self.inputs == "sharded" and self.attention != "heads":
+            problem = "gives ranks two pieces of a sequence, and loaders cut it into one for each"
+            yield config_error("SequenceParallelConfig.attention", self.attention, problem, 'use inputs="whole"')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compile_muon.config import Config, MeshConfig
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.passes.exchange.sequence import Place
+from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.torch_private import another_group, flattened, group_named, unflattened
 from compile_muon.runtime.heartbeat import backend_of

@@ -39,8 +39,8 @@ class Machine(Costs):
         memory_bytes: of one rank's device.
         attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for
             what products of its smallest dimension reach.
-        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused attention, interpolated; of
-            a dtype that is there, in place of ``attention_fraction``.
+        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused causal attention, of all pairs
+            of entries, interpolated; of a dtype that is there, in place of ``attention_fraction``.
         function_seconds: what an exponential, error function or the like takes of an entry, beside its bytes.
         host_seconds: what the thread that launches kernels does itself: to enter a ``"graph"``, for each
             ``"parameter"`` of it, for each ``"collective"``. On CPUs kernels wait for it, and it also takes time for
@@ -93,13 +93,18 @@ class Machine(Costs):
             disk_bandwidth=self.disk_bandwidth / ranks,
         )
 
-    def attention_rate(self, size: float, sequence: float, dtype: str) -> float:
-        """Operations/s of attention over ``sequence`` entries; ``size`` is the smallest dimension of its products."""
+    def attention_rate(self, size: float, sequence: float, dtype: str, *, causal: bool = True) -> float:
+        """Operations/s of attention, of all pairs of entries, of which causal attention computes half.
+
+        Args:
+            size: smallest dimension of its products.
+            sequence: how many entries it is over.
+        """
         if dtype in self.attention_rates:
-            return interpolated(self.attention_rates[dtype], sequence)
+            return interpolated(self.attention_rates[dtype], sequence) / (1 if causal else 2)
         if self.attention_fraction is None or getattr(torch, dtype).itemsize != 2:
             return self.rate(size, dtype)
-        return self.listed_rate(math.inf, dtype) * self.attention_fraction
+        return self.listed_rate(math.inf, dtype) * self.attention_fraction * (2 if causal else 1)
 
     def to_json(self) -> dict[str, Any]:
         """What :meth:`from_json` takes, once JSON has made lists of its tuples."""

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.sequence import Place, cut, from_heads, heads_of, mean_over, to_heads
+from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.exchange.sequence import from_heads, heads_of, mean_over, over_ring, to_heads
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
 from compile_muon.sequence.running import Running
 
@@ -94,6 +95,14 @@ def _forward(
     for name in ("s_aux", "sinks"):  # a number for each head
         if isinstance(kwargs.get(name), Tensor):
             kwargs[name] = place.own(kwargs[name], 0)
+    if place.ring > 1:
+        causal = kwargs.get("is_causal")
+        causal = attention_mask is None and (getattr(module, "is_causal", True) if causal is None else causal)
+        out = over_ring(
+            q, k, v, attention_mask, place, whole, dropout_p=kwargs.get("dropout", 0.0), causal=causal,
+            scale=kwargs.get("scaling"),
+        )  # fmt: skip
+        return from_heads(out.transpose(1, 2), place, local), None
     if isinstance(kwargs.get("position_bias"), Tensor):
         kwargs["position_bias"] = heads_of(kwargs["position_bias"], place)
     own = _OwnHeads(module, q.shape[1] // k.shape[1], place)
@@ -159,8 +168,7 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
                 raise config_error("labels", list(labels.shape), "are a part, which cannot be shifted", remedy)
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if not own:
-            missing = place.local(shift_labels.shape[1]) * place.size - shift_labels.shape[1]
-            shift_labels = cut(F.pad(shift_labels, (0, missing), value=ignore_index), place)
+            shift_labels = place.cut(shift_labels - ignore_index) + ignore_index  # what pads them does not count
         targets = shift_labels.reshape(-1).to(logits.device)
         rows = logits.float().view(-1, vocab_size)
         total = F.cross_entropy(rows, targets, ignore_index=ignore_index, reduction="sum")

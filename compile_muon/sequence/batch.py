@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.sequence import Place, join
+from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.exchange.sequence import join
 from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["note_batch"]

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from compile_muon.errors import config_error
 from compile_muon.passes.attend import SEQUENCE
-from compile_muon.passes.exchange.sequence import Place, attention, cut, join
+from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.exchange.sequence import attention, join
 from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["LENGTH", "POSITIONS", "enter", "intercepting", "leave"]
@@ -29,7 +30,7 @@ def _own_rows(name: str, value: Any, whole: int, place: Place) -> Any:
     if isinstance(value, Tensor):
         if value.shape[-2] != whole:
             raise config_error(FIELD, name, f"has {value.shape[-2]} positions of {whole}", "leave it out")
-        return cut(value, place, -2)
+        return place.cut(value, -2)
     if isinstance(value, (tuple, list)):
         return type(value)(_own_rows(name, each, whole, place) for each in value)
     if isinstance(value, dict):
@@ -57,7 +58,7 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
             return args, kwargs
         if first:
             whole = hidden.shape[1]
-            part = cut(hidden, place)
+            part = place.cut(hidden)
             if running.batch.doubt is not None:
                 part = part + running.batch.doubt.to(part.dtype)
             args, kwargs = ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
@@ -75,15 +76,16 @@ def enter(running: Running, block: nn.Module, *, first: bool, passes_on: bool) -
                 found[name] = _own_rows(name, value, whole, place)
             elif name == "position_ids" and isinstance(value, Tensor) and passes_on:
                 # Blocks scale queries by them; attention finds packed sequences in them.
-                found[name], found[POSITIONS] = cut(value, place, -1), value
+                found[name], found[POSITIONS] = place.cut(value, -1), value
             elif name.startswith("past_key_value"):
                 found[name] = None
             elif name == "use_cache":
                 found[name] = False
-        if whole % place.size:
+        if place.local(whole) * place.size != whole:
             if not passes_on:
                 problem = f"does not divide {whole} positions, and {type(block).__name__} hands nothing on to attention"
-                raise config_error(f"{FIELD}.size", place.size, problem, f"pad to a multiple of {place.size}")
+                multiple = place.local(1) * place.size
+                raise config_error(f"{FIELD}.size", place.size, problem, f"pad to a multiple of {multiple}")
             found[LENGTH] = whole
         return args, found
 
@@ -146,7 +148,7 @@ def intercepting(cls: type) -> type:
             if torch.compiler.is_compiling() and any(map(partial(_is_mask, args[0], place), (*args, *kwargs.values()))):
                 return _outside_of_graphs(super().forward, place, args, kwargs)
             if torch.compiler.is_compiling():  # the backend changes the calls in Dynamo's graph
-                with torch.fx.traceback.annotate({SEQUENCE: (place.size, place.index, place.group)}):
+                with torch.fx.traceback.annotate({SEQUENCE: (place.size, place.index, place.group, place.ring)}):
                     return super().forward(*args, **kwargs)
             with _Calls(place):
                 return super().forward(*args, **kwargs)

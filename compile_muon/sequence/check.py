@@ -110,9 +110,8 @@ def _compared(plan: SequencePlan, model: nn.Module, outputs: Callable[[], Tensor
     finally:
         model.train(training)
     if parts.shape != wholes.shape:  # this rank's positions, and what pads them
-        local = place.local(wholes.shape[1])
-        wholes = wholes[:, place.index * local : (place.index + 1) * local]
-        parts = parts[:, : wholes.shape[1]]
+        valid = place.cut(torch.ones_like(wholes))
+        wholes, parts = place.cut(wholes), parts * valid
     norm = wholes.float().norm()
     error = torch.where(norm > 0, (parts.float() - wholes.float()).norm() / norm, norm)
     error = torch.nan_to_num(error, nan=torch.inf).reshape(1)

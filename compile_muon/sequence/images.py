@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import config_error
-from compile_muon.passes.exchange.sequence import cut, join
+from compile_muon.passes.exchange.sequence import join
 from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["collect", "deal", "vision_parts"]
@@ -49,7 +49,7 @@ def deal(running: Running) -> Callable[..., Any]:
         if not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
             return args, kwargs
         running.whole = pixels.shape[0]
-        own = cut(pixels, running.place, 0)
+        own = running.place.cut(pixels, 0)
         return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "pixel_values": own})
 
     return hook

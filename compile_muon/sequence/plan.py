@@ -12,8 +12,9 @@ Attention of Transformers' models is found by its interface, that of others by t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import nn
 from compile_muon.config import SequenceParallelConfig
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import config_error, listed, ranks_named
-from compile_muon.passes.exchange.sequence import Place
+from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
@@ -58,6 +59,7 @@ class SequencePlan:
 
     Args:
         size: ranks along ``sequence``.
+        ring: groups of them that keys and values go around.
         stacks: of blocks.
         images: paths of a vision tower and of the projector behind it, whose images are dealt out; None without.
         causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
@@ -68,6 +70,7 @@ class SequencePlan:
     """
 
     size: int
+    ring: int
     stacks: tuple[Stack, ...]
     causal: str | None
     images: tuple[str, str] | None = None
@@ -104,7 +107,8 @@ class SequencePlan:
             place: of this rank among those that share a sequence.
             everyone: all ranks.
         """
-        self.place, self.everyone = place, everyone
+        self.place = place = replace(place, ring=self.ring)
+        self.everyone = everyone
         configs: dict[int, Any] = {}
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
         stacks = [Running(place, self.batch) for _ in self.stacks]
@@ -121,7 +125,7 @@ class SequencePlan:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
             tower, projector = map(model.get_submodule, self.images)
-            dealt = Running(place, self.batch)
+            dealt = Running(replace(place, ring=1), self.batch)
             tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
             projector.register_forward_hook(collect(dealt))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
@@ -165,9 +169,9 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     for path in paths:
         own = attentions.get(path, ())
         _check_blocks(path, lists[path], own, mistakes)
-        _check_heads(model, own, config.size, mistakes)
         passing = (*lists[path], *(model.get_submodule(each) for each in own))
         stacks.append(Stack(path, own, bool(own) and all(map(accepts_any, passing))))
+    ring = _ring(model, config, [path for stack in stacks for path in stack.attentions], mistakes)
     mistakes.raise_all()
     causal = None
     if config.joined is not True and stacks[-1].attentions:
@@ -177,7 +181,7 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
     images = None if any(map(_sees_images, paths)) else vision_parts(model)
     batch = Batch(sharded=config.inputs == "sharded")
-    return SequencePlan(config.size, tuple(stacks), causal, images, batch=batch, unchecked=config.check)
+    return SequencePlan(config.size, ring, tuple(stacks), causal, images, batch=batch, unchecked=config.check)
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:
@@ -218,13 +222,30 @@ def _check_blocks(path: str, blocks: nn.ModuleList, attentions: tuple[str, ...],
             mistakes.add(config_error(where, type(block).__name__, problem, remedy))
 
 
-def _check_heads(model: nn.Module, attentions: tuple[str, ...], size: int, mistakes: Mistakes) -> None:
-    for path in attentions:
-        heads = getattr(getattr(model.get_submodule(path), "config", None), "num_attention_heads", None)
-        if isinstance(heads, int) and heads % size:
-            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-            problem = (
-                f"does not divide the {heads} heads of {path}; ring attention, for more ranks than heads, is not here"
-            )
-            mistakes.add(config_error(f"{FIELD}.size", size, problem, f"use one of {fitting}"))
-            return
+def _ring(model: nn.Module, config: SequenceParallelConfig, attentions: Sequence[str], mistakes: Mistakes) -> int:
+    """How many groups of ranks keys and values go around, where each group exchanges heads."""
+    configs = {path: getattr(model.get_submodule(path), "config", None) for path in attentions}
+    heads = {
+        path: n for path, own in configs.items() if isinstance(n := getattr(own, "num_attention_heads", None), int)
+    }
+    uneven = next((path for path, number in heads.items() if number % config.size), None)
+    if config.attention == "heads":
+        if uneven is not None:
+            number = heads[uneven]
+            fitting = ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+            remedy = f'use one of {fitting}, or "attention": "both", where keys and values go around'
+            problem = f"does not divide the {number} heads of {uneven}"
+            mistakes.add(config_error(f"{FIELD}.size", config.size, problem, remedy))
+        return 1
+    field = f"{FIELD}.attention"
+    if config.attention == "both" and not heads:
+        remedy = 'use "heads" or "ring"'
+        mistakes.add(config_error(field, "both", "divides heads, and blocks of your own do not say how many", remedy))
+    for path, own in configs.items():
+        kind = getattr(own, "_attn_implementation", None)
+        if kind != "sdpa":
+            problem = f"takes plain softmax attention in parts, and that of {path} is {kind!r}"
+            remedy = 'load the model with attn_implementation="sdpa", or use "heads"'
+            mistakes.add(config_error(field, config.attention, problem, remedy))
+            break
+    return config.size // (math.gcd(config.size, *heads.values()) if config.attention == "both" else 1)

@@ -1,9 +1,9 @@
 """Sequences over ranks: positions for heads and back, slices, joins and means, out of functional collectives.
 
-Ranks along ``sequence`` have the same batch. Of what a stack of blocks computes each has the positions
-``[r s, (r + 1) s)``, s = ceil(S / size). Attention needs all positions of a head, so heads travel: one all-to-all of
-queries, keys and values together, ``[B, H, s, D] -> [B, H / size, S, D]``, and one back of what attention makes of them
-(DeepSpeed-Ulysses, arXiv 2309.14509).
+Ranks along ``sequence`` have the same batch. Of what a stack of blocks computes each has s = ceil(S / size) positions.
+Attention needs all positions of a head, so heads travel: one all-to-all of queries, keys and values together,
+``[B, H, s, D] -> [B, H / size, S, D]``, and one back of what attention makes of them (DeepSpeed-Ulysses, arXiv
+2309.14509). Where there are more ranks than heads, keys and values go around a ring (:mod:`.ring`).
 
 Gradients are those of the sum of all ranks' losses, which the reduction divides by the number of ranks. Every function
 runs eagerly, and is traced into graphs as it is.
@@ -13,54 +13,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Place", "attention", "cut", "from_heads", "heads_of", "join", "mean_over", "to_heads"]
+from ..errors import RequestError
+from .place import Place
+from .ring import ring_attention
+
+__all__ = ["attention", "from_heads", "heads_of", "join", "mean_over", "over_ring", "to_heads"]
 
 _c10d = torch.ops._c10d_functional
 
 
-@dataclass(frozen=True)
-class Place:
-    """This rank's place among those that share a sequence.
+class _Exchange(torch.autograd.Function):
+    """Equal parts of dim 0 to some of the ranks, and theirs back; gradients travel the other way, which is the same.
 
-    Args:
-        size: ranks along ``sequence``.
-        index: this one's place.
-        group: name of their process group.
+    With the first of these ranks, their number, that of all, and the name of their group.
     """
 
-    size: int
-    index: int
-    group: str
-
-    def local(self, whole: int) -> int:
-        """Positions of a rank, with what pads those of the last ones."""
-        return -(-whole // self.size)
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a dim that the ranks divide."""
-        count = x.shape[dim] // self.size
-        return x.narrow(dim, self.index * count, count)
-
-
-class _Exchange(torch.autograd.Function):
-    """Equal parts of dim 0 to the ranks, and theirs back; gradients travel the other way, which is the same."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, group: str) -> Tensor:
-        ctx.way = size, group
-        even = [x.shape[0] // size] * size
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), even, even, group))
+    def forward(ctx: Any, x: Tensor, first: int, count: int, size: int, group: str) -> Tensor:
+        ctx.way = first, count, size, group
+        splits = [x.shape[0] // count if first <= rank < first + count else 0 for rank in range(size)]
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), splits, splits, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(grad, *ctx.way), None, None
+        return _Exchange.apply(grad, *ctx.way), None, None, None, None
+
+
+def _exchange(x: Tensor, place: Place) -> Tensor:
+    """Parts to the ranks that exchange heads, and theirs back."""
+    return _Exchange.apply(x, place.ring_index * place.heads, place.heads, place.size, place.group)
 
 
 class _Sum(torch.autograd.Function):
@@ -76,28 +63,23 @@ class _Sum(torch.autograd.Function):
         return _Sum.apply(grad, ctx.group), None
 
 
-def cut(x: Tensor, place: Place, dim: int = 1) -> Tensor:
-    """This rank's positions of ``x``, which is whole; zeros past its end."""
-    dim %= x.ndim
-    whole, local = x.shape[dim], place.local(x.shape[dim])
-    if missing := local * place.size - whole:
-        x = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing))
-    return x.narrow(dim, place.index * local, local)
-
-
 def join(x: Tensor, place: Place, whole: int, dim: int = 1) -> Tensor:
     """All positions, out of each rank's; gradients of what the ranks do with them are added up."""
     # As an exchange of copies, whose adjoint is the reduce-scatter: the bytes are those of a gather.
-    parts = _Exchange.apply(x.unsqueeze(0).expand(place.size, *x.shape), place.size, place.group)
-    return torch.cat(parts.unbind(0), dim).narrow(dim, 0, whole)
+    parts = _Exchange.apply(x.unsqueeze(0).expand(place.size, *x.shape), 0, place.size, place.size, place.group)
+    return place.in_order(torch.cat(parts.unbind(0), dim), dim).narrow(dim, 0, whole)
 
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int) -> list[Tensor]:
-    """``[B, H, s, D]`` each to ``[B, H / size, whole, D]`` each, by one exchange; H and D may differ among them.
+    """``[B, H, s, D]`` each to ``[B, H / size, S, D]`` each, by one exchange; H and D may differ among them.
 
-    Heads of keys and values that ``size`` does not divide are there several times, as few as serve.
+    ``size`` ranks exchange heads, and S is ``whole``; of a ring it is the positions of these ranks, with what pads
+    them. Heads of keys and values that ``size`` does not divide are there several times, as few as serve. Nothing is
+    sent where one rank has all heads.
     """
-    size = place.size
+    size = place.heads
+    if size == 1:
+        return [query, key, value]
     copies = size // math.gcd(key.shape[1], size)
     if copies > 1:
         key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
@@ -108,20 +90,23 @@ def to_heads(query: Tensor, key: Tensor, value: Tensor, place: Place, whole: int
         x = x.reshape(batch, size, own, local, width).permute(1, 0, 3, 2, 4)
         parts.append(x.reshape(size, batch, local, own * width))
         shapes.append((own, width))
-    received = _Exchange.apply(torch.cat(parts, -1), size, place.group)
-    rows = received.transpose(0, 1).flatten(1, 2)[:, :whole]
+    received = _exchange(torch.cat(parts, -1), place)
+    rows = received.transpose(0, 1).flatten(1, 2)
+    rows = rows[:, :whole] if place.ring == 1 else rows
     pieces = rows.split([heads * width for heads, width in shapes], -1)
     return [piece.unflatten(-1, shape).transpose(1, 2) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def from_heads(x: Tensor, place: Place, local: int) -> Tensor:
-    """``[B, S, H / size, D]`` to ``[B, s, H, D]``, by one exchange."""
-    size = place.size
+    """``[B, S, H / size, D]`` to ``[B, s, H, D]``, by one exchange of the ``size`` ranks that exchange heads."""
+    size = place.heads
+    if size == 1:
+        return x
     batch, whole, heads, width = x.shape
     if missing := size * local - whole:
         x = F.pad(x, (0, 0, 0, 0, 0, missing))
     parts = x.reshape(batch, size, local, heads * width).transpose(0, 1)
-    received = _Exchange.apply(parts, size, place.group)
+    received = _exchange(parts, place)
     return received.permute(1, 2, 0, 3).reshape(batch, local, size * heads, width)
 
 
@@ -150,10 +135,52 @@ def attention(
         place: of this rank.
     """
     local = query.shape[2]
-    q, k, v = to_heads(query, key, value, place, local * place.size)
-    grouped = enable_gqa and q.shape[1] != k.shape[1]
-    out = inner(q, k, v, heads_of(attn_mask, place), dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+    whole = local * place.size
+    q, k, v = to_heads(query, key, value, place, whole)
+    mask = heads_of(attn_mask, place)
+    if place.ring > 1:
+        out = over_ring(q, k, v, mask, place, whole, dropout_p=dropout_p, causal=is_causal, scale=scale)
+    else:
+        grouped = enable_gqa and q.shape[1] != k.shape[1]
+        out = inner(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     return from_heads(out.transpose(1, 2), place, local).transpose(1, 2)
+
+
+def over_ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    place: Place,
+    whole: int,
+    *,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of this rank's heads and its group's positions over all ``whole`` positions, by a ring.
+
+    Args:
+        mask: of all positions, of this rank's heads.
+        dropout_p: has to be 0: ATen's kernels tell no part of what they drop.
+    Raises:
+        RequestError: it is not.
+    """
+    if dropout_p:
+        raise RequestError(
+            f"dropout of attention = {dropout_p}: ring attention has none; set that of the model to 0, or use "
+            'sequence_parallel.attention = "heads"'
+        )
+    total = place.local(whole) * place.size
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.ndim)].expand(-1, -1, whole, whole)
+    if missing := total - whole:
+        if mask is not None:
+            mask = F.pad(mask, (0, missing, 0, missing), value=False if mask.dtype == torch.bool else -torch.inf)
+        elif not causal:  # else what pads is behind all positions
+            mask = (torch.arange(total, device=query.device) < whole).expand(1, 1, total, total)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return ring_attention(query, key, value, mask, place, causal=causal, scale=scale)
 
 
 def mean_over(total: Tensor, count: Tensor, place: Place) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from ..collectives import is_hop, is_wait
 from ..errors import PassContractError, RequestError
 from ..markers import Orthogonalize
 from ..pipeline import LOWERED, GraphPass, Half, PassContext
@@ -14,7 +15,17 @@ from .weights import lower_weights
 __all__ = ["LOWER"]
 
 
+def _has_effects(node: Node) -> bool:
+    """Whether ``node`` does more than to give a result: a hop does not, nor the wait for it.
+
+    AOTAutograd leaves in forward what backward makes anew, where it is waited for.
+    """
+    source = node.args[0] if is_wait(node) else node
+    return node.is_impure() and not (isinstance(source, Node) and is_hop(source))
+
+
 def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    gm.graph.eliminate_dead_code(_has_effects)  # as long as all collectives are the model's
     lower_weights(gm, ctx)
     if ctx.half is Half.BACKWARD:
         if ctx.request is None:

@@ -3,6 +3,8 @@
 At stage 3 recomputing means a second all-gather, which ``reshard_after_forward=False`` trades for the memory of the
 gathered weights. At stages 0 to 2 the "recomputed" weight is the resident copy, so saving anything derived from it
 would be memory spent for nothing. Views and casts of a weight are never saved beside it.
+
+Keys and values that go around a ring are sent anew in backward, too: kept, they would be those of all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from ..collectives import is_hop, is_wait
 from ..markers import Unshard
 from ..pipeline import GraphPass, Half, PassContext
 from ..torch_private import mark_recompute, mark_save
@@ -55,11 +58,12 @@ def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     keep = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
     saved = {read.node for read in reads if keep and read.spec.layout.gathered}
-    pending = [read.node for read in reads]
+    pending = [read.node for read in reads] + [node for node in gm.graph.nodes if is_hop(node)]
     while pending:
         node = pending.pop()
         (mark_save if node in saved else mark_recompute)(node)
-        pending.extend(user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
+        views = (user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
+        pending.extend((*views, *filter(is_wait, node.users)))
     return gm
 
 

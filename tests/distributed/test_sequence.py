@@ -99,6 +99,7 @@ def loss_of_parts(model: nn.Module, inputs: dict[str, Tensor], *, by_hand: bool 
 
 def trained(
     kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False, inputs: str = "whole",
+    attention: str = "heads",
     checkpointed: bool = False, regional: bool = False, compiled: bool = False, experts: int = 1,
     model: dict[str, Any] | None = None, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
@@ -121,7 +122,7 @@ def trained(
     report = train(
         own, hidden_matrices(whole, exclude=EXCLUDED, stacks=stacks), loss,
         lambda step, micro, place: batch(step, micro, place, length=length, masked=masked, packed=packed), steps=3,
-        unsharded=whole, compiled=compile_, sequence=SequenceParallelConfig(size, inputs=parts),
+        unsharded=whole, compiled=compile_, sequence=SequenceParallelConfig(size, inputs=parts, attention=attention),
         experts=ExpertParallelConfig(experts), **settings,
     )  # fmt: skip
     torch._dynamo.reset()
@@ -155,9 +156,38 @@ def test_two_ranks_of_one_sequence_train_as_one(ranks, kind, settings) -> None: 
         assert problems == {}
 
 
+RING = [
+    pytest.param(
+        "Llama", {"stage": 3, "compiled": True, "length": 15, "model": {"num_hidden_layers": 1}}, id="compiled-odd"
+    ),
+    pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="both", marks=pytest.mark.full),
+    pytest.param("Llama", {"stage": 2, "packed": True, "model": {"num_key_value_heads": 1}}, id="packed-mqa"),
+    pytest.param("DeepseekV3", {"stage": 1, "checkpointed": True}, id="mla-checkpointed"),
+    pytest.param("ModernBert", {"stage": 2, "masked": True, "length": 14}, id="encoder"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), RING)
+def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
+    for problems in ranks(2).run(trained, kind=kind, attention="ring", **settings):
+        assert problems == {}
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
+        pytest.param(
+            "Llama",
+            {
+                "stage": 3,
+                "size": 4,
+                "attention": "both",
+                "length": 18,
+                "masked": True,
+                "model": {"num_attention_heads": 2, "num_key_value_heads": 1},
+            },
+            id="more-ranks-than-heads",
+        ),
         ("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}),
         ("Llama", {"stage": 2, "size": 4, "length": 18}),
         pytest.param("Qwen3Moe", {"stage": 3, "experts": 2}, id="and experts", marks=pytest.mark.full),
@@ -168,7 +198,7 @@ def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # t
         assert problems == {}
 
 
-def trained_by_hand(*, compiled: bool, stage: int) -> dict[str, Any]:
+def trained_by_hand(*, compiled: bool, stage: int, attention: str = "heads") -> dict[str, Any]:
     """A model of one's own, whose blocks call scaled_dot_product_attention, and whose loss is the loop's."""
     zoo = ZOO["gpt"]
     torch.manual_seed(0)
@@ -180,15 +210,17 @@ def trained_by_hand(*, compiled: bool, stage: int) -> dict[str, Any]:
 
     report = train(
         model, zoo.matrices(whole), zoo.loss, zoo.data, steps=3, unsharded=whole, stage=stage,
-        compiled=compile_ if compiled else None, sequence=SequenceParallelConfig(2, ("blocks",)),
+        compiled=compile_ if compiled else None, sequence=SequenceParallelConfig(2, ("blocks",), attention=attention),
     )  # fmt: skip
     torch._dynamo.reset()
     return report.problems()
 
 
-@pytest.mark.parametrize(("compiled", "stage"), [(False, 3), (True, 2)])
-def test_blocks_of_ones_own(ranks, compiled, stage) -> None:  # type: ignore[no-untyped-def]
-    for problems in ranks(2).run(trained_by_hand, compiled=compiled, stage=stage):
+@pytest.mark.parametrize(
+    ("compiled", "stage", "attention"), [(False, 3, "heads"), (True, 2, "heads"), (True, 3, "ring")]
+)
+def test_blocks_of_ones_own(ranks, compiled, stage, attention) -> None:  # type: ignore[no-untyped-def]
+    for problems in ranks(2).run(trained_by_hand, compiled=compiled, stage=stage, attention=attention):
         assert problems == {}
 
 
@@ -278,10 +310,13 @@ class Masked(nn.Module):
 
 
 def sharded(
-    model: nn.Module, size: int = 2, *, blocks: tuple[str, ...] | None = None, inputs: str = "whole", **settings: Any
-) -> MuonZero:
+    model: nn.Module, size: int = 2, *, blocks: tuple[str, ...] | None = None, inputs: str = "whole",
+    attention: str = "heads", **settings: Any,
+) -> MuonZero:  # fmt: skip
     config = config_from_kwargs(ns_dtype="float32", **{"stage": 3, **settings})
-    object.__setattr__(config, "sequence_parallel", SequenceParallelConfig(size, blocks, inputs=inputs))
+    object.__setattr__(
+        config, "sequence_parallel", SequenceParallelConfig(size, blocks, inputs=inputs, attention=attention)
+    )
     return MuonZero.from_config(model, config)
 
 
@@ -391,31 +426,37 @@ def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  #
             assert "ranks 2, 3 share a sequence and were given different batches" in said and "data_place" in said
 
 
-def counted() -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
+def counted(attention: str) -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
     zoo = ZOO["gpt"]
     model = zoo.build()
-    optimizer = sharded(model, blocks=("blocks",), stage=0, update="step")
+    optimizer = sharded(model, blocks=("blocks",), stage=0, update="step", attention=attention)
     run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     zoo.loss(run, zoo.data(0, 0, 0)).backward()
     torch._dynamo.reset()
     return dict(optimizer.traffic.by_axis), dict(optimizer.traffic.collectives), tuple(optimizer.data_place)
 
 
-def test_bytes_and_exchanges_are_those_of_the_formula(ranks) -> None:  # type: ignore[no-untyped-def]
-    """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1)."""
-    for rank, (by_axis, calls, place) in enumerate(ranks(4).run(counted)):
+@pytest.mark.parametrize("attention", ["heads", "ring"])
+def test_bytes_and_exchanges_are_those_of_the_formula(ranks, attention) -> None:  # type: ignore[no-untyped-def]
+    """Two all-to-alls a layer and direction, 2 (2 h + 2 kv) b (P - 1) / P a position; one to join, 2 h b (P - 1).
+
+    Of a ring 6 kv b (P - 1), in P - 1 steps of forward and twice as many of backward.
+    """
+    for rank, (by_axis, calls, place) in enumerate(ranks(4).run(counted, attention=attention)):
         layers, positions, width, size = 2, 2 * 6, 32, 2
         exchanged = layers * positions * 2 * (2 * width + 2 * width) * 4 * (size - 1) / size
+        if attention == "ring":
+            exchanged = layers * positions * 6 * width * 4 * (size - 1)
         joined = positions * 2 * width * 4 * (size - 1)
         assert by_axis["sequence"] == exchanged + joined
-        assert calls["all_to_all"] == 4 * layers + 2
+        assert calls["all_to_all"] == (4 if attention == "heads" else 3 * (size - 1)) * layers + 2
         assert place == (rank // 2, 2)
 
 
-def saved(size: int) -> int:
+def saved(size: int, attention: str = "heads") -> int:
     """Bytes of activations that a forward keeps for backward."""
     model = built("Llama", max_position_embeddings=512, attn_implementation="sdpa")
-    sharded(model, size, stage=2)
+    sharded(model, size, stage=2, attention=attention)
     seen: dict[int, Tensor] = {}
 
     def keep(value: Tensor) -> Tensor:
@@ -429,13 +470,14 @@ def saved(size: int) -> int:
     return sum(value.untyped_storage().nbytes() for value in seen.values())
 
 
-def both_saved() -> tuple[int, int]:
-    return saved(1), saved(2)
+def all_saved() -> tuple[int, int, int]:
+    return saved(1), saved(2), saved(2, "ring")
 
 
 def test_each_rank_keeps_its_part_of_the_activations(ranks) -> None:  # type: ignore[no-untyped-def]
-    for whole, part in ranks(2).run(both_saved):
+    for whole, part, around in ranks(2).run(all_saved):
         assert part == pytest.approx(whole / 2, rel=0.01)
+        assert around == pytest.approx(whole / 2, rel=0.05)
 
 
 def generated() -> tuple[bool, bool, bool]:
@@ -519,7 +561,11 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
             plan_sequence(model, SequenceParallelConfig(size, **settings))
         assert all(each in str(caught.value) for each in said), str(caught.value)
 
-    refused(built("Llama"), "does not divide the 4 heads of model.layers.0.self_attn", "use one of 1, 2, 4", size=3)
+    heads = "does not divide the 4 heads of model.layers.0.self_attn"
+    refused(built("Llama"), heads, 'use one of 1, 2, 4, or "attention": "both"', size=3)
+    refused(built("GptOss"), "attention = 'ring'", "is 'eager'", 'attn_implementation="sdpa"', attention="ring")
+    refused(Masked(), "attention = 'both'", "do not say how many", blocks=("blocks",), attention="both")
+    assert plan_sequence(built("Llama"), SequenceParallelConfig(12, attention="both")).ring == 3  # noqa: PLR2004
     refused(
         built("Llama"), "sequence_parallel.blocks = 'layers'", "is no ModuleList", "model.layers", blocks=("layers",)
     )

@@ -89,7 +89,7 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     value = tensor_value(root.args[0])
     dtype = encode_dtype(value.dtype)
     if "attention" in str(root.target):
-        rate = machine.attention_rate(_smallest(root), _sequence(root), dtype)
+        rate = machine.attention_rate(_smallest(root), _sequence(root), dtype, causal=_causal(root))
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
@@ -121,6 +121,12 @@ def _smallest(node: Node) -> int:
             elif "convolution" in str(node.target):
                 sizes += value.shape[:2] if source is node.args[-1] else value.shape[1:2]
     return max(1, min((int(size) for size in sizes), default=1))
+
+
+def _causal(node: Node) -> bool:
+    names = [argument.name for argument in node.target._schema.arguments]
+    place = names.index("is_causal") if "is_causal" in names else len(node.args)
+    return bool(node.kwargs.get("is_causal", node.args[place] if place < len(node.args) else False))
 
 
 def _sequence(node: Node) -> int:

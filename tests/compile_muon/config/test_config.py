@@ -979,6 +979,7 @@ def test_signature_dataclasses_and_json_have_the_same_settings():
         "sequence_parallel.size",
         "sequence_parallel.blocks",
         "sequence_parallel.joined",
+        "sequence_parallel.attention",
         "sequence_parallel.check",
         "sequence_parallel.inputs",
     }

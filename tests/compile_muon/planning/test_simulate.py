@@ -393,12 +393,14 @@ def test_attention_goes_by_its_heads_and_not_by_how_many_there_are() -> None:
 
 
 def test_attention_has_the_rate_of_its_sequence_where_that_is_known() -> None:
+    """Which is that of causal attention: without a causal mask there is twice as much to do."""
     machine = replace(ROUND, attention_rates={"float32": ((4, 1.0), (16, 4.0))})
-    draw = Drawing()
-    node = draw.call(
-        _aten._scaled_dot_product_flash_attention_for_cpu.default, *(draw.input(1, 2, 8, 32) for _ in range(3))
-    )
-    assert kernel_seconds(only_kernel(draw.done(node)), machine) == pytest.approx(operations(node) / 2)
+    for causal in (True, False):
+        draw = Drawing()
+        given = *(draw.input(1, 2, 8, 32) for _ in range(3)), 0.0, causal
+        node = draw.call(_aten._scaled_dot_product_flash_attention_for_cpu.default, *given)
+        expected = operations(node) / (2 if causal else 1)
+        assert kernel_seconds(only_kernel(draw.done(node)), machine) == pytest.approx(expected)
 
 
 def test_functions_take_time_beside_their_bytes() -> None:

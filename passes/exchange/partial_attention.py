@@ -1,0 +1,139 @@
+"""Attention over some of the keys, by ATen's fused kernels, whose results of all parts make that over all of them.
+
+Each part gives its output and the logarithm of the sum of its exponentials; :func:`merge` weighs parts by these
+(Milakov and Gimelshein, arXiv 1805.02867). Backward takes output and logarithm over all keys, and gives the gradients
+of a part.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["attend", "attend_backward", "merge"]
+
+_aten = torch.ops.aten
+#: head dimensions are padded to a multiple of this, which flash attention on CUDA wants
+_WIDTH = 8
+#: rows of logarithms, and columns of a bias, of memory-efficient attention on CUDA come in multiples of these
+_ROWS, _COLUMNS = 32, 16
+
+
+def _padded(x: Tensor, multiple: int, value: float = 0.0) -> Tensor:
+    missing = -x.shape[-1] % multiple
+    return F.pad(x, (0, missing), value=value) if missing else x
+
+
+def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As many heads of keys and values as of queries, and all of one width."""
+    groups, width = query.shape[1] // key.shape[1], max(query.shape[-1], value.shape[-1])
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    width += -width % _WIDTH
+    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    return query, key, value
+
+
+def _bias(mask: Tensor | None, query: Tensor, columns: int) -> Tensor | None:
+    """``mask`` as what is added to logits; on CUDA aligned, and of all heads."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    if not query.is_cuda:
+        return mask
+    if mask is None:
+        mask = query.new_zeros(1, 1, query.shape[2], columns)
+    aligned = _padded(mask.to(query.dtype), _COLUMNS)[..., :columns]
+    return aligned.expand(*query.shape[:3], columns)
+
+
+def _flash(query: Tensor, mask: Tensor | None) -> bool:
+    return query.is_cuda and mask is None and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Output ``[B, H, m, Dv]`` in float32 or better, and logarithms of sums ``[B, H, m]``, -inf where no key is seen.
+
+    Args:
+        query: ``[B, H, m, D]``.
+        key, value: ``[B, H or a part of it, n, D]`` and ``[..., Dv]``.
+        mask: ``[1 or B, 1 or H, m, n]``, boolean or added to logits.
+        scale: of the logits.
+        causal: whether a query sees no later key; m is n, and there is no mask.
+    """
+    width, rows = value.shape[-1], query.shape[2]
+    query, key, value = _alike(query, key, value)
+    if _flash(query, mask):
+        out, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
+    elif query.is_cuda:
+        bias = _bias(mask, query, key.shape[2])
+        out, lse = _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, causal, scale=scale
+        )[:2]
+        lse = lse[..., :rows]
+    else:
+        bias = _bias(mask, query, key.shape[2])
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    out = out[..., :width].to(torch.promote_types(out.dtype, torch.float32))
+    if mask is not None:  # the kernels say 0, or nothing that is a number, of rows that see no key
+        seen = (mask if mask.dtype == torch.bool else mask > -torch.inf).any(-1)
+        out, lse = torch.where(seen[..., None], out, 0.0), torch.where(seen, lse, -torch.inf)
+    return out, lse
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, of_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Two parts as one."""
+    both = torch.logaddexp(lse, of_more)
+    base = torch.where(both == -torch.inf, 0.0, both)
+    return out * (lse - base).exp()[..., None] + more * (of_more - base).exp()[..., None], both
+
+
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a part's queries, keys and values, as these are shaped.
+
+    Args:
+        grad: of the output over all keys.
+        out, lse: over all keys, ``out`` in the dtype of the query.
+        query, key, value, mask, scale, causal: see :func:`attend`.
+    """
+    widths, heads = (query.shape[-1], key.shape[-1], value.shape[-1]), key.shape[1]
+    query, key, value = _alike(query, key, value)
+    wide = value.shape[-1] - out.shape[-1]
+    out, grad = F.pad(out, (0, wide)), F.pad(grad, (0, wide))
+    lse = torch.where(lse == -torch.inf, 0.0, lse)  # of rows that see no key at all, whose logits are -inf
+    if _flash(query, mask):
+        rows, columns = query.shape[2], key.shape[2]
+        nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # random state of dropout, lengths of packing
+        found = _aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, lse, nothing, nothing, rows, columns, 0.0, causal, nothing, nothing,
+            scale=scale,
+        )  # fmt: skip
+    elif query.is_cuda:
+        bias, nothing = _bias(mask, query, key.shape[2]), torch.empty((), dtype=torch.int64, device=query.device)
+        found = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, query, key, value, bias, out, _padded(lse, _ROWS, torch.inf), nothing, nothing, 0.0,
+            [True, True, True, False], causal, scale=scale,
+        )[:3]  # fmt: skip
+    else:
+        found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, lse, 0.0, causal, attn_mask=_bias(mask, query, key.shape[2]), scale=scale
+        )
+    gradients = [x[..., :width] for x, width in zip(found, widths, strict=True)]
+    if (groups := query.shape[1] // heads) > 1:
+        gradients[1:] = [x.unflatten(1, (heads, groups)).sum(2) for x in gradients[1:]]
+    return gradients[0], gradients[1], gradients[2]
