@@ -85,6 +85,10 @@ CASES = (
     *(Case(stage, 4, params={"checks": "next_step", "offload": _FEW}) for stage in (2, 3)),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": _SHARED}),
+    *(
+        Case(2, 4, dtype, params={"checks": "next_step"}, more={"sequence_parallel": {**_SHARED, "attention": "ring"}})
+        for dtype in ("bf16", "fp32")
+    ),
 )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -50,6 +53,23 @@ def _in_project(file: str) -> str | None:
     if _ROOT not in path.parents or "rehearse" in file or "site-packages" in file:
         return None
     return str(path.relative_to(_ROOT))
+
+
+#: of Inductor's kernels in Triton, as they stand in its cache
+_KERNEL = re.compile(r"^def (triton_\w+)\((.*?)\):", re.MULTILINE)
+
+
+@cache
+def _only_read() -> dict[str, list[bool]]:
+    """Of each of Inductor's kernels, which of its pointers it only reads; unknown where two kernels have one name."""
+    found: dict[str, list[bool]] = {}
+    for file in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.py"):
+        for name, parameters in _KERNEL.findall(file.read_text()):
+            pointers = [each.strip() for each in parameters.split(",") if "_ptr" in each]
+            reads = [each.startswith("in_ptr") for each in pointers]
+            if found.setdefault(name, reads) != reads:
+                found[name] = []
+    return found
 
 
 class Device:
@@ -100,6 +120,9 @@ class Device:
             length = self.lib.fg_clock(i, clock, len(clock))
             name = (op.name or b"?").decode()
             kind = KINDS[op.kind]
+            reads = _only_read().get(name, []) if kind == "triton" else []
+            if len(reads) == len(touches):
+                touches = [replace(each, writes=not read) for each, read in zip(touches, reads, strict=True)]
             ranks = op.b if kind == "nccl" else 0
             found.append(Op(kind, op.stream, name, op.a, ranks, tuple(clock[:length]), tuple(touches)))
         return found

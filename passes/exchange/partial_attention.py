@@ -118,15 +118,14 @@ def attend_backward(
     lse = torch.where(lse == -torch.inf, 0.0, lse)  # of rows that see no key at all, whose logits are -inf
     if _flash(query, mask):
         rows, columns = query.shape[2], key.shape[2]
-        nothing = torch.empty(0, dtype=torch.int64, device=query.device)  # random state of dropout, lengths of packing
+        state = torch.empty(2, dtype=torch.int64, device=query.device)  # of dropout; and no lengths of packed sequences
         found = _aten._scaled_dot_product_flash_attention_backward(
-            grad, query, key, value, out, lse, nothing, nothing, rows, columns, 0.0, causal, nothing, nothing,
-            scale=scale,
-        )  # fmt: skip
+            grad, query, key, value, out, lse, None, None, rows, columns, 0.0, causal, state, state, scale=scale
+        )
     elif query.is_cuda:
-        bias, nothing = _bias(mask, query, key.shape[2]), torch.empty((), dtype=torch.int64, device=query.device)
+        bias, state = _bias(mask, query, key.shape[2]), torch.empty((), dtype=torch.int64, device=query.device)
         found = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, bias, out, _padded(lse, _ROWS, torch.inf), nothing, nothing, 0.0,
+            grad, query, key, value, bias, out, _padded(lse, _ROWS, torch.inf), state, state, 0.0,
             [True, True, True, False], causal, scale=scale,
         )[:3]  # fmt: skip
     else:
