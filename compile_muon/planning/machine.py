@@ -39,8 +39,8 @@ class Machine(Costs):
         memory_bytes: of one rank's device.
         attention_fraction: of the ``rates`` of large products that fused attention in half precision reaches; None for
             what products of its smallest dimension reach.
-        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused causal attention, interpolated;
-            all pairs of entries count as operations. Of a dtype that is there, in place of ``attention_fraction``.
+        attention_rates: dtype -> ``((length of a sequence, operations/s), ...)`` of fused causal attention, all
+            pairs of entries counted; interpolated. Of a dtype that is there, in place of ``attention_fraction``.
         function_seconds: what an exponential, error function or the like takes of an entry, beside its bytes.
         host_seconds: what the thread that launches kernels does itself: to enter a ``"graph"``, for each
             ``"parameter"`` of it, for each ``"collective"``. On CPUs kernels wait for it, and it also takes time for

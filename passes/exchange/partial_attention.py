@@ -20,19 +20,23 @@ _WIDTH = 8
 _ROWS, _COLUMNS = 32, 16
 
 
-def _padded(x: Tensor, multiple: int, value: float = 0.0) -> Tensor:
-    missing = -x.shape[-1] % multiple
+def _wide(x: Tensor, width: int, value: float = 0.0) -> Tensor:
+    """``x`` with its last dim padded; itself, and no copy, where it is as wide."""
+    missing = width - x.shape[-1]
     return F.pad(x, (0, missing), value=value) if missing else x
+
+
+def _up(size: int, multiple: int) -> int:
+    return size + -size % multiple
 
 
 def _alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As many heads of keys and values as of queries, and all of one width."""
-    groups, width = query.shape[1] // key.shape[1], max(query.shape[-1], value.shape[-1])
+    groups = query.shape[1] // key.shape[1]
+    width = _up(max(query.shape[-1], value.shape[-1]), _WIDTH)
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    width += -width % _WIDTH
-    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-    return query, key, value
+    return _wide(query, width), _wide(key, width), _wide(value, width)
 
 
 def _bias(mask: Tensor | None, query: Tensor, columns: int) -> Tensor | None:
@@ -43,7 +47,7 @@ def _bias(mask: Tensor | None, query: Tensor, columns: int) -> Tensor | None:
         return mask
     if mask is None:
         mask = query.new_zeros(1, 1, query.shape[2], columns)
-    aligned = _padded(mask.to(query.dtype), _COLUMNS)[..., :columns]
+    aligned = _wide(mask.to(query.dtype), _up(columns, _COLUMNS))[..., :columns]
     return aligned.expand(*query.shape[:3], columns)
 
 
@@ -113,8 +117,7 @@ def attend_backward(
     """
     widths, heads = (query.shape[-1], key.shape[-1], value.shape[-1]), key.shape[1]
     query, key, value = _alike(query, key, value)
-    wide = value.shape[-1] - out.shape[-1]
-    out, grad = F.pad(out, (0, wide)), F.pad(grad, (0, wide))
+    out, grad = _wide(out, value.shape[-1]), _wide(grad, value.shape[-1])
     lse = torch.where(lse == -torch.inf, 0.0, lse)  # of rows that see no key at all, whose logits are -inf
     if _flash(query, mask):
         rows, columns = query.shape[2], key.shape[2]
@@ -125,7 +128,7 @@ def attend_backward(
     elif query.is_cuda:
         bias, state = _bias(mask, query, key.shape[2]), torch.empty((), dtype=torch.int64, device=query.device)
         found = _aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, bias, out, _padded(lse, _ROWS, torch.inf), state, state, 0.0,
+            grad, query, key, value, bias, out, _wide(lse, _up(lse.shape[-1], _ROWS), torch.inf), state, state, 0.0,
             [True, True, True, False], causal, scale=scale,
         )[:3]  # fmt: skip
     else:

@@ -118,6 +118,6 @@ class Place:
         """All positions, which ``x`` has rank by rank."""
         if self.ring == 1:
             return x
-        total = self.size * self._units
-        unit, by_place = x.shape[dim] // total, sorted(range(total), key=self._unit)
-        return torch.cat([x.narrow(dim, number * unit, unit) for number in by_place], dim)
+        dim %= x.ndim
+        front, back = x.unflatten(dim, (self.ring, 2, -1)).unbind(dim + 1)
+        return torch.cat((front.flatten(dim, dim + 1), back.flip(dim).flatten(dim, dim + 1)), dim)

@@ -54,11 +54,27 @@ def is_view_or_cast(node: Node) -> bool:
     return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in VIEWS_AND_CASTS
 
 
+def _of_forward(gm: GraphModule) -> set[Node]:
+    """All that the results of forward are made of: those outputs that no gradient of the loss is in."""
+    late = set[Node]()
+    for node in gm.graph.nodes:
+        if (node.op == "placeholder" and "tangents" in node.target) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    found, pending = set[Node](), [node for node in gm.graph.output_node().all_input_nodes if node not in late]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     keep = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
     saved = {read.node for read in reads if keep and read.spec.layout.gathered}
-    pending = [read.node for read in reads] + [node for node in gm.graph.nodes if is_hop(node)]
+    hops = {node for node in gm.graph.nodes if is_hop(node)}
+    pending = [read.node for read in reads] + list(hops - _of_forward(gm) if hops else ())
     while pending:
         node = pending.pop()
         (mark_save if node in saved else mark_recompute)(node)
