@@ -326,7 +326,7 @@ def edit_in_place(stage: int) -> float:
     "stage",
     [
         1,
-        3,
+        pytest.param(3, marks=pytest.mark.full),
         pytest.param(2, marks=pytest.mark.campaign),
         pytest.param(0, marks=pytest.mark.campaign),
     ],

@@ -28,7 +28,14 @@ from compile_muon.runtime.shards import local_tensor
 OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
 WAYS = [*OWN, "cautious", "lion"]
 #: the others in the full tier
-FEW = [pytest.param(way, marks=() if way in ("normuon", "muonh") else pytest.mark.full) for way in WAYS]
+
+
+def few(*default: str) -> list[Any]:
+    """All ways, those of the default tier and the others."""
+    return [pytest.param(way, marks=() if way in default else pytest.mark.full) for way in WAYS]
+
+
+FEW = few("normuon", "muonh")
 
 
 def settings_of(way: str) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def test_a_method_is_what_its_paper_says(
     check(ranks(world).run(trained, way=way, stage=stage, update="step", gradient_accumulation_steps=micro))
 
 
-@pytest.mark.parametrize("way", FEW)
+@pytest.mark.parametrize("way", few("normuon"))
 def test_directions_of_backward(ranks: Callable[[int], Ranks], way: str) -> None:
     check(ranks(2).run(trained, way=way, stage=3, update="backward"))
 
@@ -80,8 +87,14 @@ def on_slices(way: str, **settings: Any) -> Report:
     return test_model_parallel.train_sliced((2, 2), ("shard", "tensor"), **settings_of(way), **settings)
 
 
-@pytest.mark.parametrize("way", FEW)
-@pytest.mark.parametrize("mesh", [on_replicas, on_slices])
+@pytest.mark.parametrize(
+    ("mesh", "way"),
+    [
+        pytest.param(mesh, way, marks=() if way == default else pytest.mark.full)
+        for mesh, default in ((on_replicas, "muonh"), (on_slices, "normuon"))
+        for way in WAYS
+    ],
+)
 def test_meshes_with_several_axes(ranks: Callable[[int], Ranks], way: str, mesh: Callable[..., Report]) -> None:
     check(ranks(4).run(mesh, way=way, stage=3, update="step"))
 

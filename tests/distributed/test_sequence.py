@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from harness import RankError
 from reference import full, hidden_matrices, train, world_and_rank
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from zoo import ZOO
 
 import compile_muon
@@ -97,15 +101,30 @@ def loss_of_parts(model: nn.Module, inputs: dict[str, Tensor], *, by_hand: bool 
     return (losses * tokens).sum() / tokens.sum()
 
 
+def sliced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    layer = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    layer |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    layer |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    return parallelize_module(model, mesh, {f"model.layers.*.{name}": style for name, style in layer.items()})
+
+
 def trained(
     kind: str, *, size: int = 2, length: int = 16, masked: bool = False, packed: bool = False, inputs: str = "whole",
     attention: str = "heads",
     checkpointed: bool = False, regional: bool = False, compiled: bool = False, experts: int = 1,
-    model: dict[str, Any] | None = None, **settings: Any,
+    model: dict[str, Any] | None = None, beside: str = "", **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Five steps beside the unsharded reference; what is out of tolerance."""
+    """Five steps beside the unsharded reference; what is out of tolerance.
+
+    Args:
+        beside: another axis of two ranks, on four in all.
+    """
     own = built(kind, **(model or {}))
     whole = copy.deepcopy(own)
+    if beside:
+        names = tuple(name for name in ("replicate", "sequence", "tensor") if name in (beside, "sequence"))
+        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        own = sliced(own, settings["mesh"]["tensor"]) if beside == "tensor" else own
     if checkpointed:
         own.gradient_checkpointing_enable({"use_reentrant": False})
     stacks = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -139,7 +158,10 @@ MODELS = [
     ),
     pytest.param("Llama", {"stage": 3, "length": 14, "regional": True}, id="llama-3-regional"),
     pytest.param("Llama", {"stage": 3, "compiled": True, "length": 15}, id="llama-3-compiled-odd"),
-    pytest.param("Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="llama-2-compiled-checkpointed"),
+    pytest.param(
+        "Llama", {"stage": 2, "compiled": True, "checkpointed": True}, id="llama-2-compiled-checkpointed",
+        marks=pytest.mark.full,
+    ),
     pytest.param("Llama", {"stage": 3, "inputs": "labels", "masked": True, "compiled": True}, id="llama-3-parts"),
     pytest.param("Llama", {"stage": 2, "inputs": "by hand", "packed": True}, id="llama-2-parts-by-hand"),
     pytest.param("Gemma3", {"stage": 3}, id="sliding-window"),
@@ -189,8 +211,13 @@ def test_keys_and_values_go_around(ranks, kind, settings) -> None:  # type: igno
             id="more-ranks-than-heads",
         ),
         ("Llama", {"stage": 3, "size": 2, "length": 13, "masked": True}),
-        ("Llama", {"stage": 2, "size": 4, "length": 18}),
+        pytest.param("Llama", {"stage": 2, "size": 4, "length": 18}, marks=pytest.mark.full),
         pytest.param("Qwen3Moe", {"stage": 3, "experts": 2}, id="and experts", marks=pytest.mark.full),
+        pytest.param("Llama", {"stage": 2, "beside": "replicate"}, id="and replicas", marks=pytest.mark.full),
+        pytest.param(
+            "Llama", {"stage": 3, "beside": "tensor", "compiled": True}, id="and slices", marks=pytest.mark.full
+        ),
+        pytest.param("Llama", {"stage": 1, "beside": "tensor", "attention": "ring"}, id="ring and slices"),
     ],
 )
 def test_four_ranks_of_two_sequences_or_one(ranks, kind, settings) -> None:  # type: ignore[no-untyped-def]
@@ -397,6 +424,58 @@ def first_step(*, counts: bool, compiled: bool) -> str:
 def test_the_first_step_compares(ranks, counts, compiled) -> None:  # type: ignore[no-untyped-def]
     for said in ranks(2).run(first_step, counts=counts, compiled=compiled):
         assert ("changes what Masked computes" in said) == counts
+
+
+class Part(nn.Module):
+    """A pipeline stage of a :class:`Masked`: the first with the embedding, the second with the head."""
+
+    def __init__(self, whole: Masked, stage: int) -> None:
+        super().__init__()
+        self.embed, self.head = (whole.embed, None) if stage == 0 else (None, whole.head)
+        self.blocks = nn.ModuleList([whole.blocks[stage]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        x = x if self.embed is None else self.embed(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x if self.head is None else self.head(x)
+
+
+def piped() -> float:
+    """Two stages of two ranks that share sequences, beside the whole model on one; the worst parameter after steps."""
+
+    def ids(step: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (4, 10), generator=torch.Generator().manual_seed(step))
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "sequence"))
+    stage = mesh.get_local_rank("pipeline")
+    torch.manual_seed(0)
+    whole = Masked()
+    part = Part(copy.deepcopy(whole), stage)
+    plain = config_from_kwargs(ns_dtype="float32", stage=0, gradient_clipping=0.1)
+    config = config_from_kwargs(ns_dtype="float32", stage=2, gradient_clipping=0.1, gradient_accumulation_steps=2)
+    config = dataclasses.replace(config, sequence_parallel=SequenceParallelConfig(2, ("blocks",)))
+    optimizer = MuonZero.from_config(part, config, mesh=mesh["sequence"], norm_group=mesh["pipeline"])
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    reference = MuonZero.from_config(whole, plain, process_group=alone)
+    pipeline = PipelineStage(part, stage, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    schedule = ScheduleGPipe(pipeline, 2, loss_fn=loss)
+    for step in range(3):
+        schedule.step(*(() if stage else (ids(step),)), **({"target": ids(step)} if stage else {}))
+        loss(whole(ids(step)), ids(step)).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    theirs = dict(Part(whole, stage).named_parameters())
+    return max(float((full(p.detach()) - full(theirs[n].detach())).abs().max()) for n, p in part.named_parameters())
+
+
+def test_stages_of_a_pipeline_share_sequences(ranks) -> None:  # type: ignore[no-untyped-def]
+    assert max(ranks(4).run(piped)) < 1e-5  # noqa: PLR2004
 
 
 def other_batches(world: int) -> list[str]:

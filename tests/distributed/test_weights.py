@@ -239,6 +239,7 @@ for size in (200, 10**6):
 """
 
 
+@pytest.mark.full
 def test_a_kill_leaves_the_old_weights_the_new_ones_or_none(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
