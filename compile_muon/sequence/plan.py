@@ -29,7 +29,7 @@ from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
 from compile_muon.sequence.batch import note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
-from compile_muon.sequence.images import collect, deal, vision_parts
+from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
 from compile_muon.sequence.running import FIELD, Batch, Running
 
 __all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
@@ -62,6 +62,7 @@ class SequencePlan:
         ring: groups of them that keys and values go around.
         stacks: of blocks.
         images: paths of a vision tower and of the projector behind it, whose images are dealt out; None without.
+        towers: of those that take patches of several images.
         causal: path of the module whose loss stays cut, None where positions are joined behind the last block.
         place: of this rank, once applied.
         batch: that is computed.
@@ -74,6 +75,7 @@ class SequencePlan:
     stacks: tuple[Stack, ...]
     causal: str | None
     images: tuple[str, str] | None = None
+    towers: tuple[str, ...] = ()
     place: Place | None = None
     batch: Batch = field(default_factory=Batch)
     everyone: dist.ProcessGroup | None = None
@@ -121,6 +123,7 @@ class SequencePlan:
                     block.__class__ = classes.setdefault(type(block), intercepting(type(block)))
                     block.__dict__["_sequence_running"] = running
             blocks[-1].register_forward_hook(leave(running, passes_on=stack.passes_on))
+            add_own_positions(model.get_submodule(stack.path.rpartition(".")[0]), running)
             for path in stack.attentions:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
@@ -128,6 +131,8 @@ class SequencePlan:
             dealt = Running(replace(place, ring=1), self.batch)
             tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
             projector.register_forward_hook(collect(dealt))
+        for path in self.towers:
+            deal_patches(model.get_submodule(path), Running(replace(place, ring=1), self.batch))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
         first.register_forward_pre_hook(note_batch(self.batch, place, loss=self.causal is not None), with_kwargs=True)
         if self.causal is not None:
@@ -179,9 +184,10 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.joined is False and causal is None:
         problem = "is for the causal loss of Transformers, which the model does not have"
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
-    images = None if any(map(_sees_images, paths)) else vision_parts(model)
+    of_images = any(map(_sees_images, paths))
+    images, towers = (None, ()) if of_images else (vision_parts(model), grid_towers(model))
     batch = Batch(sharded=config.inputs == "sharded")
-    return SequencePlan(config.size, ring, tuple(stacks), causal, images, batch=batch, unchecked=config.check)
+    return SequencePlan(config.size, ring, tuple(stacks), causal, images, towers, batch=batch, unchecked=config.check)
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:

@@ -306,6 +306,70 @@ def test_images_are_dealt_out_and_cross_borders(ranks, compiled) -> None:  # typ
         assert problems == {} and (compiled or seen == [2, 2])
 
 
+def qwen(kind: str) -> nn.Module:
+    """A tiny Qwen2-VL or Qwen3-VL, whose images come as patches with a grid."""
+    import transformers
+
+    torch.manual_seed(0)
+    text: dict[str, Any] = dict(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, use_cache=False,
+        rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 2]},
+    )  # fmt: skip
+    vision: dict[str, Any] = dict(depth=2, num_heads=2, patch_size=4, spatial_merge_size=2, temporal_patch_size=2)
+    if kind == "Qwen2VL":
+        del text["head_dim"]
+        vision |= dict(embed_dim=16, hidden_size=32, mlp_ratio=2)
+    else:
+        vision |= dict(hidden_size=16, intermediate_size=24, out_hidden_size=32)
+        vision |= dict(num_position_embeddings=64, deepstack_visual_indexes=[0])
+    ids = dict(image_token_id=IMAGE, video_token_id=59, vision_start_token_id=58, vision_end_token_id=57)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **ids)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+def patches(step: int, micro: int, place: int) -> dict[str, Tensor]:
+    """Two texts with three images of 16, 8 and 32 patches, of which four are a token."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + place)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 4], [1, 4, 8]])
+    ids = torch.randint(3, 50, (2, 30), generator=generator)
+    for row, first, tokens in ((0, 2, 4), (0, 9, 2), (1, 4, 8)):
+        ids[row, first - 1], ids[row, first : first + tokens] = 58, IMAGE
+    return {
+        "input_ids": ids, "labels": torch.where(ids >= 57, -100, ids), "image_grid_thw": grid,
+        "pixel_values": torch.randn(56, 96, generator=generator), "mm_token_type_ids": (ids == IMAGE).int(),
+    }  # fmt: skip
+
+
+def trained_on_patches(*, kind: str, compiled: bool = False) -> tuple[dict[str, Any], list[int]]:
+    model: Any = qwen(kind)
+    whole = copy.deepcopy(model)
+    excluded = ("embed_tokens", "pos_embed", "lm_head", "norm", "bias", "ln_q")
+    seen: list[int] = []
+    model.model.visual.blocks[0].register_forward_hook(lambda m, a, output: seen.append(output.shape[0]))
+
+    def compile_(model: Any) -> Any:
+        return torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+
+    report = train(
+        model, hidden_matrices(whole, exclude=excluded), loss_of, patches, steps=2, unsharded=whole, stage=3,
+        compiled=compile_, sequence=SequenceParallelConfig(2),
+    )  # fmt: skip
+    torch._dynamo.reset()
+    return report.problems(), seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [("Qwen2VL", False), ("Qwen3VL", False), pytest.param("Qwen2VL", True, marks=pytest.mark.full)],
+)
+def test_patches_of_whole_images_are_dealt_out(ranks, kind, compiled) -> None:  # type: ignore[no-untyped-def]
+    """The largest image to one rank, the others to the other."""
+    found = ranks(2).run(trained_on_patches, kind=kind, compiled=compiled)
+    assert [problems for problems, _ in found] == [{}, {}]
+    assert compiled or [seen for _, seen in found] == [[32, 32], [24, 24]]
+
+
 class MaskedBlock(nn.Module):
     """Attention with a mask of all positions that the model hands on; or by positions of its own, which is wrong."""
 
