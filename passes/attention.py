@@ -32,6 +32,7 @@ _PRODUCTS = (*_LINEAR, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.ein
 _TURNS = ("t", "transpose", "permute", torch.t, torch.transpose, torch.permute)
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
 _CASTS = ("to", "contiguous", "type", "float", "bfloat16", "half", torch.Tensor.to)
+_CATS = (torch.cat, torch.concat, torch.concatenate)
 _UNSHARDS = (UNSHARD, torch.ops.muon_zero.unshard)
 
 
@@ -78,15 +79,18 @@ def note_logits(
     scale: float,
     causal: bool,
     dims: list[int],
+    own: int,
 ) -> Tensor:
     """The queries again; what was found goes to the holder of their weight's state.
 
     Args:
         dims: of the weights of queries and keys, that their heads lie along.
+        own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
     """
     holder = holder_of(query_state)
     if holder is not None:
-        holder.note_logits(key_state, largest_logits(query, key, mask, scale, causal), query.shape[-1], dims)
+        largest = largest_logits(query, key, mask, scale, causal)
+        holder.note_logits(key_state, largest, query.shape[-1], dims, own)
     return query.clone()
 
 
@@ -95,7 +99,7 @@ def _(query: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.preserve_format)
 
 
-note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 7))
+note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 8))
 
 
 @dataclass(frozen=True)
@@ -125,13 +129,20 @@ def _note(gm: GraphModule, node: Node) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     query, key = given["query"], given["key"]
-    sources = []
-    for what, start in (("queries", query), ("keys", key)):
-        found = dict.fromkeys(_sources(start))
-        if len(found) != 1:
-            raise UnknownAttention(f"{what} come from {len(found)} weights, where the rows of one are scaled")
-        sources += list(found)
-    size = query.meta["example_value"].shape[-1]
+    size = own = query.meta["example_value"].shape[-1]
+    queries, keys = set(_weights_of(query)), set(_weights_of(key))
+    if len(keys) == 2:  # noqa: PLR2004 - multi-head latent attention: what is of each head, and what all heads share
+        first, *_ = _pieces(key)
+        keys, own = set(_weights_of(first)), first.meta["example_value"].shape[-1]
+        begins = [piece.meta["example_value"].shape[-1] for piece in _pieces(query)[:1]] == [own]
+        if not (begins and _is_first_part(first) and _is_first_part(_pieces(query)[0])):
+            raise UnknownAttention(
+                "keys come from two weights, and not as in MLA: first what is of a head, then shared"
+            )
+    for what, weights in (("queries", queries), ("keys", keys)):
+        if len(weights) != 1:
+            raise UnknownAttention(f"{what} come from {len(weights)} weights, where the rows of one are scaled")
+    sources = [*queries, *keys]
     scale = given.get("scale")
     with gm.graph.inserting_before(node):
         noted = gm.graph.call_function(
@@ -139,7 +150,7 @@ def _note(gm: GraphModule, node: Node) -> None:
             (
                 query, key, given.get("attn_mask"), sources[0].state, sources[1].state,
                 1 / math.sqrt(size) if scale is None else float(scale), bool(given.get("is_causal", False)),
-                [source.dim for source in sources],
+                [source.dim for source in sources], own,
             ),
         )  # fmt: skip
     noted.meta["example_value"] = query.meta["example_value"]
@@ -147,6 +158,42 @@ def _note(gm: GraphModule, node: Node) -> None:
         node.update_kwarg("query", noted)
     else:
         node.update_arg(0, noted)
+
+
+def _weights_of(start: Node) -> Iterator[_Source]:
+    for piece in _pieces(start):
+        yield from _sources(piece)
+
+
+def _pieces(node: Node) -> list[Node]:
+    """What ``node`` is put together of along its last dim, by ``cat`` or by writes to slices; itself otherwise."""
+    while node.target in _CASTS:
+        node = node.all_input_nodes[0]
+    if node.target in _CATS and len(node.args[0]) > 1:
+        given = {"dim": 0, **dict(zip(("tensors", "dim"), node.args, strict=False)), **node.kwargs}
+        return list(given["tensors"]) if given["dim"] in (-1, node.meta["example_value"].ndim - 1) else [node]
+    written: dict[int, Node] = {}
+    for user in node.users:
+        if user.target is operator.setitem and user.args[0] is node:
+            writes = [(user.args[1], user.args[2])]
+        elif user.target is operator.getitem:
+            writes = [(user.args[1], write.args[1]) for write in user.users if write.target == "copy_"]
+        else:
+            continue
+        for index, value in writes:
+            last = index[-1] if isinstance(index, tuple) else index
+            if isinstance(last, slice):
+                written[last.start or 0] = value
+    return [written[start] for start in sorted(written)] or [node]
+
+
+def _is_first_part(node: Node) -> bool:
+    """Whether ``node`` is the beginning of what was split along its last dim."""
+    while node.target is not operator.getitem or "split" not in str(getattr(node.args[0], "target", "")):
+        if len(node.all_input_nodes) != 1:
+            return False
+        node = node.all_input_nodes[0]
+    return node.args[1] == 0
 
 
 def _sources(start: Node) -> Iterator[_Source]:

@@ -26,7 +26,7 @@ class Holder(Protocol):
             grad: that a direction is made of with it.
         """
 
-    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
+    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int], own: int) -> None:
         """Keep the largest logit of each head, of queries that this parameter projects.
 
         Args:
@@ -34,6 +34,7 @@ class Holder(Protocol):
             largest: ``[heads]`` fp32.
             size: of a head.
             dims: of both parameters, that heads lie along.
+            own: of these, how many entries of a key are of its head alone.
         """
 
     def reducing(self) -> AbstractContextManager[object]:

@@ -43,12 +43,14 @@ class Attention:
         largest: ``[heads]`` fp32, the largest logit of each since the last step.
         size: of a head.
         dims: of the weights of queries and keys, that heads lie along.
+        own: of these, how many entries of a key are of its head alone; all but in MLA.
     """
 
     key: Account
     largest: Tensor
     size: int
     dims: tuple[int, ...]
+    own: int
 
 
 @dataclass(eq=False)
@@ -193,12 +195,12 @@ class Account:
         self.fetches += 1
         return self.home.fetch(self, grad, out)
 
-    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int]) -> None:
+    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int], own: int) -> None:
         """Keep the largest logit of each head, until the next step."""
         if self.attention is None:
             key = account_of(key_state)
             assert key is not None
-            self.attention = Attention(key, torch.full_like(largest, -float("inf")), size, tuple(dims))
+            self.attention = Attention(key, torch.full_like(largest, -float("inf")), size, tuple(dims), own)
         self.attention.largest.copy_(torch.maximum(self.attention.largest, largest))
 
     @contextmanager

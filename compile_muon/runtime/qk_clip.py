@@ -4,7 +4,9 @@
     g_h = min(1, threshold / S_h), of the query heads that share a key head the least
     W_q,h <- g_h^alpha W_q,h,   W_k,h <- g_h^(1 - alpha) W_k,h
 
-Source: Kimi K2, arXiv 2507.20534, and for shared key heads Megatron's ``qk_clip``. The momentum is not scaled.
+Of multi-head latent attention, where all heads share the part of the keys with positions: the rows of queries that meet
+it by g_h, the others and the head's own rows of keys as above. Source: Kimi K2, arXiv 2507.20534, and for shared key
+heads Megatron's ``qk_clip``. The momentum is not scaled.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.runtime.account import Account, Attention
 
 __all__ = ["check_heads", "clip_heads"]
+
+_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -49,39 +53,54 @@ def _order(account: Account, dim: int) -> Tensor:
     return torch.cat([part.flatten() for part in muon.view.cut(order.view(shape))])
 
 
-def _heads(account: Account, dim: int, first: int, count: int, size: int) -> _Heads:
-    """Of the heads in ``count * size`` rows behind the ``first`` ones, in the order of the parts."""
+def _heads(account: Account, dim: int, first: int, count: int, size: int, of: slice = _ALL) -> _Heads:
+    """Of the heads in ``count * size`` rows behind the ``first`` ones, in the order of the parts.
+
+    Args:
+        of: which rows of each head.
+    """
     layout = account.spec.layout
     order = _order(account, dim)
     numbers = torch.full((layout.whole[dim],), count)
-    numbers[order[first : first + count * size]] = torch.arange(count).repeat_interleave(size)
+    rows = order[first : first + count * size].view(count, size)[:, of]
+    numbers[rows] = torch.arange(count)[:, None].expand_as(rows)
     if dim == 0 and layout.sharded:
         numbers = numbers[layout.local_rows]
     return _Heads(dim, numbers.to(account.local.device), count)
 
 
-def _pair(account: Account, noted: Attention) -> tuple[_Heads, _Heads]:
-    """Queries and keys of an attention whose queries ``account`` projects.
+def _scaled(account: Account, noted: Attention, alpha: float) -> list[tuple[Account, _Heads, float]]:
+    """Which heads are scaled, of an attention whose queries ``account`` projects: of which weight, by which power.
 
     Raises:
         UnsupportedModelError: it is not known which rows are whose.
     """
     key, (query_dim, key_dim) = noted.key, noted.dims
-    heads, size = len(noted.largest), noted.size
+    heads, size, own = len(noted.largest), noted.size, noted.own
     rows, key_rows = account.spec.layout.whole[query_dim], key.spec.layout.whole[key_dim]
-    fused = key is account
-    keys = (rows // size - heads) // 2 if fused else key_rows // size
+    fused, latent = key is account, own < size
+    keys = heads if latent else (rows // size - heads) // 2 if fused else key_rows // size
     muon = account.spec.muon
     fits = rows == (heads + 2 * keys if fused else heads) * size and (fused or key_rows == keys * size)
+    if latent:  # values lie behind a head's own part of a key
+        fits = not fused and rows == heads * size and key_rows % heads == 0 and key_rows // heads >= own
     if account.spec.layout.joined or key.spec.layout.joined:
         remedy = "leave qk_clip out: heads on tensor-parallel ranks are not scaled"
     elif not fits or keys < 1 or heads % keys:
-        remedy = f"leave qk_clip out: its {heads} heads of {size} are not all of its rows, as in MLA"
+        remedy = f"leave qk_clip out: its {heads} heads of {size} are not all of its rows"
     elif fused and (muon is None or muon.view is None):
         remedy = "set split_fused, or say in muon_views which rows are queries, keys and values"
+    elif latent:
+        return [
+            (account, _heads(account, query_dim, 0, heads, size, slice(0, own)), alpha),
+            (account, _heads(account, query_dim, 0, heads, size, slice(own, size)), 1.0),
+            (key, _heads(key, key_dim, 0, heads, key_rows // heads, slice(0, own)), 1 - alpha),
+        ]
     else:
-        queries = _heads(account, query_dim, 0, heads, size)
-        return queries, _heads(key, key_dim, heads * size if fused else 0, keys, size)
+        return [
+            (account, _heads(account, query_dim, 0, heads, size), alpha),
+            (key, _heads(key, key_dim, heads * size if fused else 0, keys, size), 1 - alpha),
+        ]
     raise UnsupportedModelError(f"qk_clip of {account.name}, {list(account.spec.layout.whole)}: {remedy}")
 
 
@@ -99,7 +118,7 @@ def check_heads(accounts: Sequence[Account]) -> None:
         )
     for account in accounts:
         if account.attention is not None:
-            _pair(account, account.attention)
+            _scaled(account, account.attention, 0.5)
 
 
 @torch.no_grad()
@@ -125,14 +144,15 @@ def clip_heads(
     sizes = [len(attention.largest) for _, attention in noted]
     for (account, attention), own in zip(noted, largest.split(sizes), strict=True):
         attention.largest.fill_(-math.inf)
-        queries, keys = _pair(account, attention)
+        scaled = _scaled(account, attention, alpha)
+        _, keys, _ = scaled[-1]
         # Also where nothing, or something that is not a number, was noted.
         factor = torch.where(own > threshold, threshold / own, torch.ones_like(own))
         if withheld is not None:
             factor = torch.where(withheld == 1, torch.ones_like(factor), factor)
         shared = factor.view(keys.count, -1).amin(1)
-        _scale(account, queries, shared.repeat_interleave(queries.count // keys.count) ** alpha)
-        _scale(attention.key, keys, shared ** (1 - alpha))
+        for weight, rows, power in scaled:
+            _scale(weight, rows, shared.repeat_interleave(rows.count // keys.count) ** power)
     return largest.max()
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,6 +153,75 @@ CASES = [
 def test_heads_over_the_threshold_are_scaled(ranks: Callable[[int], Ranks], case: tuple[Any, ...]) -> None:
     names = ("kind", "keys", "own_mask", "stage", "micro", "codegen")
     ranks(case[0]).run(clipped, **dict(zip(names, case[1:], strict=True)))
+
+
+def latent(low_rank: int | None) -> nn.Module:
+    """DeepSeek V3's attention (MLA): 4 heads of 6 entries of their own and 4 that keys share, values of 5."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, first_k_dense_replace=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(**shape, **heads, q_lora_rank=low_rank, kv_lora_rank=8, use_cache=False, pad_token_id=0)
+    )
+    with torch.no_grad():
+        queries(model).view(4, 10, -1).mul_(torch.arange(1.0, 5)[:, None, None] * 30)
+    return model
+
+
+def queries(model: Any) -> nn.Parameter:
+    attention = model.model.layers[0].self_attn
+    return (attention.q_b_proj if attention.q_proj is None else attention.q_proj).weight
+
+
+def seen_by(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The largest logit of each head, of what attention is given."""
+    found, plain = [], F.scaled_dot_product_attention
+
+    def recording(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **kwargs: Any) -> Tensor:
+        logits = q.double() @ k.double().mT * scale
+        found.append(logits.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -math.inf).amax((0, 2, 3)))
+        return plain(q, k, v, *args, scale=scale, **kwargs)
+
+    with torch.no_grad(), mock.patch.object(F, "scaled_dot_product_attention", recording):
+        model(tokens)
+    return torch.stack(found).amax(0)
+
+
+def clipped_latent(low_rank: int | None, stage: int) -> None:
+    world, rank = world_and_rank()
+    whole = latent(low_rank)
+    seen = torch.stack([seen_by(whole, batch(0, 0, r)) for r in range(world)]).amax(0)
+    threshold, after = float(seen[:3].max()), []
+    for clip in (None, threshold / 2):
+        model: Any = copy.deepcopy(whole)
+        optimizer = compile_muon.MuonZero(model, stage=stage, ns_dtype="float32", qk_clip=clip, qk_clip_alpha=0.3)
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+        tokens = batch(0, 0, rank)
+        run(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        after.append({name: full(param).detach().clone() for name, param in model.named_parameters()})
+    plain, found = after
+    factor = (threshold / 2 / seen).clamp(max=1).float()
+    assert (factor < 1).any() and (factor == 1).any()
+    query = next(name for name, param in whole.named_parameters() if param is queries(whole))
+    key = "model.layers.0.self_attn.kv_b_proj.weight"
+    own, shared = plain[query].view(4, 10, -1).split([6, 4], 1)
+    own.mul_(factor[:, None, None] ** 0.3)
+    shared.mul_(factor[:, None, None])
+    plain[key].view(4, 11, -1)[:, :6].mul_(factor[:, None, None] ** 0.7)
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("low_rank", "stage"), [(8, 3), pytest.param(None, 2, marks=pytest.mark.full)])
+def test_latent_attention_scales_what_is_of_a_head(
+    ranks: Callable[[int], Ranks], low_rank: int | None, stage: int
+) -> None:
+    ranks(2).run(clipped_latent, low_rank=low_rank, stage=stage)
 
 
 def test_logits_that_would_explode_stay_and_the_loss_falls() -> None:
