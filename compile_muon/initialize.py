@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import CompileConfig, Config, load_config
+from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["compile_in_place", "initialize"]
@@ -23,6 +25,7 @@ def initialize(
     model: M,
     config: str | os.PathLike | Mapping[str, Any] | Config,
     *,
+    groups: Mapping[str, Any] | Sequence[Any] | None = None,
     mesh: DeviceMesh | None = None,
     process_group: dist.ProcessGroup | None = None,
     norm_group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -35,6 +38,8 @@ def initialize(
         model: module with all parameters on one device; or, with ``weights`` or ``init``, on the meta device: memory is
             then given on the device that the ranks meet on, shard by shard.
         config: path of a JSON file, a mapping in DeepSpeed's vocabulary, or a :class:`Config`.
+        groups: parameters with a method or rates of their own, as :class:`MuonZero` takes them; default: those of the
+            config.
         mesh: of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this order; default:
             what ``"mesh"`` and ``"expert_parallel"`` of the config say, or one dimension.
         process_group: the data-parallel group, instead of ``mesh``.
@@ -51,6 +56,8 @@ def initialize(
         CheckpointError: ``weights`` do not fit; the model is sharded and has no values then.
     """
     resolved = load_config(config)
+    if groups is not None:
+        resolved = replace(resolved, groups=cast("tuple[GroupConfig, ...]", named_groups(groups, model)))
     optimizer = MuonZero.from_config(
         model, resolved, mesh=mesh, process_group=process_group, norm_group=norm_group, weights=weights, init=init
     )

@@ -172,6 +172,8 @@ class MuonTrainer(Trainer):
 
     Args:
         muon_config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the TrainingArguments say.
+        muon_groups: parameters with rates of their own, as ``MuonZero(groups=...)`` takes them, or a function of the
+            model that makes these; what others write in ``create_optimizer``.
         args, kwargs: the Trainer's own.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
@@ -181,9 +183,9 @@ class MuonTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, muon_config: Source, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, muon_config: Source, muon_groups: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._muon_source = muon_config
+        self._muon_source, self._muon_groups = muon_config, muon_groups
         mistakes = Mistakes()
         mistakes.found += _refuse(self.args, self.accelerator, kwargs)
         with mistakes.collected():
@@ -219,7 +221,8 @@ class MuonTrainer(Trainer):
             for name, param in model.named_parameters():
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
                     setattr(param, "_no_weight_decay", True)  # noqa: B010 - an attribute that no type declares
-            self.model, self.optimizer = initialize(model, self.muon_config)
+            groups = self._muon_groups(model) if callable(self._muon_groups) else self._muon_groups
+            self.model, self.optimizer = initialize(model, self.muon_config, groups=groups)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

@@ -52,8 +52,9 @@ class Sentences(Dataset):
 
 
 def trainer_of(
-    folder: str, stage: int, *, compiled: bool = False, config: dict[str, Any] = CONFIG, **settings: Any
-) -> Any:
+    folder: str, stage: int, *, compiled: bool = False, config: dict[str, Any] = CONFIG, groups: Any = None,
+    **settings: Any,
+) -> Any:  # fmt: skip
     from transformers import TrainingArguments
 
     from compile_muon.integrations.transformers import MuonTrainer
@@ -70,8 +71,9 @@ def trainer_of(
     config = {**config, "zero_optimization": {"stage": stage}, "compile": {"codegen": "eager"} if compiled else False}
     arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
     return InOrder(
-        model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config
-    )
+        model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config,
+        muon_groups=groups,
+    )  # fmt: skip
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -308,6 +310,26 @@ def test_schedules_with_an_end_of_their_own(
         trainer.train()
     assert losses(trainer, "learning_rate") == pytest.approx(rates, rel=1e-5)
     assert losses(trainer, "muon_zero/adamw_lr")[0] == pytest.approx(0.003 * rates[1] / 0.02, rel=1e-5)
+
+
+def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Path) -> None:
+    """Layer-wise rates of tensors, as people write them in ``create_optimizer``; the rest in a group of its own."""
+
+    def layerwise(model: Any) -> list[dict[str, Any]]:
+        layers = [list(layer.parameters()) for layer in model.transformer.h]
+        known = {id(param) for params in layers for param in params}
+        rest = [param for param in model.parameters() if id(param) not in known]
+        rates = [0.01, 0.02]
+        return [{"params": p, "lr": rate} for p, rate in zip(layers, rates, strict=True)] + [{"params": rest}]
+
+    with accelerated():
+        settings: dict[str, Any] = dict(max_steps=2, warmup_steps=0, save_strategy="no", eval_strategy="no")
+        trainer = trainer_of(str(tmp_path), 2, groups=layerwise, **settings)
+        trainer.train()
+    found = {(group["name"], group["algorithm"]): group["initial_lr"] for group in trainer.muon.param_groups}
+    assert {rate for (name, _), rate in found.items() if "0" in name} == {0.01}
+    assert {rate for (name, _), rate in found.items() if "1" in name} == {0.02}
+    assert all(group["lr"] == 0 for group in trainer.muon.param_groups)  # a linear schedule has ended
 
 
 def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
