@@ -1,0 +1,201 @@
+"""A step of ranks that share a sequence: ours, over heads and around a ring, beside DeepSpeed's Ulysses, in turns.
+
+    python benchmarks/sequence.py                                          two ranks
+    ../shared/tools/slow_link 1600mbit python benchmarks/sequence.py       with a link of that rate
+
+One model and one batch for all. DeepSpeed's ranks are given their parts and positions by hand, and its blocks call
+``DistributedAttention``, eagerly; ours are given the whole batch, and name the blocks. Each contender takes a step,
+then the next. PyTorch's ``context_parallel`` has no kernel for CPUs, and is not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, PRESETS, Block, Shape, muon_names, read_corpus, sample_batch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+_RESULTS = Path(__file__).parent / "results"
+_LR, _ADAM_LR, _DECAY = 0.02, 3e-4, 0.1
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def ours(shape: Shape, stage: int, attention: str) -> Step:
+    """Compiled, with Muon."""
+    import compile_muon
+
+    params = {"muon_lr": _LR, "adam_lr": _ADAM_LR, "weight_decay": _DECAY, "ns_method": "standard"}
+    shared = {"size": dist.get_world_size(), "blocks": ["blocks"], "attention": attention, "check": False}
+    config = {
+        "compile": True,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": stage},
+        "sequence_parallel": shared,
+    }
+    model, optimizer = compile_muon.initialize(GPT(shape), config)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class UlyssesBlock(Block):
+    """The same attention by DeepSpeed's ``DistributedAttention``, of a rank's positions."""
+
+    exchanged: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, context, width = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
+        q, k, v = (part.contiguous() for part in qkv.unbind(2))
+        attended = self.exchanged(q, k, v, batch_dim_idx=0)
+        x = x + self.out(attended.reshape(batch, context, width))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    """``[batch, positions, heads, size]``."""
+    turned = (part.transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+
+
+def ulysses(shape: Shape, stage: int) -> Step:
+    """DeepSpeed's engine, its Muon, its sequence parallelism."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model, world, rank = GPT(shape), dist.get_world_size(), dist.get_rank()
+    local = DistributedAttention(_whole, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    for block in model.blocks:
+        block.__class__ = UlyssesBlock
+        object.__setattr__(block, "exchanged", local)
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(p.numel() for p in model.parameters())}
+    if stage == 3:
+        zero["reduce_scatter"] = False  # or it refuses Muon
+    params = {
+        "lr": _LR, "muon_lr": _LR, "adam_lr": _ADAM_LR, "weight_decay": _DECAY, "ns_method": "standard",
+    }  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": shape.batch, "gradient_clipping": 0.0, "steps_per_print": 1_000_000,
+        "zero_optimization": zero, "optimizer": {"type": "Muon", "params": params},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        positions = torch.arange(shape.context).chunk(world)[rank]
+        hidden = engine.module.token_embed(x) + engine.module.position_embed(positions)
+        for block in engine.module.blocks:
+            hidden = block(hidden)
+        logits = engine.module.lm_head(engine.module.norm(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    engine.module.forward = forward
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = engine(x.chunk(world, 1)[rank].contiguous(), y.chunk(world, 1)[rank].contiguous())
+        engine.backward(loss)
+        engine.step()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        return loss / world
+
+    return step
+
+
+def contenders(names: list[str]) -> dict[str, Callable[[Shape], Step]]:
+    """All of them, or these."""
+    found: dict[str, Callable[[Shape], Step]] = {}
+    for stage in (1, 2, 3):
+        for attention in ("heads", "ring"):
+            found[f"ours, {attention}, stage {stage}"] = lambda shape, s=stage, a=attention: ours(shape, s, a)
+        if importlib.util.find_spec("deepspeed") is not None:
+            found[f"DeepSpeed Ulysses, stage {stage}"] = lambda shape, s=stage: ulysses(shape, s)
+    return {name: build for name, build in found.items() if not names or any(each in name for each in names)}
+
+
+def rank_of(rank: int, args: argparse.Namespace, address: str, out: str) -> None:
+    """One rank: builds all, and takes turns."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=args.ranks)
+    shape = replace(PRESETS[args.preset], context=args.context, batch=args.batch)
+    steps: dict[str, Step] = {}
+    for name, build in contenders(args.only).items():
+        torch.manual_seed(0)
+        steps[name] = build(shape)
+    corpus, dice = read_corpus(), torch.Generator().manual_seed(1)  # the same batch for all ranks
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(args.warm + args.rounds):
+        x, y = sample_batch(corpus, shape, dice)
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            loss = float(step(x, y))
+            dist.barrier()
+            losses[name].append(loss)
+            if number >= args.warm:
+                seconds[name].append(time.perf_counter() - began)
+    if rank == 0:
+        found = {
+            name: {"seconds": statistics.median(seconds[name]), "least": min(seconds[name]), "losses": losses[name]}
+            for name in steps
+        }
+        muon = len(muon_names(GPT(shape)))
+        Path(out).write_text(json.dumps({"shape": vars(shape), "muon_matrices": muon, "contenders": found}))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="small", choices=sorted(PRESETS))
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warm", type=int, default=3, help="rounds that are not counted")
+    parser.add_argument("--only", nargs="*", default=[], help="parts of contenders' names")
+    parser.add_argument("--json", type=Path, default=_RESULTS / "sequence.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/found.json"
+        torch.multiprocessing.spawn(rank_of, (args, f"file://{folder}/store", out), args.ranks)
+        found = json.loads(Path(out).read_text())
+    table = Table(title=f"{args.ranks} ranks, sequences of {args.context}")
+    for column in ("contender", "step ms, median", "least", "first loss", "last loss"):
+        table.add_column(column)
+    for name, row in found["contenders"].items():
+        losses = row["losses"]
+        times = (f"{row[kind] * 1e3:.0f}" for kind in ("seconds", "least"))
+        table.add_row(name, *times, f"{losses[0]:.4f}", f"{losses[-1]:.4f}")
+    Console(width=110).print(table)
+    args.json.write_text(json.dumps({"command": shlex.join(sys.argv), "ranks": args.ranks, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
