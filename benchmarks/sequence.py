@@ -42,7 +42,13 @@ def ours(shape: Shape, stage: int, attention: str) -> Step:
     """Compiled, with Muon."""
     import compile_muon
 
-    params = {"muon_lr": _LR, "adam_lr": _ADAM_LR, "weight_decay": _DECAY, "ns_method": "standard"}
+    params = {
+        "muon_lr": _LR,
+        "adam_lr": _ADAM_LR,
+        "weight_decay": _DECAY,
+        "ns_method": "standard",
+        "ns_dtype": "bfloat16",
+    }
     shared = {"size": dist.get_world_size(), "blocks": ["blocks"], "attention": attention, "check": False}
     config = {
         "compile": True,

@@ -368,7 +368,7 @@ def masters(stage: int, settings: dict[str, Any], dtype: str) -> tuple[set[str],
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3), pytest.param(2, 0, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
 def test_masters_are_float32_whatever_the_model_is_in(
     ranks: Callable[[int], Ranks], world: int, stage: int, dtype: str
 ) -> None:

@@ -161,7 +161,7 @@ def trained_in_parts(way: str, view: str, mesh: tuple[int, int] | None = None, *
     )
 
 
-@pytest.mark.parametrize("way", ["muon", "normuon", pytest.param("muonh", marks=pytest.mark.full)])
+@pytest.mark.parametrize("way", ["normuon", *(pytest.param(way, marks=pytest.mark.full) for way in ("muon", "muonh"))])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(
     ("world", "stage"), [(3, 1), *(pytest.param(*given, marks=pytest.mark.full) for given in ((1, 2), (2, 0), (2, 3)))]

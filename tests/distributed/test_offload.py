@@ -95,13 +95,13 @@ STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED}),
     "accumulated": (2, {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3}),
-    "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
     "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05}),
     "partly": (1, {"where": "nvme", "stage": 2, **STEP, "ratio": 0.4}),
     "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
-    "replicas": (4, {"where": "nvme", "stage": 2, **STEP, "mesh": (2, 2), "method": "normuon"}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
+    "replicas": (4, {"where": "nvme", "stage": 2, **STEP, "mesh": (2, 2), "method": "normuon"}),
     "inductor": (2, {"where": "nvme", "stage": 2, "update": "backward", "codegen": "inductor"}),
     "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),
     **{way: (2, {"where": "nvme", "stage": 3, **STEP, "method": way}) for way in ("normuon", "muonh", "heavy_ball")},

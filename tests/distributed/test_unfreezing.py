@@ -61,7 +61,7 @@ def losses(*, frozen: bool, stage: int, compiled: bool, **settings: Any) -> list
         (1, False, {}),
         (2, False, {"method": "normuon", "offload": "cpu", "momentum_dtype": "bfloat16"}),
         pytest.param(2, True, {"update": "backward"}, marks=pytest.mark.full),
-        (3, False, {}),
+        pytest.param(3, False, {}, marks=pytest.mark.full),
         (3, True, {"update": "backward"}),
     ],
 )

@@ -164,7 +164,7 @@ def test_what_few_ranks_hold_is_not_padded_for_all_others(role, world):
 @pytest.mark.parametrize(
     ("stage", "over"),
     [
-        (2, "shard"),
+        pytest.param(2, "shard", marks=pytest.mark.full),
         (3, "all"),
         pytest.param(1, "shard", marks=pytest.mark.campaign),
         *(pytest.param(*given, marks=pytest.mark.campaign) for given in ((3, "shard"), (2, "all"))),
