@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -104,8 +105,9 @@ def grid_towers(model: nn.Module) -> tuple[str, ...]:
     """Paths of the outermost modules that take the patches of several images, and ``grid_thw`` of each (Qwen2-VL)."""
     found: list[str] = []
     for path, module in model.named_modules():
-        parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-        if "grid_thw" in parameters and not any(path.startswith(f"{other}.") for other in found):
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        takes = code is not None and "grid_thw" in code.co_varnames[: code.co_argcount]
+        if takes and not any(path.startswith(f"{other}.") for other in found):
             found.append(path)
     return tuple(found)
 
@@ -153,17 +155,20 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
 
 
 def _all_images(place: Place, patches: list[int], shares: list[list[int]], own: Tensor) -> Tensor:
-    """Features of all images, of which ``own`` has one row for as many patches of this rank's as everywhere."""
+    """Features of all images, of which ``own`` has a row for every so many patches of this rank's.
+
+    Raises:
+        ConfigError: it has not.
+    """
     mine = sum(patches[image] for image in shares[place.index] or [0])
-    merged = mine // own.shape[0]
-    rows = [number // merged for number in patches]
-    most = max(sum(rows[image] for image in share) for share in shares)
-    padded = torch.nn.functional.pad(own, (0, 0) * (own.ndim - 1) + (0, most - own.shape[0]))[:most]
-    whole = join(padded, place, most * place.size, 0)
+    if own.ndim == 0 or own.shape[0] == 0 or mine % own.shape[0]:
+        problem = f"of what a vision tower returns for {mine} patches does not go by them"
+        raise config_error(FIELD, list(own.shape), problem, f"leave {FIELD} out")
+    rows = [number * own.shape[0] // mine for number in patches]
+    lengths = [[rows[image] for image in share] for share in shares]
+    most = max(map(sum, lengths))
+    whole = join(F.pad(own, (0, 0) * (own.ndim - 1) + (0, most - own.shape[0])), place, most * place.size, 0)
     found: dict[int, Tensor] = {}
-    for rank, share in enumerate(shares):
-        parts = whole[rank * most : (rank + 1) * most].split(
-            [*(rows[image] for image in share), most - sum(rows[image] for image in share)]
-        )
-        found |= dict(zip(share, parts, strict=False))
+    for share, own_rows, part in zip(shares, lengths, whole.split(most), strict=True):
+        found |= dict(zip(share, part[: sum(own_rows)].split(own_rows), strict=True) if share else ())
     return torch.cat([found[image] for image in range(len(patches))])

@@ -1,7 +1,7 @@
 """Attention over positions on several ranks where keys and values go around (ring attention, arXiv 2310.01889).
 
 Each rank of a ring has queries, keys and values of two pieces of the sequence, one from its front and one as far from
-its end (:class:`~.sequence.Place`), so that under a causal mask each has the same to do: of keys that come from a rank
+its end (:class:`~.place.Place`), so that under a causal mask each has the same to do: of keys that come from a rank
 ahead all queries see the first piece, of those from a rank behind the second piece of queries sees all. A step is sent
 on while the one before is computed. Backward sends keys and values around once more, and their gradients with them,
 from the first rank that adds to them home to the one they belong to.

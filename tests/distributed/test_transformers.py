@@ -421,6 +421,7 @@ def test_what_is_evaluated_is_what_is_saved(ranks: Callable[[int], Ranks], tmp_p
         ({"adam_beta2": 0.9}, r'TrainingArguments.adam_beta2 = 0.9: is not .*, 0.95, .* "betas": "auto"'),
         ({"gradient_accumulation_steps": 3, "config": {"gradient_accumulation_steps": 2}}, "contradicts"),
         ({"config": {"mesh": {"tensor": 2}}}, "mesh.tensor = 2: needs the same batches on its ranks"),
+        ({"config": {"sequence_parallel": {"inputs": "sharded"}}}, "inputs = 'sharded': cannot be: loaders here give"),
         ({"optimizers": (torch.optim.SGD([torch.zeros(1)]), None)}, "optimizers = 'SGD': is another optimizer"),
     ],
 )
