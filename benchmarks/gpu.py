@@ -120,6 +120,7 @@ STEPS = (
          needs=("pytest", "rich"), numbers=True),
     Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
          ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
+          "tests/passes/exchange/test_partial_attention.py",
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
          environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
