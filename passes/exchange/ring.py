@@ -77,7 +77,7 @@ class _Ring(torch.autograd.Function):
                 lse = torch.cat((lse[:, :, : rows.start], behind[1]), 2)
             held = held if coming is None else _come(coming, held)
         assert out is not None and lse is not None
-        out = out.to(query.dtype)
+        out = _in(query.dtype, out)
         ctx.save_for_backward(query, key, value, out, lse, *(() if mask is None else (mask,)))
         ctx.given = causal, scale, at
         return out
@@ -111,6 +111,11 @@ class _Ring(torch.autograd.Function):
         assert own is not None and coming_back is not None
         v_grad, k_grad = (own + _come(coming_back, own)).split(widths, -1)
         return (of_query.to(query.dtype), k_grad, v_grad, *(None for _ in range(3 + len(at))))
+
+
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """``x`` in a dtype; no call that gives ``x`` itself, for whose gradient Dynamo of torch 2.11 would look elsewhere."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _in_rows(x: Tensor, rows: slice, length: int) -> Tensor:
