@@ -114,7 +114,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """``x`` in a dtype; no call that gives ``x`` itself, for whose gradient Dynamo of torch 2.11 would look elsewhere."""
+    """``x`` in a dtype. Dynamo of torch 2.11 loses the gradient of what a call gives back as it is."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
