@@ -22,8 +22,8 @@ __all__ = ["SEQUENCE", "attend", "look_up_own"]
 SEQUENCE = "muon_zero_sequence"
 
 
-def _attention(*args: Any, size: int, index: int, group: str, ring: int, **kwargs: Any) -> Tensor:
-    return attention(*args, place=Place(size, index, group, ring), **kwargs)
+def _attention(*args: Any, fields: tuple[int, int, str, int], **kwargs: Any) -> Tensor:
+    return attention(*args, place=Place(*fields), **kwargs)
 
 
 def attend(gm: GraphModule) -> None:
@@ -31,10 +31,10 @@ def attend(gm: GraphModule) -> None:
     changed = set[GraphModule]()
     for part in (module for module in gm.modules() if isinstance(module, GraphModule)):
         for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention, sort=False):
-            place = (node.meta.get("custom") or {}).get(SEQUENCE)
-            if place is not None:
+            fields = (node.meta.get("custom") or {}).get(SEQUENCE)
+            if fields is not None:
                 node.target = _attention
-                node.kwargs = {**node.kwargs, **dict(zip(("size", "index", "group", "ring"), place, strict=True))}
+                node.kwargs = {**node.kwargs, "fields": fields}
                 changed.add(part)
     for part in changed:
         part.recompile()

@@ -132,10 +132,10 @@ def _note(gm: GraphModule, node: Node) -> None:
     size = own = query.meta["example_value"].shape[-1]
     queries, keys = set(_weights_of(query)), set(_weights_of(key))
     if len(keys) == 2:  # noqa: PLR2004 - multi-head latent attention: what is of each head, and what all heads share
-        first, *_ = _pieces(key)
-        keys, own = set(_weights_of(first)), first.meta["example_value"].shape[-1]
-        begins = [piece.meta["example_value"].shape[-1] for piece in _pieces(query)[:1]] == [own]
-        if not (begins and _is_first_part(first) and _is_first_part(_pieces(query)[0])):
+        firsts = [_pieces(each)[0] for each in (query, key)]
+        widths = {first.meta["example_value"].shape[-1] for first in firsts}
+        keys, own = set(_weights_of(firsts[1])), firsts[1].meta["example_value"].shape[-1]
+        if len(widths) != 1 or not all(map(_is_first_part, firsts)):
             raise UnknownAttention(
                 "keys come from two weights, and not as in MLA: first what is of a head, then shared"
             )

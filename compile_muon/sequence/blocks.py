@@ -148,7 +148,7 @@ def intercepting(cls: type) -> type:
             if torch.compiler.is_compiling() and any(map(partial(_is_mask, args[0], place), (*args, *kwargs.values()))):
                 return _outside_of_graphs(super().forward, place, args, kwargs)
             if torch.compiler.is_compiling():  # the backend changes the calls in Dynamo's graph
-                with torch.fx.traceback.annotate({SEQUENCE: (place.size, place.index, place.group, place.ring)}):
+                with torch.fx.traceback.annotate({SEQUENCE: place.fields}):
                     return super().forward(*args, **kwargs)
             with _Calls(place):
                 return super().forward(*args, **kwargs)

@@ -50,7 +50,7 @@ def deal(running: Running) -> Callable[..., Any]:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]
         pixels = args[0] if args else kwargs.get("pixel_values")
         running.whole = 0
-        if len(given) > 1 or running.batch.wanted == "whole" or not torch.is_grad_enabled():
+        if len(given) > 1 or not running.deals:
             return args, kwargs
         if not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
             return args, kwargs
@@ -136,7 +136,7 @@ def deal_patches(tower: nn.Module, running: Running) -> None:
         dealt.clear()
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = {name for name, value in call.items() if isinstance(value, Tensor)}
-        if tensors != {names[0], "grid_thw"} or running.batch.wanted == "whole" or not torch.is_grad_enabled():
+        if tensors != {names[0], "grid_thw"} or not running.deals:
             return args, kwargs
         grid: Tensor = call["grid_thw"]
         patches = grid.prod(-1).tolist()

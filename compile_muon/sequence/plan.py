@@ -106,14 +106,14 @@ class SequencePlan:
         """Put hooks at the blocks, and ours in place of attention and loss; sends nothing.
 
         Args:
-            place: of this rank among those that share a sequence.
+            place: of this rank among those that share a sequence, in the order of its parts.
             everyone: all ranks.
         """
-        self.place = place = replace(place, ring=self.ring)
+        self.place = around = replace(place, ring=self.ring)
         self.everyone = everyone
         configs: dict[int, Any] = {}
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
-        stacks = [Running(place, self.batch) for _ in self.stacks]
+        stacks = [Running(around, self.batch) for _ in self.stacks]
         for stack, running in zip(self.stacks, stacks, strict=True):
             blocks = list(_blocks(model, stack.path))
             for number, block in enumerate(blocks):
@@ -128,11 +128,11 @@ class SequencePlan:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
             tower, projector = map(model.get_submodule, self.images)
-            dealt = Running(replace(place, ring=1), self.batch)
+            dealt = Running(place, self.batch)
             tower.register_forward_pre_hook(deal(dealt), with_kwargs=True)
             projector.register_forward_hook(collect(dealt))
         for path in self.towers:
-            deal_patches(model.get_submodule(path), Running(replace(place, ring=1), self.batch))
+            deal_patches(model.get_submodule(path), Running(place, self.batch))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
         first.register_forward_pre_hook(note_batch(self.batch, place, loss=self.causal is not None), with_kwargs=True)
         if self.causal is not None:

@@ -58,6 +58,11 @@ class Running:
         """Whether every rank computes all positions: a cache holds all, so who reads one does."""
         return self.reads or self.batch.wanted == "whole"
 
+    @property
+    def deals(self) -> bool:
+        """Whether ranks have a share of the images each; all of them without gradients, as a rank may be alone then."""
+        return torch.is_grad_enabled() and self.batch.wanted != "whole"
+
     def look_for_cache(self, kwargs: dict[str, Any]) -> None:
         """Note whether a block that is called with these reads one."""
         there = not torch.is_grad_enabled() and kwargs.get("past_key_values") is not None

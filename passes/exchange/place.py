@@ -51,6 +51,11 @@ class Place:
     ring: int = 1
 
     @property
+    def fields(self) -> tuple[int, int, str, int]:
+        """What it is made of, ``Place(*fields)``, for what takes numbers and names alone: graphs and autograd."""
+        return self.size, self.index, self.group, self.ring
+
+    @property
     def heads(self) -> int:
         """Ranks that exchange positions for heads."""
         return self.size // self.ring
@@ -63,9 +68,7 @@ class Place:
     @property
     def neighbors(self) -> tuple[int, int]:
         """The ranks before and behind this one in its ring."""
-        around = ((self.ring_index + way) % self.ring * self.heads + self.index % self.heads for way in (-1, 1))
-        before, behind = around
-        return before, behind
+        return (self.index - self.heads) % self.size, (self.index + self.heads) % self.size
 
     @property
     def _units(self) -> int:
@@ -83,11 +86,11 @@ class Place:
 
     def positions(self, index: int) -> Span:
         """Those of a rank."""
-        first, own = index * self._units, self._units
-        units = [self._unit(unit) for unit in range(first, first + own)]
-        joined = own == 1 or units[1] != units[0] + 1
-        pieces = tuple((unit, 1) for unit in units) if joined else ((units[0], own),)
-        return Span(pieces, self.size * own)
+        own = self._units
+        units = [self._unit(index * own + number) for number in range(own)]
+        if units[-1] - units[0] == own - 1:  # beside each other, or one
+            return Span(((units[0], own),), self.size * own)
+        return Span(tuple((unit, 1) for unit in units), self.size * own)
 
     def positions_of_group(self, ring_index: int) -> Span:
         """Those of all ranks of a group."""

@@ -139,4 +139,4 @@ def ring_attention(
         scale: of the logits.
     """
     own = None if mask is None else place.positions_of_group(place.ring_index).take(mask, -2)
-    return _Ring.apply(query, key, value, own, causal, scale, place.size, place.index, place.group, place.ring)
+    return _Ring.apply(query, key, value, own, causal, scale, *place.fields)
