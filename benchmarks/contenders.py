@@ -131,11 +131,12 @@ def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
     }
 
 
-def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
+def ours(model: nn.Module, plan: Plan, algorithm: str, **more: object) -> Session:
+    """Compiled, by what :func:`our_config` says, and ``more`` keys of a configuration."""
     import compile_muon
 
     matrices = len(muon_names(model)) if algorithm == "Muon" else 0
-    model, optimizer = compile_muon.initialize(model, our_config(plan, algorithm))
+    model, optimizer = compile_muon.initialize(model, {**our_config(plan, algorithm), **more})
 
     def step(micro_batches: MicroBatches) -> Tensor:
         loss = _accumulate(model, micro_batches)
@@ -147,11 +148,11 @@ def _ours(model: nn.Module, plan: Plan, algorithm: str) -> Session:
 
 
 def ours_muon(model: nn.Module, plan: Plan) -> Session:
-    return _ours(model, plan, "Muon")
+    return ours(model, plan, "Muon")
 
 
 def ours_adamw(model: nn.Module, plan: Plan) -> Session:
-    return _ours(model, plan, "AdamW")
+    return ours(model, plan, "AdamW")
 
 
 def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:

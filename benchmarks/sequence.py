@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders import Plan, deepspeed_muon, ours
 from gpt import GPT, PRESETS, Block, Shape, muon_names, read_corpus, sample_batch
 from rich.console import Console
 from rich.table import Table
@@ -33,39 +34,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _RESULTS = Path(__file__).parent / "results"
-_LR, _ADAM_LR, _DECAY = 0.02, 3e-4, 0.1
-
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
-def ours(shape: Shape, stage: int, attention: str) -> Step:
-    """Compiled, with Muon."""
-    import compile_muon
+def plan_of(shape: Shape, stage: int) -> Plan:
+    """What all contenders share; Newton-Schulz in bfloat16, as DeepSpeed's always is."""
+    return Plan(stage, dist.get_world_size(), 1, shape.batch, torch.device("cpu"), torch.float32, ns_dtype="bfloat16")
 
-    params = {
-        "muon_lr": _LR,
-        "adam_lr": _ADAM_LR,
-        "weight_decay": _DECAY,
-        "ns_method": "standard",
-        "ns_dtype": "bfloat16",
-    }
+
+def over_ranks(shape: Shape, stage: int, attention: str) -> Step:
+    """Ours."""
     shared = {"size": dist.get_world_size(), "blocks": ["blocks"], "attention": attention, "check": False}
-    config = {
-        "compile": True,
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"stage": stage},
-        "sequence_parallel": shared,
-    }
-    model, optimizer = compile_muon.initialize(GPT(shape), config)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = model(x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    session = ours(GPT(shape), plan_of(shape, stage), "Muon", sequence_parallel=shared)
+    return lambda x, y: session.step([(x, y)])
 
 
 class UlyssesBlock(Block):
@@ -88,45 +69,31 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
     return F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
 
 
+class UlyssesGPT(GPT):
+    """The model of a rank that is given its part of the positions."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(self.position_embed.num_embeddings).chunk(dist.get_world_size())[dist.get_rank()]
+        x = self.token_embed(tokens) + self.position_embed(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.lm_head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def ulysses(shape: Shape, stage: int) -> Step:
     """DeepSpeed's engine, its Muon, its sequence parallelism."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    model, world, rank = UlyssesGPT(shape), dist.get_world_size(), dist.get_rank()
+    session = deepspeed_muon(model, plan_of(shape, stage))
     from deepspeed.sequence.layer import DistributedAttention
 
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model, world, rank = GPT(shape), dist.get_world_size(), dist.get_rank()
-    local = DistributedAttention(_whole, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    exchanged = DistributedAttention(_whole, dist.group.WORLD, scatter_idx=2, gather_idx=1)
     for block in model.blocks:
         block.__class__ = UlyssesBlock
-        object.__setattr__(block, "exchanged", local)
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(p.numel() for p in model.parameters())}
-    if stage == 3:
-        zero["reduce_scatter"] = False  # or it refuses Muon
-    params = {
-        "lr": _LR, "muon_lr": _LR, "adam_lr": _ADAM_LR, "weight_decay": _DECAY, "ns_method": "standard",
-    }  # fmt: skip
-    config = {
-        "train_micro_batch_size_per_gpu": shape.batch, "gradient_clipping": 0.0, "steps_per_print": 1_000_000,
-        "zero_optimization": zero, "optimizer": {"type": "Muon", "params": params},
-    }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        positions = torch.arange(shape.context).chunk(world)[rank]
-        hidden = engine.module.token_embed(x) + engine.module.position_embed(positions)
-        for block in engine.module.blocks:
-            hidden = block(hidden)
-        logits = engine.module.lm_head(engine.module.norm(hidden))
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-    engine.module.forward = forward
+        object.__setattr__(block, "exchanged", exchanged)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = engine(x.chunk(world, 1)[rank].contiguous(), y.chunk(world, 1)[rank].contiguous())
-        engine.backward(loss)
-        engine.step()
-        loss = loss.detach()
+        loss = session.step([(x.chunk(world, 1)[rank].contiguous(), y.chunk(world, 1)[rank].contiguous())])
         dist.all_reduce(loss)
         return loss / world
 
@@ -138,7 +105,7 @@ def contenders(names: list[str]) -> dict[str, Callable[[Shape], Step]]:
     found: dict[str, Callable[[Shape], Step]] = {}
     for stage in (1, 2, 3):
         for attention in ("heads", "ring"):
-            found[f"ours, {attention}, stage {stage}"] = lambda shape, s=stage, a=attention: ours(shape, s, a)
+            found[f"ours, {attention}, stage {stage}"] = lambda shape, s=stage, a=attention: over_ranks(shape, s, a)
         if importlib.util.find_spec("deepspeed") is not None:
             found[f"DeepSpeed Ulysses, stage {stage}"] = lambda shape, s=stage: ulysses(shape, s)
     return {name: build for name, build in found.items() if not names or any(each in name for each in names)}
