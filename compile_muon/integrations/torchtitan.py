@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.quantization.utils import has_quantization
@@ -32,6 +33,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
 from compile_muon.integrations.common import Source, filled
+from compile_muon.integrations.context_parallel import exchange_heads, problems
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
@@ -42,14 +44,19 @@ _PENDING = "_pending_optimizer"
 def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
     """The same training with ZeRO and Muon: another ``parallelize_fn``, and an optimizer in the place of ``optimizer``.
 
+    ``parallelism.context_parallel_load_balancer`` is off: with some heads of all positions, ranks have as much to do.
+
     Args:
         config: of a decoder model; not changed. What the command line changes later is checked when the model is built.
         muon_config: as ``compile_muon.initialize`` takes it; see :class:`MuonOptimizers`.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
     """
+    parallelism = config.parallelism
+    if parallelism.context_parallel_load_balancer == "headtail":  # its default
+        parallelism = replace(parallelism, context_parallel_load_balancer=None)
     mistakes = Mistakes()
-    mistakes.found += _problems(config.training, config.parallelism, config.compile, config.activation_checkpoint)
+    mistakes.found += _problems(config.training, parallelism, config.compile, config.activation_checkpoint)
     mistakes.found += _problems_of_trainer(config)
     with mistakes.collected():
         _read(muon_config, config.training, None)
@@ -57,7 +64,8 @@ def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
     if config.model_spec is None:
         raise config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
     spec = replace(config.model_spec, parallelize_fn=parallelize)
-    return replace(config, model_spec=spec, optimizer=MuonOptimizers.Config(muon_config=muon_config))
+    optimizer = MuonOptimizers.Config(muon_config=muon_config)
+    return replace(config, model_spec=spec, parallelism=parallelism, optimizer=optimizer)
 
 
 # ---------------------------------------------------------------------------------------------------- settings
@@ -65,16 +73,17 @@ def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
 
 def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, ac_config: Any) -> list[ConfigError]:
     """Settings that a parallelize function is given and that would not be honoured."""
-    whole = "compile_muon shards over data-parallel ranks only"
+    whole = "compile_muon shards over data-parallel and context-parallel ranks only"
     sections: list[tuple[str, Any, Any, str, str]] = [
         (f"parallelism.{name}", degree, degree > 1, whole, "set it to 1")
         for name in (
-            "tensor_parallel_degree", "pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree",
+            "tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree",
         )
         for degree in [getattr(parallelism, name)]
     ]  # fmt: skip
     replicas = parallelism.data_parallel_replicate_degree
     reshard = parallelism.fsdp_reshard_after_forward
+    balancer = parallelism.context_parallel_load_balancer
     compiled = compile_config.enable and "model" in compile_config.components
     budget = isinstance(ac_config, MemoryBudgetAC.Config)
     inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
@@ -82,6 +91,11 @@ def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, a
         (
             "parallelism.data_parallel_replicate_degree", replicas, replicas > 1, "makes groups of shards",
             'set it to 1; for whole copies on every rank, "zero_optimization": {"stage": 0} in muon_config',
+        ),
+        (
+            "parallelism.context_parallel_load_balancer", balancer,
+            parallelism.context_parallel_degree > 1 and balancer is not None,
+            "deals positions out in another order, which a causal mask does not know", "set it to None",
         ),
         (
             "parallelism.spmd_backend", parallelism.spmd_backend, parallelism.spmd_backend == "full_dtensor",
@@ -161,6 +175,11 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
             f"contradicts training.global_batch_size = {training.global_batch_size}, which takes {steps}",
             'leave it out of muon_config, or write "auto"',
         ))  # fmt: skip
+    if source.sequence_parallel.size > 1:
+        errors.append(config_error(
+            "sequence_parallel.size", source.sequence_parallel.size, "is for batches that nobody cuts",
+            "leave it out, and set parallelism.context_parallel_degree",
+        ))  # fmt: skip
     if zero.gradient_clipping is not None:
         errors.append(config_error(
             "gradient_clipping", zero.gradient_clipping,
@@ -184,6 +203,7 @@ class _Pending:
 
     training: TrainingConfig
     activation_checkpoint: Any
+    context: DeviceMesh | None
     buffer_device: torch.device | None = None
     guard: Any = None
 
@@ -214,10 +234,13 @@ def parallelize(
     if has_quantization(getattr(model, "config", None) or Module.Config()):
         remedy = "build the model without quantization converters; muon_config has bf16"
         errors.append(config_error("model_spec.model", kind, "has quantized layers", remedy))
+    degree = parallelism.context_parallel_degree
     head = getattr(model, "lm_head", None)
     if not errors and not isinstance(head, nn.Module):
         remedy = "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"
         errors.append(config_error("model_spec.model", kind, "has no lm_head, through which its loss goes", remedy))
+    elif degree > 1:
+        errors += problems(model, degree)
     if errors:
         raise join_errors(errors)
     ranks = dist.get_world_size()
@@ -225,7 +248,7 @@ def parallelize(
         assert head is not None
         head.register_forward_hook(lambda module, args, output: _SumOfRanks.apply(output, ranks))
     checkpointing = None if ac_config is None else ac_config.build(dump_folder=dump_folder)
-    pending = _Pending(training, checkpointing)
+    pending = _Pending(training, checkpointing, parallel_dims.get_mesh("cp") if degree > 1 else None)
 
     def to_empty(*, device: Any, recurse: bool = True) -> nn.Module:
         return model
@@ -315,8 +338,12 @@ def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, A
 def _shard(model: nn.Module, source: Source, pending: _Pending) -> MuonZero:
     """Shard a model on the meta device, give it its values, and wrap its blocks for activation checkpointing."""
     training = pending.training
-    whole = max(training.global_batch_size, training.local_batch_size * dist.get_world_size())
-    config = _read(source, training, whole // (training.local_batch_size * dist.get_world_size()))
+    sharing = 1 if pending.context is None else pending.context.size()
+    at_once = training.local_batch_size * dist.get_world_size() // sharing
+    config = _read(source, training, max(training.global_batch_size, at_once) // at_once)
+    if pending.context is not None and config.muon.qk_clip is not None:
+        problem = "notes the logits of all heads, and with parallelism.context_parallel_degree a rank sees some of them"
+        raise config_error("qk_clip", config.muon.qk_clip, problem, "leave one of the two out")
 
     def init(module: nn.Module) -> None:
         if isinstance(module, Module):
@@ -327,6 +354,8 @@ def _shard(model: nn.Module, source: Source, pending: _Pending) -> MuonZero:
     for name in (_PENDING, "to_empty", "init_weights"):
         del model.__dict__[name]
     pending.guard.remove()
+    if pending.context is not None:
+        exchange_heads(model, pending.context)
     if pending.activation_checkpoint is not None:
         pending.activation_checkpoint.apply(model)
     if config.compile.enabled and getattr(model, "_skip_lm_head", False):  # ChunkedLossWrapper runs the head by itself

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -44,6 +44,7 @@ class Attention:
         size: of a head.
         dims: of the weights of queries and keys, that heads lie along.
         own: of these, how many entries of a key are of its head alone; all but in MLA.
+        scaled: what a step scales, see :mod:`.qk_clip`, and the specs of the two weights that it was made for.
     """
 
     key: Account
@@ -51,6 +52,8 @@ class Attention:
     size: int
     dims: tuple[int, ...]
     own: int
+    scaled: Sequence[Any] = ()
+    made_for: tuple[ParamSpec, ...] = ()
 
 
 @dataclass(eq=False)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.config import MuonConfig
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.runtime.account import Account, Attention
 
@@ -104,9 +103,12 @@ def _scaled(account: Account, noted: Attention, alpha: float) -> list[tuple[Acco
     raise UnsupportedModelError(f"qk_clip of {account.name}, {list(account.spec.layout.whole)}: {remedy}")
 
 
-def check_heads(accounts: Sequence[Account]) -> None:
-    """See to it that heads can be scaled.
+def check_heads(accounts: Sequence[Account], alpha: float) -> None:
+    """See to it that heads can be scaled, and note which rows are whose.
 
+    Args:
+        accounts: of all matrices.
+        alpha: ``qk_clip_alpha``.
     Raises:
         UnsupportedModelError: heads are not all rows of a weight, or lie on tensor-parallel ranks; or no attention was
             noted.
@@ -117,41 +119,40 @@ def check_heads(accounts: Sequence[Account]) -> None:
             "attention call scaled_dot_product_attention"
         )
     for account in accounts:
-        if account.attention is not None:
-            _scaled(account, account.attention, 0.5)
+        noted = account.attention
+        if noted is not None and noted.made_for != (specs := (account.spec, noted.key.spec)):
+            noted.scaled, noted.made_for = _scaled(account, noted, alpha), specs
 
 
 @torch.no_grad()
 def clip_heads(
-    accounts: Sequence[Account], config: MuonConfig, everyone: dist.ProcessGroup | None, withheld: Tensor | None
+    accounts: Sequence[Account], threshold: float, everyone: dist.ProcessGroup | None, withheld: Tensor | None
 ) -> Tensor | None:
     """Scale the rows of queries and keys; one collective for all heads, which the host does not wait for.
 
     Args:
-        accounts: of all matrices, in the same order on every rank.
-        config: its ``qk_clip`` and ``qk_clip_alpha``.
+        accounts: of all matrices, in the same order on every rank; :func:`check_heads` has seen them.
+        threshold: ``qk_clip``.
         withheld: as for :func:`~compile_muon.kernels.muon_apply`.
     Returns:
         The largest logit of all heads, over all ranks; None where no attention was noted.
     """
-    noted = [(account, account.attention) for account in accounts if account.attention is not None]
-    threshold, alpha = config.qk_clip, config.qk_clip_alpha
-    if not noted or threshold is None:
+    noted = [account.attention for account in accounts if account.attention is not None]
+    if not noted:
         return None
-    largest = torch.cat([attention.largest for _, attention in noted])
+    largest = torch.cat([attention.largest for attention in noted])
     if everyone is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=everyone)
-    sizes = [len(attention.largest) for _, attention in noted]
-    for (account, attention), own in zip(noted, largest.split(sizes), strict=True):
+    sizes = [len(attention.largest) for attention in noted]
+    for attention, own in zip(noted, largest.split(sizes), strict=True):
         attention.largest.fill_(-math.inf)
-        scaled = _scaled(account, attention, alpha)
-        _, keys, _ = scaled[-1]
+        _, keys, _ = attention.scaled[-1]
         # Also where nothing, or something that is not a number, was noted.
         factor = torch.where(own > threshold, threshold / own, torch.ones_like(own))
         if withheld is not None:
             factor = torch.where(withheld == 1, torch.ones_like(factor), factor)
         shared = factor.view(keys.count, -1).amin(1)
-        for weight, rows, power in scaled:
+        for weight, rows, power in attention.scaled:
             _scale(weight, rows, shared.repeat_interleave(rows.count // keys.count) ** power)
     return largest.max()
 

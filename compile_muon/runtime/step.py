@@ -305,7 +305,7 @@ class Step:
             self.check_model()
             self.handouts.check(thoroughly=True)
             if self.config.muon.qk_clip is not None:
-                check_heads(self.muon)
+                check_heads(self.muon, self.config.muon.qk_clip_alpha)
         except UnsupportedModelError as problem:
             if self.group is None:
                 raise
@@ -559,9 +559,8 @@ class Step:
         if not beside:  # a disk that fails has moved nothing
             with self.ledger.range("step commit muon"):
                 commit_weights(prepared, self.summed, self.group, withheld)
-        if self.config.muon.qk_clip is not None:
-            muon = self.config.muon
-            self.max_logit = clip_heads(self.muon, muon, self.group, withheld)
+        if (threshold := self.config.muon.qk_clip) is not None:
+            self.max_logit = clip_heads(self.muon, threshold, self.group, withheld)
 
     def lend(
         self, accounts: Sequence[Account], *, undo: bool = False, moved: Collection[Account] = ()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import Ranks
 from reference import full
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
 
@@ -71,7 +72,7 @@ def config_of(
 ) -> Any:
     from compile_muon.integrations.torchtitan import with_muon
 
-    sections = {**settings(dist.get_world_size()), **sections}
+    sections = sections if "training" in sections else {**settings(dist.get_world_size()), **sections}
     compile_ = {"codegen": "eager"} if compiled else False
     muon = {"optimizer": optimizer, "zero_optimization": {"stage": stage}, "compile": compile_}
     return with_muon(titan.config(folder, **sections), muon)
@@ -182,6 +183,53 @@ def test_the_trainer_trains_as_a_plain_loop(
     assert min(expected[1]) < LIMITS[world] < max(expected[1])
     for found in ranks(world).run(train, folder=str(tmp_path), stage=stage, **given):
         same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "given"),
+    [
+        (2, 3, {"compiled": True}),
+        pytest.param(
+            2,
+            1,
+            {"loss": "ChunkedLossWrapper.Config(num_chunks=2)", "activation_checkpoint": "FullAC.Config()"},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(4, 2, {}, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_share_a_context_train_as_one(
+    ranks: Callable[[int], Ranks], tmp_path: Path, world: int, stage: int, given: dict[str, Any]
+) -> None:
+    """torchtitan gives the two of a group the same batch, and cuts it; each has some of the heads."""
+    batches, shared = world // 2, {"context_parallel_degree": 2}
+    for found in ranks(world).run(
+        train, folder=str(tmp_path), stage=stage, parallelism=shared, **settings(batches), **given
+    ):
+        same(found, plain(batches))
+
+
+def attended(kind: str) -> tuple[float, float]:
+    """Largest difference of a decoder's outputs to those of all positions on one rank, and of what they are made of."""
+    from compile_muon.integrations.context_parallel import exchange_heads
+
+    with launched() as titan, torch.no_grad():
+        model, rank, world = titan.decoder(kind), dist.get_rank(), dist.get_world_size()
+        tokens = titan.batch_of(0, 2, 32)[:, :-1]
+        positions = (torch.arange(32) % 20).expand(2, 32)  # two documents
+        whole = model(tokens, positions, model.get_attention_masks(positions) if kind == "flex" else None)
+        exchange_heads(model, init_device_mesh("cpu", (world,)))
+        masks = model.get_attention_masks(positions) if kind == "flex" else None
+        own = [x.chunk(world, 1)[rank] for x in (tokens, positions, whole)]
+        found = model(own[0], positions=own[1], attention_masks=None if masks is None else "what was cut of it")
+    return float((found - own[2]).abs().max()), float(own[2].abs().max())
+
+
+@pytest.mark.parametrize("kind", ["sdpa", pytest.param("flex", marks=pytest.mark.full)])
+def test_each_attention_of_torchtitan_sees_all_positions(ranks: Callable[[int], Ranks], kind: str) -> None:
+    """Grouped heads, fewer of keys than of ranks; FlexAttention, which has no backward on CPUs, with its mask."""
+    for difference, size in ranks(2).run(attended, kind=kind):
+        assert difference < 1e-5 * size
 
 
 # ------------------------------------------------------------------------------------------- beside torchtitan's own
@@ -312,7 +360,7 @@ def refused(given: dict[str, Any], muon: dict[str, Any] | None = None) -> compil
 REFUSED: list[tuple[str, Any]] = [
     ("parallelism.tensor_parallel_degree", 2),
     ("parallelism.pipeline_parallel_degree", 2),
-    ("parallelism.context_parallel_degree", 2),
+    ("parallelism.context_parallel_load_balancer", "ptrr"),
     ("parallelism.expert_parallel_degree", 2),
     ("parallelism.data_parallel_replicate_degree", 2),
     ("parallelism.spmd_backend", "full_dtensor"),
@@ -324,7 +372,10 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
-    given: dict[str, Any] = {"activation_checkpoint": "MemoryBudgetAC.Config()"}
+    given: dict[str, Any] = {
+        "activation_checkpoint": "MemoryBudgetAC.Config()",
+        "parallelism": {"context_parallel_degree": 2},
+    }
     for path, value in REFUSED:
         section, name = path.split(".")
         given.setdefault(section, {})[name] = value
@@ -341,6 +392,8 @@ def test_what_cannot_be_honoured_is_refused_in_one_error() -> None:
     assert graphs.field == "training.disable_cuda_graphs"
     twice = refused({}, {"gradient_clipping": 1.0, "bf16": {"enabled": True}})
     assert [part.field for part in twice.errors] == ["bf16.enabled", "gradient_clipping"]
+    two_ways = refused({}, {"sequence_parallel": {"size": 2}})
+    assert two_ways.field == "sequence_parallel.size" and "context_parallel_degree" in two_ways.remedy
 
 
 def built(change: str) -> str:
@@ -362,6 +415,20 @@ def built(change: str) -> str:
             "parallelism.tensor_parallel_degree = 2: compile_muon shards",
         ),
         ("config.training.disable_cuda_graphs = False", "training.disable_cuda_graphs = False: replays"),
+        (
+            "shared = config.parallelism; shared.context_parallel_degree = 2; "
+            "shared.context_parallel_load_balancer = 'headtail'",
+            "parallelism.context_parallel_load_balancer = 'headtail': deals positions out",
+        ),
+        (
+            "config.parallelism.context_parallel_degree = 2; config.model_spec.model = llama(heads=1).model",
+            "parallelism.context_parallel_degree = 2: does not divide the 1 heads of layers.0.attention",
+        ),
+        (
+            "config.parallelism.context_parallel_degree = 2; "
+            "config.optimizer.muon_config['optimizer'] = {'type': 'Muon', 'params': {'qk_clip': 9.0}}",
+            "qk_clip = 9.0: notes the logits of all heads",
+        ),
         (
             "config.optimizer.muon_config['gradient_accumulation_steps'] = 3",
             "contradicts training.global_batch_size = 8",

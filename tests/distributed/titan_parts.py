@@ -22,7 +22,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.llama3 import (
     _EMBEDDING_INIT,
     _NORM_INIT,
@@ -48,6 +48,7 @@ __all__ = [
     "TrainingConfig",
     "batch_of",
     "config",
+    "decoder",
     "default_adamw",
     "llama",
     "load",
@@ -71,6 +72,23 @@ def llama(dim: int = 16, heads: int = 2, layers: int = 2, vocabulary: int = 32) 
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return spec
+
+
+def decoder(kind: str) -> Any:
+    """One of two layers, 4 heads, one of keys for two, and the attention of ``kind``."""
+    spec = llama(dim=32, heads=4)
+    spec.model.layers = _build_llama3_layers(
+        n_layers=2, dim=32, n_heads=4, n_kv_heads=1, hidden_dim=24, attn_backend="flex",
+        rope=ComplexRoPE.Config(dim=8, max_seq_len=64, theta=500000, scaling="llama"),
+    )  # fmt: skip
+    for layer in spec.model.layers:
+        inner = ScaledDotProductAttention.Config() if kind == "sdpa" else FlexAttention.Config(block_size=16)
+        layer.attention.inner_attention = inner
+    with torch.device("meta"):
+        model = spec.model.build()
+    torch.manual_seed(3)
+    model.to_empty(device="cpu").init_weights()
+    return model
 
 
 def batch_of(number: int, size: int, length: int) -> Tensor:

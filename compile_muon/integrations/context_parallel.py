@@ -1,0 +1,91 @@
+"""torchtitan's context parallelism: positions for heads, around its modules of inner attention.
+
+The trainer cuts tokens, labels and positions for the ranks of its ``cp`` mesh. All that a decoder computes belongs to
+one position, but for attention: there one all-to-all gives a rank all positions of some of the heads, and another one
+gives them back (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank has as much to do, in whatever order positions are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+from compile_muon.errors import ConfigError, config_error
+from compile_muon.passes.exchange.place import Place
+from compile_muon.passes.exchange.sequence import from_heads, to_heads
+
+__all__ = ["exchange_heads", "problems"]
+
+_FIELD = "parallelism.context_parallel_degree"
+_INNER = (FlexAttention, ScaledDotProductAttention)
+
+
+def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that have an inner attention, by path."""
+    return ((path, module) for path, module in model.named_modules() if hasattr(module, "inner_attention"))
+
+
+def problems(model: Any, degree: int) -> list[ConfigError]:
+    """What of a decoder does not work on a part of the positions, or not with some of the heads."""
+    errors = []
+    remedy = "set it to 1"
+    for path, block in model.layers.named_children():
+        if not any(True for _ in _attentions(block)):
+            problem = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
+            errors.append(config_error(_FIELD, degree, problem, remedy))
+    for path, module in _attentions(model):
+        kind = type(module.inner_attention).__name__
+        heads = getattr(module, "n_heads", degree)
+        if not isinstance(module.inner_attention, _INNER):
+            problem = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
+            errors.append(config_error(_FIELD, degree, problem, remedy))
+        elif hasattr(module, "sinks"):
+            problem = f"gives a rank some of the heads, and {path} adds sinks of all of them"
+            errors.append(config_error(_FIELD, degree, problem, remedy))
+        elif heads % degree:
+            problem = f"does not divide the {heads} heads of {path}"
+            errors.append(config_error(_FIELD, degree, problem, "use a divisor of them"))
+    return errors[:1]  # blocks are alike
+
+
+def exchange_heads(model: Any, mesh: DeviceMesh) -> None:
+    """Have every inner attention of a decoder exchange positions for heads over ``mesh``, which has one dimension.
+
+    A ``BlockMask`` that the trainer makes and cuts is used as it was made.
+    """
+    group = mesh.get_group()
+    place = Place(group.size(), group.rank(), group.group_name)
+    for _, module in _attentions(model):
+        module.inner_attention.forward = _exchanging(module.inner_attention.forward, place)
+    if not hasattr(model, "get_attention_masks"):
+        return
+    made: dict[str, Any] = {}
+    make = model.get_attention_masks
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        made["attention_masks"] = make(*args, **kwargs)
+        return made["attention_masks"]
+
+    def whole(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, **made} if kwargs.get("attention_masks") is not None else kwargs
+
+    model.get_attention_masks = remember
+    model.register_forward_pre_hook(whole, with_kwargs=True)
+
+
+def _exchanging(inner: Any, place: Place) -> Any:
+    """``inner`` of ``[B, S, H / size, D]`` for ``[B, s, H, D]``."""
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        local = query.shape[1]
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        own = to_heads(query, key, value, place, local * place.size)
+        kwargs["enable_gqa"] = own[0].shape[1] != own[1].shape[1]
+        out: Tensor = inner(*(x.transpose(1, 2) for x in own), **kwargs)
+        return from_heads(out, place, local)
+
+    return forward
