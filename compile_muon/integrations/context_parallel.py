@@ -24,7 +24,7 @@ _FIELD = "parallelism.context_parallel_degree"
 _INNER = (FlexAttention, ScaledDotProductAttention)
 
 
-def _attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Modules that have an inner attention, by path."""
     return ((path, module) for path, module in model.named_modules() if hasattr(module, "inner_attention"))
 
