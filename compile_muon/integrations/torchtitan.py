@@ -11,7 +11,8 @@ only there it is sharded, and gets its values shard by shard, so that no rank ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
@@ -21,7 +22,7 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
@@ -39,9 +40,13 @@ from compile_muon.optimizer import MuonZero
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
 
 _PENDING = "_pending_optimizer"
+#: methods by the names of torchtitan's optimizers
+_METHODS = {"AdamW": "adamw", "DistMuon": "muon"}
 
 
-def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
+def with_muon(
+    config: Trainer.Config, muon_config: Source, param_groups: Sequence[ParamGroupConfig] = ()
+) -> Trainer.Config:
     """The same training with ZeRO and Muon: another ``parallelize_fn``, and an optimizer in the place of ``optimizer``.
 
     ``parallelism.context_parallel_load_balancer`` is off: with some heads of all positions, ranks have as much to do.
@@ -49,6 +54,7 @@ def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
     Args:
         config: of a decoder model; not changed. What the command line changes later is checked when the model is built.
         muon_config: as ``compile_muon.initialize`` takes it; see :class:`MuonOptimizers`.
+        param_groups: as torchtitan has them, see :class:`MuonOptimizers`; those of ``config`` are its own optimizers'.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
     """
@@ -64,7 +70,7 @@ def with_muon(config: Trainer.Config, muon_config: Source) -> Trainer.Config:
     if config.model_spec is None:
         raise config_error("model_spec", None, "says which model to train", "set it, e.g. model_registry('8B')")
     spec = replace(config.model_spec, parallelize_fn=parallelize)
-    optimizer = MuonOptimizers.Config(muon_config=muon_config)
+    optimizer = MuonOptimizers.Config(muon_config=muon_config, param_groups=list(param_groups))
     return replace(config, model_spec=spec, parallelism=parallelism, optimizer=optimizer)
 
 
@@ -287,7 +293,9 @@ class MuonOptimizers(OptimizersContainer):
     Args:
         config: ``muon_config`` is what ``compile_muon.initialize`` takes. ``"auto"`` in it for
             ``gradient_accumulation_steps``, ``gradient_clipping`` and ``bf16.enabled`` is what torchtitan's own
-            settings say, as is leaving them out.
+            settings say, as is leaving them out. ``param_groups`` gives parameters a method and rates of their own, the
+            first pattern that is found in a name; ``optimizer_name`` is ``"AdamW"``, ``"DistMuon"``, or a method of
+            this library.
         model_parts: the one model.
     Raises:
         ConfigError, UnsupportedModelError: nothing is changed then.
@@ -310,7 +318,7 @@ class MuonOptimizers(OptimizersContainer):
         if pending is None:  # a seed checkpoint, of which only weights are ever read: torchtitan leaves out the rest
             _, optimizer = initialize(model, load_config({}))
         else:
-            optimizer = _shard(model, config.muon_config, pending)
+            optimizer = _shard(model, config, pending)
         self.model_parts = model_parts
         self.optimizers = [optimizer]
         self._post_init([param for group in optimizer.param_groups for param in group["params"]])
@@ -323,24 +331,42 @@ class MuonOptimizers(OptimizersContainer):
 
 def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, Any]) -> list[ConfigError]:
     """Settings of another optimizer, and what trainers of torchtitan's experiments give beside the model."""
-    remedy = "leave it out: muon_config says which optimizer trains what"
-    errors = [
-        config_error(f"optimizer.{name}", value, "is torchtitan's own optimizers'", remedy)
-        for name in ("param_groups", "optimizer_factory_kwargs_by_name")
-        if (value := getattr(config, name))
-    ]
+    errors = []
+    if value := config.optimizer_factory_kwargs_by_name:
+        problem, remedy = "is torchtitan's own optimizers'", "leave it out: muon_config says how matrices are exchanged"
+        errors.append(config_error("optimizer.optimizer_factory_kwargs_by_name", value, problem, remedy))
     if config.implementation == "fused_opt_states_bf16":
-        problem = "would keep AdamW's moments in bfloat16"
+        problem, remedy = "would keep AdamW's moments in bfloat16", "leave it out"
         errors.append(config_error("optimizer.implementation", config.implementation, problem, remedy))
     return errors + [_no_fault_tolerance() for name in others if name == "ft_manager"]
 
 
-def _shard(model: nn.Module, source: Source, pending: _Pending) -> MuonZero:
+def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[str, Any]] | None:
+    """Groups of torchtitan as ours.
+
+    Raises:
+        ConfigError: a pattern is found in no name that is left.
+    """
+    left, found = {name: param for name, param in model.named_parameters() if param.requires_grad}, []
+    for group in given:
+        own = [name for name in left if re.search(group.pattern, name)]
+        if not own:
+            problem = "is found in the name of no parameter that patterns before it have left"
+            raise config_error(
+                "optimizer.param_groups", group.pattern, problem, "leave it out, or put it further ahead"
+            )
+        rates = {key: value for key, value in group.optimizer_kwargs.items() if key not in ("fused", "foreach")}
+        method = _METHODS.get(group.optimizer_name, group.optimizer_name)
+        found.append({"name": group.pattern, "params": [left.pop(name) for name in own], "method": method, **rates})
+    return found or None
+
+
+def _shard(model: nn.Module, given: MuonOptimizers.Config, pending: _Pending) -> MuonZero:
     """Shard a model on the meta device, give it its values, and wrap its blocks for activation checkpointing."""
     training = pending.training
     sharing = 1 if pending.context is None else pending.context.size()
     at_once = training.local_batch_size * dist.get_world_size() // sharing
-    config = _read(source, training, max(training.global_batch_size, at_once) // at_once)
+    config = _read(given.muon_config, training, max(training.global_batch_size, at_once) // at_once)
     if pending.context is not None and config.muon.qk_clip is not None:
         problem = "notes the logits of all heads, and with parallelism.context_parallel_degree a rank sees some of them"
         raise config_error("qk_clip", config.muon.qk_clip, problem, "leave one of the two out")
@@ -350,7 +376,7 @@ def _shard(model: nn.Module, source: Source, pending: _Pending) -> MuonZero:
             module._init_self_parameters()
             module._init_self_buffers(buffer_device=pending.buffer_device)
 
-    _, optimizer = initialize(model, config, init=init)
+    _, optimizer = initialize(model, config, groups=_groups(model, given.param_groups), init=init)
     for name in (_PENDING, "to_empty", "init_weights"):
         del model.__dict__[name]
     pending.guard.remove()

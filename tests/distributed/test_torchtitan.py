@@ -68,14 +68,23 @@ def settings(world: int, **training: Any) -> dict[str, Any]:
 
 
 def config_of(
-    titan: Any, folder: str, stage: int, *, optimizer: Any = MUON, compiled: bool = False, **sections: Any
+    titan: Any,
+    folder: str,
+    stage: int,
+    *,
+    optimizer: Any = MUON,
+    compiled: bool = False,
+    groups: Any = (),
+    **sections: Any,
 ) -> Any:
     from compile_muon.integrations.torchtitan import with_muon
 
     sections = sections if "training" in sections else {**settings(dist.get_world_size()), **sections}
     compile_ = {"codegen": "eager"} if compiled else False
     muon = {"optimizer": optimizer, "zero_optimization": {"stage": stage}, "compile": compile_}
-    return with_muon(titan.config(folder, **sections), muon)
+    names = ("pattern", "optimizer_name", "optimizer_kwargs")
+    own = [titan.ParamGroupConfig(**dict(zip(names, group, strict=True))) for group in groups]
+    return with_muon(titan.config(folder, **sections), muon, own)
 
 
 def weights(model: Any) -> dict[str, Tensor]:
@@ -109,7 +118,7 @@ def train(folder: str, stage: int, **given: Any) -> Run:
         return run(config_of(titan, folder, stage, **given))
 
 
-def plain(world: int, optimizer: Any = MUON) -> Run:
+def plain(world: int, optimizer: Any = MUON, groups: Any = None) -> Run:
     """The same by hand, in one process on the batches of all ranks."""
     with launched() as titan:
         spec = titan.llama()
@@ -118,7 +127,8 @@ def plain(world: int, optimizer: Any = MUON) -> Run:
             model = spec.model.build()
         torch.manual_seed(SEED)
         model.to_empty(device="cpu").init_weights()
-    model, muon = compile_muon.initialize(model, {"optimizer": optimizer, "gradient_accumulation_steps": None})
+    given = {"optimizer": optimizer, "gradient_accumulation_steps": None}
+    model, muon = compile_muon.initialize(model, given, groups=groups)
     warmup = torch.optim.lr_scheduler.LambdaLR(muon, lambda done: (0.5, 1.0, 1.0, 0.5, 0.0)[done])
     found: tuple[list[float], list[float], list[float]] = ([], [], [])
     for step in range(STEPS):
@@ -182,6 +192,23 @@ def test_the_trainer_trains_as_a_plain_loop(
     expected = plain(world)
     assert min(expected[1]) < LIMITS[world] < max(expected[1])
     for found in ranks(world).run(train, folder=str(tmp_path), stage=stage, **given):
+        same(found, expected)
+
+
+def test_groups_of_torchtitan_are_groups_of_the_optimizer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """The first pattern that is found in a name has it."""
+    slow, fast = {"lr": 0.001, "betas": (0.8, 0.9)}, {"lr": 0.01, "weight_decay": 0.0}
+    groups = [
+        ("tok_|lm_head", "AdamW", slow | {"fused": False}),
+        ("attention[.]", "DistMuon", fast),
+        (".*", "AdamW", {}),
+    ]
+    expected = plain(2, groups=[
+        {"params": ["tok_embeddings.weight", "lm_head.weight"], "method": "adamw", **slow},
+        {"params": ["*.attention.*"], "method": "muon", **fast, "name": "attention"},
+        {"params": ["*norm.weight", "*.feed_forward.*"], "method": "adamw", "name": "rest"},
+    ])  # fmt: skip
+    for found in ranks(2).run(train, folder=str(tmp_path), stage=2, groups=groups):
         same(found, expected)
 
 
@@ -433,7 +460,14 @@ def built(change: str) -> str:
             "config.optimizer.muon_config['gradient_accumulation_steps'] = 3",
             "contradicts training.global_batch_size = 8",
         ),
-        ("config.optimizer.param_groups = default_adamw(lr=1.0).param_groups", "optimizer.param_groups = "),
+        (
+            "config.optimizer.param_groups = 2 * default_adamw(lr=1.0).param_groups",
+            "optimizer.param_groups = '.*': is found in the name of no parameter that patterns before it have left",
+        ),
+        (
+            "config.optimizer.param_groups = [ParamGroupConfig(pattern='.*', optimizer_name='Adam')]",
+            "groups[.*].method = 'Adam'",
+        ),
         ("config.optimizer = default_adamw(lr=1.0)", "optimizer = 'another': has not sharded the model"),
         (
             "config.model_spec = llama(); config.parallelism.spmd_backend = 'partial_dtensor'",

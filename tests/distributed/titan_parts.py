@@ -15,7 +15,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import LRSchedulersContainer, ParamGroupConfig, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -42,6 +42,7 @@ __all__ = [
     "DebugConfig",
     "FullAC",
     "MemoryBudgetAC",
+    "ParamGroupConfig",
     "ParallelismConfig",
     "SelectiveAC",
     "Trainer",
