@@ -228,7 +228,7 @@ def captured(
         trained: the parameters that have a gradient.
         ready: names of those whose directions the graphs make.
     """
-    number = {account.name: number for number, bucket in enumerate(gathers(trained)) for account in bucket}
+    number = {account.name: number for number, gather in enumerate(gathers(trained)) for account in gather.accounts}
     played = [
         replace(
             graph,

@@ -97,12 +97,13 @@ def _check(survey: Survey, late: dict[str, Tensor]) -> Played:
 
 def _refresh(accounts: Sequence[Account]) -> Played:
     """What a step gathers, and behind all that, how each gather is finished by whoever reads a weight."""
-    works = [Work(Category.REFRESH, number) for number, _ in enumerate(gathers(accounts))]
+    together = gathers(accounts)
+    works = [Work(Category.REFRESH, number) for number, _ in enumerate(together)]
     with EagerGraph() as graph:
         under_way = []
-        for work, bucket in zip(works, gathers(accounts), strict=True):
+        for work, gather in zip(works, together, strict=True):
             with graph.noting(work):
-                under_way.append(Refresh.start(bucket, "refresh", 0))
+                under_way.append(Refresh.start(gather, "refresh"))
         for work, refresh in zip(works, under_way, strict=True):
             with graph.noting(work):
                 graph.wait(refresh.received)

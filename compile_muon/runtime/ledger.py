@@ -76,6 +76,7 @@ class Ledger:
             left ``.grad`` (``UnreducedSums.untouched``).
         shares_sequences: whether ranks share sequences (``sequence_parallel``), so that frames see to it.
         notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
+        gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
     """
 
     accumulation_steps: int | None
@@ -92,6 +93,7 @@ class Ledger:
     checks_later: bool = False
     shares_sequences: bool = False
     notes_logits: bool = False
+    gathers: tuple[Any, Any] | None = None
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)

@@ -18,7 +18,7 @@ from compile_muon.errors import LedgerError, by_rank, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs, gather_start
-from compile_muon.passes.exchange.packing import pack, unpack
+from compile_muon.passes.exchange.packing import pack
 from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
 from compile_muon.passes.half.buckets import group_neighbours
 from compile_muon.passes.layout import Axis
@@ -58,8 +58,33 @@ def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -
         yield [accounts[index] for index in group]
 
 
-def gathers(accounts: Sequence[Account]) -> list[list[Account]]:
-    """The parameters that are refreshed by one collective each, in the order in which they start.
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Parameters whose resident weights one collective refreshes.
+
+    Args:
+        alone: whether it goes straight to where the one weight is resident: ranks hold equal parts of it, in order.
+        axis: of ranks that it is over, the latter one where there are two.
+        widths: what each of these ranks sends of each.
+        sent: what this one sends.
+    """
+
+    accounts: tuple[Account, ...]
+    specs: tuple[ParamSpec, ...]
+    alone: bool
+    axis: Axis
+    widths: tuple[int, ...]
+    sent: Traffic
+
+    @classmethod
+    def of(cls, accounts: Sequence[Account]) -> Gather:
+        specs = tuple(account.spec for account in accounts)
+        axis, widths = _last_gather(specs)
+        return cls(tuple(accounts), specs, _gathered_alone(accounts[0]), axis, tuple(widths), _traffic(specs))
+
+
+def gathers(accounts: Sequence[Account]) -> list[Gather]:
+    """What refreshes ``accounts``, in the order in which it starts.
 
     By what all ranks know alike: they meet in this order.
     """
@@ -69,11 +94,23 @@ def gathers(accounts: Sequence[Account]) -> list[list[Account]]:
     for account in place:
         (alone if _gathered_alone(account) else others).append(account)
     shared = buckets(others, lambda spec: spec.compute_dtype)
-    return sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
+    found = sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
+    return [Gather.of(bucket) for bucket in found]
+
+
+def _latest_gathers(accounts: Sequence[Account]) -> list[Gather]:
+    """:func:`gathers` of one optimizer's, which are the same in most steps."""
+    if not accounts:
+        return []
+    ledger = accounts[0].ledger
+    of = [(account, account.spec) for account in accounts]
+    if ledger.gathers is None or ledger.gathers[0] != of:
+        ledger.gathers = of, gathers(accounts)
+    found: list[Gather] = ledger.gathers[1]
+    return found
 
 
 def _gathered_alone(account: Account) -> bool:
-    """Whether the weight is gathered straight to where it is resident: ranks hold equal parts of it, in order."""
     spec, layout = account.spec, account.spec.layout
     parts = layout.shard.size * (layout.replicate.size if layout.cut_twice else 1)
     nbytes = layout.numel * decode_dtype(spec.compute_dtype).itemsize
@@ -90,27 +127,19 @@ def _last_gather(specs: Sequence[ParamSpec]) -> tuple[Axis, list[int]]:
     return layout.replicate.serving(Category.REFRESH), piece_widths(specs)
 
 
-def _packed(specs: Sequence[ParamSpec], pieces: Sequence[Tensor]) -> Tensor:
-    """What this rank sends in the gather that ``specs`` share, which ends in their resident weights.
+def _packed(gather: Gather, pieces: Sequence[Tensor]) -> Tensor:
+    """What this rank sends in a gather that ends in resident weights.
 
     Where that is the second of two gathers, the first is done here, and waited for; collective then.
 
     Args:
         pieces: what this rank holds of each.
     """
-    layout, dtype = specs[0].layout, decode_dtype(specs[0].compute_dtype)
+    layout, dtype = gather.specs[0].layout, decode_dtype(gather.specs[0].compute_dtype)
     if layout.cut_twice and layout.replicated_weight:
-        pieces = gather_slices(pieces, specs, dtype, Category.REFRESH)
-    axis, widths = _last_gather(specs)
-    copies = axis.size if layout.pairwise else 1
-    return pack([*pieces] * copies, widths * copies, dtype=dtype)
-
-
-def _unpacked(specs: Sequence[ParamSpec], received: Tensor, replicas: Sequence[Tensor]) -> list[Tensor]:
-    """The weights in what every rank has :func:`_packed`, in the shapes of ``replicas``."""
-    axis, widths = _last_gather(specs)
-    found = unpack(received, widths, [replica.numel() for replica in replicas], world=axis.size)
-    return [flat.view(replica.shape) for replica, flat in zip(replicas, found, strict=True)]
+        pieces = gather_slices(pieces, gather.specs, dtype, Category.REFRESH)
+    copies = gather.axis.size if layout.pairwise else 1
+    return pack([*pieces] * copies, gather.widths * copies, dtype=dtype)
 
 
 @dataclass(eq=False)
@@ -119,38 +148,32 @@ class Refresh:
 
     Args:
         name: of its range.
-        sent: what this rank sends.
         work: to be waited for.
         sending: kept until then.
         received: every rank's bucket, one behind the other, or the resident weight itself.
-        alone: whether it is the resident weight itself.
     """
 
-    accounts: Sequence[Account]
+    gather: Gather
     name: str
-    sent: int
     work: dist.Work
     sending: Tensor
     received: Tensor
-    alone: bool
 
     @classmethod
-    def start(cls, accounts: Sequence[Account], name: str, sent: int) -> Refresh:
-        """Start the gather that the resident weights of ``accounts`` share; collective."""
-        specs = [account.spec for account in accounts]
-        axis, widths = _last_gather(specs)
+    def start(cls, gather: Gather, name: str) -> Refresh:
+        """Start it; collective."""
+        accounts = gather.accounts
         pieces = [account.local.detach() for account in accounts]
-        alone = _gathered_alone(accounts[0])
-        if alone:
+        if gather.alone:
             replica = accounts[0].replica
             assert replica is not None
             sending, received = pieces[0].to(replica.dtype), replica.detach()
         else:
-            sending = _packed(specs, pieces)
-            received = sending.new_empty(axis.size * sum(widths))
-        send = dist.all_to_all_single if specs[0].layout.pairwise else dist.all_gather_into_tensor
-        work = send(received, sending, group=group_named(axis.group), async_op=True)
-        found = cls(accounts, name, sent, work, sending, received, alone)
+            sending = _packed(gather, pieces)
+            received = sending.new_empty(gather.axis.size * sum(gather.widths))
+        send = dist.all_to_all_single if gather.specs[0].layout.pairwise else dist.all_gather_into_tensor
+        work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
+        found = cls(gather, name, work, sending, received)
         for account in accounts:
             account.refresh = found
             account.refreshed_at = edits_of(account.param)
@@ -162,21 +185,31 @@ class Refresh:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait, and write what came to the resident weights."""
-        ledger = self.accounts[0].ledger
-        with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.sent):
+        ledger = self.gather.accounts[0].ledger
+        with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.gather.sent.bytes_sent):
             self.work.wait()
-            if not self.alone:
-                self._unpack(self.received)
-            for account in self.accounts:
+            if not self.gather.alone:
+                self._unpack()
+            for account in self.gather.accounts:
                 account.refresh = None
 
-    def _unpack(self, received: Tensor) -> None:
-        replicas = [account.replica for account in self.accounts if account.replica is not None]
-        weights = _unpacked([account.spec for account in self.accounts], received, replicas)
-        for account, replica, weight in zip(self.accounts, replicas, weights, strict=True):
-            rows = _own_rows(account, replica)
-            replica[: rows.start].copy_(weight[: rows.start])
-            replica[rows.stop :].copy_(weight[rows.stop :])
+    def _unpack(self) -> None:
+        world = self.gather.axis.size
+        rows, through = [], []
+        for account, width in zip(self.gather.accounts, self.gather.widths, strict=True):
+            replica = account.replica
+            assert replica is not None
+            own = _own_rows(account, replica)
+            if own.stop or replica.numel() != world * width or not replica.is_contiguous():
+                rows.append(self.received.new_empty(world, width))
+                through.append((replica, rows[-1].view(-1)[: replica.numel()].view(replica.shape), own))
+            else:  # none of it is the shard's own memory, and no rank's part is padded
+                rows.append(replica.detach().view(world, width))
+        # With out= it is one kernel on CUDA, without one for each piece.
+        torch.split_with_sizes_copy(self.received.view(world, -1), self.gather.widths, 1, out=rows)
+        for replica, weight, own in through:
+            replica[: own.start].copy_(weight[: own.start])
+            replica[own.stop :].copy_(weight[own.stop :])
 
 
 def _own_rows(account: Account, replica: Tensor) -> slice:
@@ -203,12 +236,11 @@ def start_refresh(accounts: Sequence[Account]) -> Traffic:
     total = Traffic()
     for account in accounts:
         account.await_refresh()
-    for number, bucket in enumerate(gathers(accounts)):
-        sent = _traffic([account.spec for account in bucket])
+    for number, gather in enumerate(_latest_gathers(accounts)):
         name = f"refresh {number}"
-        with bucket[0].ledger.range(f"{name} launch", Category.REFRESH.value, sent.bytes_sent):
-            Refresh.start(bucket, name, sent.bytes_sent)
-        total = total + sent
+        with gather.accounts[0].ledger.range(f"{name} launch", Category.REFRESH.value, gather.sent.bytes_sent):
+            Refresh.start(gather, name)
+        total = total + gather.sent
     return total
 
 

@@ -80,7 +80,7 @@ def started(stage: int) -> list[str]:
         patch.object(replicas.Refresh, "start", wraps=replicas.Refresh.start) as start,
     ):
         advance(optimizer, run, 0)
-    return [account.name for call in start.call_args_list for account in call.args[0]]
+    return [account.name for call in start.call_args_list for account in call.args[0].accounts]
 
 
 def test_weights_come_in_the_order_of_the_model(ranks: Callable[[int], Ranks]) -> None:
@@ -210,7 +210,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             for step in range(3):
                 advance(optimizer, run, step)
             started = [account.refresh for account in optimizer._ledger.accounts if account.replica is not None]
-            kinds = {refresh.alone for refresh in started if refresh is not None}
+            kinds = {refresh.gather.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
         finally:
