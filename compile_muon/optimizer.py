@@ -262,7 +262,7 @@ class MuonZero(Optimizer):
         )
         if shared is not None:
             assert self._mesh is not None
-            shared.apply(model, self._mesh.sequence, self._mesh.everyone)
+            shared.apply(model, self._mesh.sequence, self._mesh.everyone, compares=self._compares)
         if values is not None:
             values.fill(model, device)
         self._ownership = Ownership(model, self._ledger.accounts)
@@ -271,6 +271,7 @@ class MuonZero(Optimizer):
         trained = [account for account in self._ledger.accounts if account.param.requires_grad]
         _warn_of_half_masters(trained)
         self._ledger.shares_sequences = shared is not None
+        self._ledger.check_batch = shared.check_batch if shared is not None and self._compares else None
         self._ledger.notes_logits = config.muon.qk_clip is not None
         self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
         self._muon = [account for account in trained if account.spec.muon is not None]

@@ -29,7 +29,7 @@ from compile_muon.passes import (
     reduced_grads,
     run_passes,
 )
-from compile_muon.passes.collectives import Traffic, measure_traffic
+from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
 from compile_muon.passes.torch_private import (
@@ -129,6 +129,9 @@ class ForwardGraph:
         # In the order of their gathers, which every rank must keep.
         self._read = list(dict.fromkeys(placeholders[marker.state] for marker in unshards))
         self._meets = any(marker.spec.layout.gathered for marker in unshards)
+        self._groups = frozenset(node.args[-1] for node, _ in collectives(gm))
+        values = {i: node.meta.get("val") for node, i in placeholders.items()}
+        self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lowering(gm, inputs, ctx)
         self._inference = ctx.half is Half.INFERENCE
@@ -145,6 +148,8 @@ class ForwardGraph:
             )
         ledger = accounts[0].ledger
         with ledger.status.at("forward", self._frame, accounts), _range(self._options, self._title):
+            if ledger.check_batch is not None and self._groups:
+                ledger.check_batch(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
             for account in accounts:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from compile_muon.config import FrameOptions
 from compile_muon.errors import warn_user
@@ -75,6 +77,8 @@ class Ledger:
         checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
         shares_sequences: whether ranks share sequences (``sequence_parallel``), so that frames see to it.
+        check_batch: ``f(groups, tensors)`` before a graph that is given these integers, and has collectives of these
+            groups, runs; where ranks share sequences.
         notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
     """
@@ -92,6 +96,7 @@ class Ledger:
     stepped: bool = True
     checks_later: bool = False
     shares_sequences: bool = False
+    check_batch: Callable[[Collection[str], Sequence[Tensor]], None] | None = None
     notes_logits: bool = False
     gathers: tuple[Any, Any] | None = None
     _expected: int | None = None

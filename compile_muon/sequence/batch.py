@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from compile_muon.errors import config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import join
+from compile_muon.passes.torch_private import group_named
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.running import FIELD, Batch
 
-__all__ = ["note_batch"]
+__all__ = ["check_shapes", "note_batch"]
 
 _PERIOD = 8191
 #: arguments that losses are made of
@@ -31,7 +33,26 @@ def _digest(given: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., Call]:
+def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
+    """See to it that a group was given batches of one shape: exchanges of others would wait for each other.
+
+    Shapes that this rank has not met are compared, by a collective that the host waits for.
+
+    Raises:
+        ConfigError: on every rank of the group.
+    """
+    shapes = tuple(tuple(x.shape) for x in given)
+    if shapes in batch.shapes:
+        return
+    everyone = gather_objects(shapes, group_named(place.group))
+    if different := sorted(set(everyone) - {shapes}):
+        problem = f"ranks share a sequence, and others of the group were given {[list(x) for x in different[0]]}"
+        shown = [list(x) for x in shapes]
+        raise config_error("batch", shown, problem, "give the ranks of a group the same batch (optimizer.data_place)")
+    batch.shapes.add(shapes)
+
+
+def note_batch(batch: Batch, place: Place, *, loss: bool, compares: bool) -> Callable[..., Call]:
     """A hook ahead of the model: see to it that a group has one batch, and whether the loss is computed inside.
 
     Nothing is waited for: a difference turns what blocks compute into NaN, which no step writes.
@@ -39,6 +60,7 @@ def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., Call]
     Args:
         place: of this rank in the group.
         loss: whether the model computes a causal loss where it is given labels; head and loss stay cut then.
+        compares: whether there are other ranks, which a plan has not.
     """
 
     def note(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -52,6 +74,10 @@ def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., Call]
             raise config_error("logits_to_keep", kept, problem, f"leave it out, or set {FIELD}.joined")
         batch.joins = not keeps
         config = getattr(model, "config", None)
+        reads = not torch.is_grad_enabled() and kwargs.get("use_cache", getattr(config, "use_cache", False))
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
+        if compares and given and not torch.compiler.is_compiling() and (batch.sharded or not reads):
+            check_shapes(batch, place, given)  # graphs do by themselves
         if batch.sharded:
             args, kwargs = _whole(args, kwargs, place, loss=loss)
             if not torch.is_grad_enabled() and hasattr(config, "use_cache"):
@@ -59,10 +85,7 @@ def note_batch(batch: Batch, place: Place, *, loss: bool) -> Callable[..., Call]
             batch.latest = model, args, kwargs
             return args, kwargs
         batch.latest = model, args, kwargs
-        if not torch.is_grad_enabled() and kwargs.get("use_cache", getattr(config, "use_cache", False)):
-            return args, kwargs
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and not x.dtype.is_floating_point]
-        if given:
+        if given and not reads:
             batch.digest = digest = _digest(given)
             most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
             most = torch.ops._c10d_functional.wait_tensor(most)

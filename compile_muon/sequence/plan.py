@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from compile_muon.config import SequenceParallelConfig
 from compile_muon.config.checked import Mistakes
@@ -27,7 +27,7 @@ from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
-from compile_muon.sequence.batch import note_batch
+from compile_muon.sequence.batch import check_shapes, note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
 from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
 from compile_muon.sequence.running import FIELD, Batch, Running
@@ -102,12 +102,18 @@ class SequencePlan:
         found = [ranks_named(list(group)) for group, seen in groups.items() if len(seen) > 1]
         return f"{listed(found)} share a sequence and were given different batches" if found else ""
 
-    def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup) -> None:
+    def check_batch(self, groups: Collection[str], given: Sequence[Tensor]) -> None:
+        """:func:`~.batch.check_shapes` ahead of a graph with collectives of ``groups``."""
+        if given and self.place is not None and self.place.group in groups:
+            check_shapes(self.batch, self.place, given)
+
+    def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup, *, compares: bool) -> None:
         """Put hooks at the blocks, and ours in place of attention and loss; sends nothing.
 
         Args:
             place: of this rank among those that share a sequence, in the order of its parts.
             everyone: all ranks.
+            compares: whether they are there, to be asked for their batches.
         """
         self.place = around = replace(place, ring=self.ring)
         self.everyone = everyone
@@ -134,7 +140,8 @@ class SequencePlan:
         for path in self.towers:
             deal_patches(model.get_submodule(path), Running(place, self.batch))
         first: Any = model if self.causal is None else model.get_submodule(self.causal)
-        first.register_forward_pre_hook(note_batch(self.batch, place, loss=self.causal is not None), with_kwargs=True)
+        note = note_batch(self.batch, place, loss=self.causal is not None, compares=compares)
+        first.register_forward_pre_hook(note, with_kwargs=True)
         if self.causal is not None:
             first.loss_function = loss_of(stacks[-1])
         model.__dict__[_PLAN] = self

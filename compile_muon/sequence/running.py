@@ -26,6 +26,7 @@ class Batch:
             logits of all positions though the loss could do with parts; "" for as the model is called.
         joins: whether positions are joined behind the last block, and not only behind the loss.
         latest: module, arguments and keyword arguments that the ranks were given.
+        shapes: of batches that were found the same on all ranks of the group.
         digest: of what they were given, int64; and ``doubt``, 0 or NaN where it is not the same.
     """
 
@@ -33,6 +34,7 @@ class Batch:
     wanted: str = ""
     joins: bool = True
     latest: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = field(default=None, repr=False)
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
     digest: Tensor | None = field(default=None, repr=False)
     doubt: Tensor | None = field(default=None, repr=False)
 

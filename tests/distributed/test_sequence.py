@@ -577,6 +577,28 @@ def test_ranks_of_a_sequence_with_different_batches_are_named(ranks) -> None:  #
             assert "ranks 2, 3 share a sequence and were given different batches" in said and "data_place" in said
 
 
+def other_shapes(compiled: bool, inputs: str) -> str:
+    """What a rank is told whose batch has more rows than that of the other."""
+    zoo, rank = ZOO["gpt"], dist.get_rank()
+    model = zoo.build()
+    sharded(model, blocks=("blocks",), stage=2, inputs=inputs)
+    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    with pytest.raises(ConfigError) as caught:
+        run(torch.ones(2 + rank, 6 if inputs == "sharded" else 12, dtype=torch.int64))
+    torch._dynamo.reset()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "inputs"), [(True, "whole"), (False, "whole"), pytest.param(False, "sharded", marks=pytest.mark.full)]
+)
+def test_batches_of_other_shapes_are_an_error_ahead_of_the_first_exchange(ranks, compiled, inputs) -> None:  # type: ignore[no-untyped-def]
+    fewer, more = ranks(2).run(other_shapes, compiled=compiled, inputs=inputs)
+    length = 6 if inputs == "sharded" else 12
+    assert fewer.startswith(f"batch = [[2, {length}]]: ") and f"others of the group were given [[3, {length}]]" in fewer
+    assert more.startswith(f"batch = [[3, {length}]]: ") and f"others of the group were given [[2, {length}]]" in more
+
+
 def counted(attention: str) -> tuple[dict[str, float], dict[str, int], tuple[int, int]]:
     zoo = ZOO["gpt"]
     model = zoo.build()
