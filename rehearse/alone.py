@@ -24,14 +24,17 @@ class Alone:
 
     Args:
         device: its log.
+        alone: whether the other ranks are not there; else only numbers are made up.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, alone: bool = True) -> None:
         self._device = device
         self._touches: Touches | None = None
         self._survey()
         self._graphs()
-        self._splits()
+        if alone:
+            self._objects()
+            self._splits()
 
     @contextlib.contextmanager
     def touches_noted(self) -> Iterator[None]:
@@ -51,6 +54,7 @@ class Alone:
 
         script(Survey)
 
+    def _objects(self) -> None:
         def objects(value: Any, group: Any) -> list[Any]:
             return [value] * group.size()
 

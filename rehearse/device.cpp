@@ -19,6 +19,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "ranks.hpp"
 #define API extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -70,20 +72,27 @@ struct Stream {
   bool capturing;
   std::vector<unsigned> clock;
   int capture_id;
+  ranks::Needs needs;  // collectives that other ranks have not all asked for
 };
 struct Event {
   std::vector<unsigned> clock;
   bool recorded;
+  ranks::Needs needs;
 };
+ranks::Needs needs_of(void* stream);
 std::vector<Stream*> streams;
 Stream* default_stream() {
-  if (streams.empty()) streams.push_back(new Stream{0, 0, 0, false, {}, 0});
+  if (streams.empty()) streams.push_back(new Stream{0, 0, 0, false, {}, 0, {}});
   return streams[0];
 }
 Stream* of(void* s) {
   default_stream();
   if (s == nullptr || (size_t)s <= 2) return streams[0];
   return (Stream*)s;
+}
+ranks::Needs needs_of(void* stream) {
+  Guard g(lock);
+  return of(stream)->needs;
 }
 std::vector<unsigned> host_clock;  // what the host knows to be done
 void merge(std::vector<unsigned>& into, const std::vector<unsigned>& from) {
@@ -107,6 +116,7 @@ Op& note(int kind, void* s, const char* name, long long a = 0, long long b = 0) 
 int capture_count = 0, captures_open = 0;
 thread_local int capture_mode = 0;
 cudaError_t sync(const char* name, void* s, long long bytes = 0) {
+  ranks::await(needs_of(s));
   Guard g(lock);
   if (captures_open && (of(s)->capturing || !strcmp(name, "cudaDeviceSynchronize"))) {
     fprintf(stderr, "rehearse: %s during capture\n", name);
@@ -429,6 +439,7 @@ API cudaError_t cudaDeviceCanAccessPeer(int* v, int, int) {
 }
 API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 API cudaError_t cudaDeviceSynchronize() {
+  for (size_t i = 0; i < streams.size(); i++) ranks::await(needs_of(streams[i]));
   auto e = sync("cudaDeviceSynchronize", nullptr);
   tell("cudaDeviceSynchronize", nullptr, 0);
   Guard g(lock);
@@ -500,6 +511,7 @@ static void copied(void* d, const void* s, size_t n, cudaStream_t st, const char
 API cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t st) {
   const char* name;
   bool waits = false;
+  ranks::await(needs_of(st));  // what was gathered is copied at once
   {
     Guard g(lock);
     bool dd = on_device(d), sd = on_device(s), pinned = in(host_blocks, (unsigned long long)(dd ? s : d));
@@ -553,7 +565,7 @@ API cudaError_t cudaGetSymbolAddress(void** p, const void*) {
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned f, int p) {
   Guard g(lock);
   default_stream();
-  auto n = new Stream{(int)streams.size(), p, f, false, {}, 0};
+  auto n = new Stream{(int)streams.size(), p, f, false, {}, 0, {}};
   streams.push_back(n);
   *s = (cudaStream_t)n;
   return cudaSuccess;
@@ -579,6 +591,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
   if (no_wait == of(s)->id) return cudaSuccess;
   auto event = (Event*)e;
   merge(of(s)->clock, event->clock);
+  ranks::need(of(s)->needs, event->needs);
   if (logging && !ops.empty()) ops.back().clock = of(s)->clock;
   return cudaSuccess;
 }
@@ -591,7 +604,7 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t f, void* u) {
   return cudaSuccess;
 }
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
-  *e = (cudaEvent_t) new Event{{}, false};
+  *e = (cudaEvent_t) new Event{{}, false, {}};
   return cudaSuccess;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
@@ -601,12 +614,20 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   note(RECORD, s, "record");
   auto event = (Event*)e;
   event->clock = of(s)->clock;
+  event->needs = of(s)->needs;
   event->recorded = true;
   return cudaSuccess;
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
-API cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
+static ranks::Needs needs_of_event(cudaEvent_t e) {
+  Guard g(lock);
+  return ((Event*)e)->needs;
+}
+API cudaError_t cudaEventQuery(cudaEvent_t e) {
+  return last = ranks::done(needs_of_event(e)) ? cudaSuccess : cudaErrorNotReady;
+}
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+  ranks::await(needs_of_event(e));
   auto r = sync("cudaEventSynchronize", nullptr);
   tell("cudaEventSynchronize", nullptr, 0);
   Guard g(lock);
@@ -787,6 +808,7 @@ API CUresult cuCtxGetCurrent(CUcontext* c) {
   *c = (CUcontext)0x30;
   return CUDA_SUCCESS;
 }
+API CUresult cuCtxGetDevice(CUdevice* d) { return cuDeviceGet(d, 0); }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 API CUresult cuCtxGetLimit(size_t* v, CUlimit) {
   *v = 1 << 20;
@@ -1012,9 +1034,6 @@ API int cublasLtMatmul(void*, void*, const void*, const void* A, void*, const vo
 API size_t cublasLtGetVersion() { return 130101; }
 
 // ------------------------------------------------------------------------------------------ NCCL
-struct ncclComm {
-  int rank, size, id;
-};
 static int comms = 0;
 static size_t width(ncclDataType_t t) {
   switch (t) {
@@ -1034,8 +1053,8 @@ static size_t width(ncclDataType_t t) {
       return 8;
   }
 }
-static ncclResult_t collective(const char* name, const void* s, size_t sn, void* r, size_t rn, ncclComm_t c,
-                               cudaStream_t st) {
+static ncclResult_t noted(const char* name, const void* s, size_t sn, void* r, size_t rn, ncclComm_t c,
+                          cudaStream_t st) {
   Guard g(lock);
   if ((s && sn && !on_device(s)) || (r && rn && !on_device(r))) {
     fprintf(stderr, "rehearse: %s of memory that is not the device's\n", name);
@@ -1046,16 +1065,36 @@ static ncclResult_t collective(const char* name, const void* s, size_t sn, void*
   if (rn) o.touches.push_back({(unsigned long long)r, rn, 1});
   return ncclSuccess;
 }
+static void asked(ranks::Needs needs, cudaStream_t st) {
+  Guard g(lock);
+  ranks::need(of(st)->needs, needs);
+}
+static ncclResult_t collective(const char* name, const void* s, size_t sn, void* r, size_t rn, ncclComm_t c,
+                               cudaStream_t st, ncclDataType_t type = ncclInt8, ncclRedOp_t op = ncclSum,
+                               int root = 0) {
+  ncclResult_t found = noted(name, s, sn, r, rn, c, st);
+  if (found != ncclSuccess || c->key.empty()) return found;
+  asked(ranks::post(c, {name, (const char*)s, (char*)r, sn, rn, type, op, root}), st);
+  return ncclSuccess;
+}
 API ncclResult_t ncclGetVersion(int* v) {
   *v = NCCL_VERSION_CODE;
   return ncclSuccess;
 }
 API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   memset(id, 7, sizeof *id);
+  if (ranks::folder()) {
+    static int made = 0;
+    snprintf(id->internal, sizeof id->internal, "%d-%d", (int)getpid(), made++);
+  }
   return ncclSuccess;
 }
-API ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId, int rank, ncclConfig_t*) {
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int rank, ncclConfig_t*) {
   *c = new ncclComm{rank, n, comms++};
+  if (ranks::folder()) {
+    (*c)->key = id.internal;
+    ranks::join(*c);
+  }
   return ncclSuccess;
 }
 API ncclResult_t ncclCommInitRank(ncclComm_t* c, int n, ncclUniqueId id, int rank) {
@@ -1069,7 +1108,30 @@ API void fg_split(int size, int rank) {
   split_size = size;
   split_rank = rank;
 }
-API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int, ncclComm_t* out, ncclConfig_t*) {
+static ncclComm_t split_among(ncclComm_t c, int color, int key) {
+  std::vector<int64_t> all(2 * c->size);
+  int64_t own[2] = {color, key};
+  uint64_t number = c->posted;
+  ranks::await(ranks::post(c, {"ncclAllGather", (const char*)own, (char*)all.data(), sizeof own, 0, ncclInt8, ncclSum, 0}));
+  std::map<std::pair<int64_t, int>, int> members;  // by key, then by rank
+  for (int r = 0; r < c->size; r++)
+    if (all[2 * r] == color) members[{all[2 * r + 1], r}] = r;
+  if (color < 0) return nullptr;
+  int rank = 0;
+  for (auto& each : members) {
+    if (each.second == c->rank) break;
+    rank++;
+  }
+  auto made = new ncclComm{rank, (int)members.size(), comms++};
+  made->key = c->key + "_" + std::to_string(number) + "_" + std::to_string(color);
+  ranks::join(made);
+  return made;
+}
+API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* out, ncclConfig_t*) {
+  if (!c->key.empty()) {
+    *out = split_among(c, color, key);
+    return ncclSuccess;
+  }
   *out = color < 0 ? nullptr : new ncclComm{split_rank, split_size, comms++};
   return ncclSuccess;
 }
@@ -1096,13 +1158,13 @@ API ncclResult_t ncclMemFree(void* p) {
   cudaFree(p);
   return ncclSuccess;
 }
-API ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t, ncclComm_t c,
+API ncclResult_t ncclAllReduce(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                cudaStream_t st) {
   size_t b = n * width(t);
   if (s != r && b <= SMALL) memmove(r, s, b);
-  return collective("ncclAllReduce", s, b, r, b, c, st);
+  return collective("ncclAllReduce", s, b, r, b, c, st, t, op);
 }
-API ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t, ncclComm_t c,
+API ncclResult_t ncclReduceScatter(const void* s, void* r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c,
                                    cudaStream_t st) {
   size_t b = n * width(t);
   if (b <= SMALL) memmove(r, (char*)s + c->rank * b, b);
@@ -1120,10 +1182,11 @@ API ncclResult_t ncclAlltoAll(const void* s, void* r, size_t n, ncclDataType_t t
   size_t b = n * width(t) * c->size;
   return collective("ncclAlltoAll", s, b, r, b, c, st);
 }
-API ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int, ncclComm_t c, cudaStream_t st) {
+API ncclResult_t ncclBroadcast(const void* s, void* r, size_t n, ncclDataType_t t, int root, ncclComm_t c,
+                                 cudaStream_t st) {
   size_t b = n * width(t);
   if (s != r && b <= SMALL) memmove(r, s, b);
-  return collective("ncclBroadcast", s, b, r, b, c, st);
+  return collective("ncclBroadcast", s, b, r, b, c, st, t, ncclSum, root);
 }
 API ncclResult_t ncclBcast(void* s, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t st) {
   return ncclBroadcast(s, s, n, t, root, c, st);
@@ -1134,10 +1197,16 @@ API ncclResult_t ncclReduce(const void* s, void* r, size_t n, ncclDataType_t t, 
   return collective("ncclReduce", s, b, r, b, c, st);
 }
 API ncclResult_t ncclSend(const void* s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) {
-  return collective(peer == c->rank ? "ncclSend to itself" : "ncclSend", s, n * width(t), nullptr, 0, c, st);
+  size_t b = n * width(t);
+  auto found = noted(peer == c->rank ? "ncclSend to itself" : "ncclSend", s, b, nullptr, 0, c, st);
+  if (found == ncclSuccess && !c->key.empty()) asked(ranks::post(c, true, peer, b), st);
+  return found;
 }
-API ncclResult_t ncclRecv(void* r, size_t n, ncclDataType_t t, int, ncclComm_t c, cudaStream_t st) {
-  return collective("ncclRecv", nullptr, 0, r, n * width(t), c, st);
+API ncclResult_t ncclRecv(void* r, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) {
+  size_t b = n * width(t);
+  auto found = noted("ncclRecv", nullptr, 0, r, b, c, st);
+  if (found == ncclSuccess && !c->key.empty()) asked(ranks::post(c, false, peer, b), st);
+  return found;
 }
 API ncclResult_t ncclGroupStart() { return ncclSuccess; }
 API ncclResult_t ncclGroupEnd() { return ncclSuccess; }

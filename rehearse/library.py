@@ -35,7 +35,7 @@ def missing(wanted: Iterable[str], served: Iterable[str], source: str) -> list[s
     """Symbols that somebody takes and ``source`` does not define: they are made to return success.
 
     Args:
-        wanted: what torch's libraries take from others.
+        wanted: what torch's libraries take from others, and what Triton builds when it starts.
         served: what NVIDIA's libraries define that ours replaces.
     """
     wanted = set(wanted)
@@ -60,7 +60,7 @@ def build() -> Path:
     nvidia = [path for name in _SERVED for path in site.glob(f"nvidia/*/lib/{name}.*")]
     if not nvidia:
         raise SystemExit('rehearse: torch is no CUDA build here; `make rehearse` installs one ("torch===2.13.0")')
-    source = SOURCE.read_text()
+    source = SOURCE.read_text() + SOURCE.with_name("ranks.hpp").read_text()
     stamp, key = FOLDER / "stamp", hashlib.sha256((source + str(site)).encode()).hexdigest()
     if LIBRARY.exists() and stamp.exists() and stamp.read_text() == key:
         return LIBRARY
@@ -68,12 +68,19 @@ def build() -> Path:
     for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # nccl.h wants types of them that nobody uses here
         (FOLDER / "include" / name).touch()
     wanted = set().union(*(_nm(path, "--undefined-only") for path in (site / "torch/lib").glob("*.so")))
+    launcher = (site / "triton/backends/nvidia/driver.c").read_text()
+    wanted |= set(re.findall(r"\b(cu[A-Z]\w+)\(", launcher))
     served = set().union(*(_nm(path, "--defined-only") for path in nvidia))
     rest = FOLDER / "rest.c"
     visible = '__attribute__((visibility("default")))'
     rest.write_text("".join(f"{visible} int {name}() {{ return 0; }}\n" for name in missing(wanted, served, source)))
     # Triton's last: its headers may be of another CUDA than torch's.
-    folders = [FOLDER / "include", *site.glob("nvidia/*/include"), site / "triton/backends/nvidia/include"]
+    folders = [
+        SOURCE.parent,
+        FOLDER / "include",
+        *site.glob("nvidia/*/include"),
+        site / "triton/backends/nvidia/include",
+    ]
     include = [part for folder in folders for part in ("-I", str(folder))]
     subprocess.run(["gcc", "-c", "-fPIC", "-O1", str(rest), "-o", str(rest.with_suffix(".o"))], check=True)
     command = ["g++", "-std=c++17", "-shared", "-fPIC", "-O1", "-w", "-fno-strict-aliasing", *include, str(SOURCE)]

@@ -301,6 +301,8 @@ def main() -> int:
         for mistake, seen in made.items() if isinstance(made, dict) else [(made, False)]:
             console.print(f"{'found' if seen else 'NOT FOUND'}: {mistake}", highlight=False)
             problems[mistake] = [] if seen else ["was made on purpose and not found"]
+        if subprocess.run([sys.executable, str(Path(__file__).with_name("ranks.py"))]).returncode:
+            problems["several ranks"] = ["see above"]
     if options.json:
         options.json.write_text(json.dumps({name: found.to_json() for name, found in figures.items()}, indent=1) + "\n")
     if options.write:
