@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from compile_muon.assembly import assemble, warn_of_half_masters
 from compile_muon.config import (
     ARGUMENTS,
     AdamWConfig,
@@ -31,31 +31,19 @@ from compile_muon.config import (
     config_from_kwargs,
 )
 from compile_muon.config.groups import GroupConfig, named_groups
-from compile_muon.errors import LedgerError, config_error, listed, warn_user
-from compile_muon.model.assignment import assign, lr_scale
-from compile_muon.model.groups import Group, chosen_methods, plan_groups
-from compile_muon.model.mesh import DataPlace, Mesh, resolve_mesh, target_device
-from compile_muon.model.ownership import Ownership
+from compile_muon.errors import LedgerError, config_error
+from compile_muon.model.assignment import lr_scale
+from compile_muon.model.groups import Group
+from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import place_of_another
-from compile_muon.model.roles import planned_roles
-from compile_muon.model.sharding import shard_model
-from compile_muon.model.support import check_modules
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, spec_of
-from compile_muon.model.views import with_views
-from compile_muon.offload import Home, states_away, with_fetches
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import backend_of
-from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.pipeline_stages import PipelineStages
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.step import Step
-from compile_muon.sequence import check_first, plan_sequence
+from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
-from compile_muon.weights.materialize import Values
 
 __all__ = ["MuonZero"]
 
@@ -190,114 +178,38 @@ class MuonZero(Optimizer):
         self._setup(model, config, mesh, process_group, norm_group, weights, init)
         return self
 
-    def _setup(
-        self,
-        model: nn.Module,
-        config: Config,
-        mesh: DeviceMesh | Mesh | None,
-        process_group: dist.ProcessGroup | None,
-        norm_group: dist.ProcessGroup | DeviceMesh | None,
-        weights: str | os.PathLike | None,
-        init: Callable[..., Any] | None,
-    ) -> None:
-        check_modules(model)
-        values = Values.of(model, weights, init)
-        meta = values is not None and values.meta
-        device = target_device(mesh, process_group) if meta else _device_of(model)
-        over_all = config.zero.shard_state_over == "all" and config.zero.stage > 0
-        experts = config.expert_parallel
-        self._mesh = resolve_mesh(
-            mesh,
-            process_group,
-            device,
-            config.mesh,
-            experts=experts.size,
-            sequence=config.sequence_parallel.size,
-            state_over_all=over_all,
-            communicators=config.zero.communicators,
-        )
-        roles, spread = planned_roles(model, self._mesh, experts)
-        shared = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
-        self._sequence = shared
-        assignments = assign(
-            model,
-            config.muon_params,
-            use_muon=config.algorithm == "muon",
-            meta=meta,
-            dtensors=self._mesh is not None,
-            partial=norm_group is not None,
-            chosen=chosen_methods(config, model),
-            methods=(config.method, config.auxiliary),
-        )
-        assignments = with_views(config, assignments, model)
-        groups = plan_groups(config, assignments, model)
-        away = states_away(config, groups, model)
-        assignments = with_fetches(config, assignments, away)
-        self.config = config
-        self._group = None if self._mesh is None else self._mesh.everyone
-        self._stages = None
-        if norm_group is not None:
-            has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
-            self._stages = PipelineStages.of(norm_group, self._group, device, config.zero, muon=has_muon)
-        self._hyper = torch.empty(2, dtype=torch.float32, device=device)
-        hypers = dict.fromkeys(assignments, self._hyper)
-        for configured in {group.configured for group in groups if group.configured is not None}:
-            own = torch.empty_like(self._hyper)
-            hypers |= {name: own for group in groups if group.configured == configured for name in group.members}
-        self._ledger = Ledger(config.zero.gradient_accumulation_steps, config.zero.update)
-        self._ledger.status = RankStatus(self._group, device)
-        # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
-        self._compares = self._group is not None and backend_of(self._group, device) != "fake"
-        fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
-        # Neither a disk nor another rank is in a plan.
-        real = self._compares if self._group is not None else fake is None
-        homes: list[Home] = []
-
-        def reserve(specs: Mapping[str, ParamSpec]) -> None:
-            if config.zero.offload is not None or config.muon.momentum_dtype is not None:
-                homes.append(Home(specs, groups, config, away, self._group, device, real=real, fake=fake))
-
-        self._ledger.accounts = shard_model(
-            model, assignments, config, self._mesh, roles, self._ledger, hypers, device, spread, reserve
-        )
-        if shared is not None:
-            assert self._mesh is not None
-            shared.apply(model, self._mesh.sequence, self._mesh.everyone, compares=self._compares)
-        if values is not None:
-            values.fill(model, device)
-        self._ownership = Ownership(model, self._ledger.accounts)
-        self._handouts = self._ledger.accounts[0].handouts
-        self._assignments = assignments
-        trained = [account for account in self._ledger.accounts if account.param.requires_grad]
-        _warn_of_half_masters(trained)
-        self._ledger.shares_sequences = shared is not None
-        self._ledger.check_batch = shared.check_batch if shared is not None and self._compares else None
-        self._ledger.notes_logits = config.muon.qk_clip is not None
-        self._ledger.checks_later = config.zero.checks_read == "next_step" and self._stages is None
-        self._muon = [account for account in trained if account.spec.muon is not None]
-        self._adamw = [account for account in trained if account.spec.muon is None]
-        self._accounts = {account.param: account for account in trained}
-        super().__init__([self._param_group(group) for group in groups], {})
+    def _setup(self, *given: Any) -> None:
+        made = assemble(*given)
+        self.config = config = made.config
+        self._ledger, self._assignments, self._ownership = made.ledger, made.assignments, made.ownership
+        self._mesh, self._group, self._stages, self._sequence = made.mesh, made.group, made.stages, made.sequence
+        self._hyper, self._compares = made.hyper, made.compares
+        trained = made.trained
+        super().__init__([self._param_group(group) for group in made.groups], {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
-        cycled = "momentum" if self._muon else "betas"
+        cycled = "momentum" if any(account.spec.muon is not None for account in trained) else "betas"
         self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         self._steps = Step(
-            self, config, {group.name: group.method for group in groups}, self._ledger, self._group, self._stages,
-            device, self._compares, self._ownership.check, self._handouts, lr_scale,
-            str if shared is None or not self._compares else shared.differing_batches, homes[0] if homes else None,
+            self, config, {group.name: group.method for group in made.groups}, self._ledger, self._group, self._stages,
+            made.hyper.device, self._compares, self._ownership.check, self._ledger.accounts[0].handouts, lr_scale,
+            made.sequence.differing_batches if made.sequence is not None and self._compares else str, made.home,
         )  # fmt: skip
-        for home in homes:
-            home.attach(trained, self)
+        if made.home is not None:
+            made.home.attach(trained, self)
         self._steps.create_state()
         self._steps.sync_momentum()
         self._ledger.before_backward = self._steps.sync_momentum
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
+    @property
+    def _muon(self) -> list[Account]:
+        return self._steps.muon
+
     def _param_group(self, group: Group) -> dict[str, Any]:
-        by_name = {account.name: account.param for account in self._accounts.values()}
+        by_name = {account.name: account.param for account in self._ledger.accounts}
         named = [(name, by_name[name]) for name in group.members]
         return {"params": named, "algorithm": group.method.name, "name": group.name, **group.rates}
 
@@ -477,23 +389,21 @@ class MuonZero(Optimizer):
         self._assignments |= assignments
         for group in groups:
             joined = next((known for known in self.param_groups if known["name"] == group.name), None)
-            like = None if joined is None else self._accounts[joined["params"][0]]
+            like = None if joined is None else self._steps.accounts[joined["params"][0]]
             fresh = torch.empty_like(self._hyper)
             for name in group.members:
                 account = by_name[name]
                 spec = spec_of(account, assignments[name], self.config, device)
                 account.take_up(spec, *((fresh, 0.0) if like is None else (like.hyper, like.factor)))
-                self._accounts[account.param] = account
             if joined is None:
                 super().add_param_group(self._param_group(group))
             else:
                 added = self._param_group(group)["params"]
                 joined["params"] += [param for _, param in added]
                 joined["param_names"] += [name for name, _ in added]
-        _warn_of_half_masters(accounts)
+        warn_of_half_masters(accounts)
         self._steps.take_up(accounts, {group.name: group.method for group in groups})
         self._ownership.take_up(accounts)
-        self._muon, self._adamw = self._steps.muon, self._steps.rest
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.
@@ -535,19 +445,3 @@ class MuonZero(Optimizer):
             self._steps.home.loaded()
         self._steps.sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))
-
-
-def _warn_of_half_masters(trained: Sequence[Account]) -> None:
-    half = [account for account in trained if account.spec.dtype in ("bfloat16", "float16")]
-    if half:
-        warn_user(
-            f"master weights and optimizer state of {listed([account.name for account in half])} are "
-            f"{half[0].spec.dtype} (master_dtype): small updates are rounded away; leave master_dtype out for float32"
-        )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Of its parameters, which :func:`assign` requires to be one."""
-    for param in model.parameters():
-        return param.device
-    return torch.device("cpu")

@@ -71,7 +71,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
         UnsupportedModelError: a gathered copy of a parameter was edited.
     """
-    optimizer._handouts.check(thoroughly=True)
+    optimizer._ledger.accounts[0].handouts.check(thoroughly=True)
     found = Contents()
     algorithm: dict[int, str] = {}
     for group in optimizer.param_groups:

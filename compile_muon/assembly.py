@@ -1,0 +1,173 @@
+"""A model becomes accounts: what a :class:`~compile_muon.MuonZero` is made of, out of a model and a configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from compile_muon.config import Config
+from compile_muon.errors import listed, warn_user
+from compile_muon.model.assignment import Assignment, assign
+from compile_muon.model.groups import Group, chosen_methods, plan_groups
+from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
+from compile_muon.model.ownership import Ownership
+from compile_muon.model.roles import planned_roles
+from compile_muon.model.sharding import shard_model
+from compile_muon.model.support import check_modules
+from compile_muon.model.views import with_views
+from compile_muon.offload import Home, states_away, with_fetches
+from compile_muon.passes.spec import ParamSpec
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.heartbeat import backend_of
+from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.pipeline_stages import PipelineStages
+from compile_muon.runtime.rank_status import RankStatus
+from compile_muon.runtime.shards import local_tensor
+from compile_muon.sequence import plan_sequence
+from compile_muon.sequence.plan import SequencePlan
+from compile_muon.weights.materialize import Values
+
+__all__ = ["Assembled", "assemble", "warn_of_half_masters"]
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """What the parts of an optimizer are.
+
+    Args:
+        mesh: of ranks, and ``group`` all of them; None for one process.
+        stages: of a pipeline.
+        sequence: what is cut where ranks share sequences.
+        ledger: with the account of each parameter.
+        ownership: of the model's parameters.
+        assignments: why each parameter is trained as it is; ``groups`` of those that are.
+        home: of states that are elsewhere, or kept in another dtype.
+        hyper: ``[2]`` fp32, see :class:`~compile_muon.runtime.account.Account`.
+        compares: whether there are other ranks to compare anything with.
+    """
+
+    config: Config
+    mesh: Mesh | None
+    group: dist.ProcessGroup | None
+    stages: PipelineStages | None
+    sequence: SequencePlan | None
+    ledger: Ledger
+    ownership: Ownership
+    assignments: dict[str, Assignment]
+    groups: Sequence[Group]
+    home: Home | None
+    hyper: Tensor
+    compares: bool
+
+    @property
+    def trained(self) -> list[Account]:
+        """Accounts of parameters that are not frozen."""
+        return [account for account in self.ledger.accounts if account.param.requires_grad]
+
+
+def assemble(
+    model: nn.Module,
+    config: Config,
+    mesh: DeviceMesh | Mesh | None,
+    process_group: dist.ProcessGroup | None,
+    norm_group: dist.ProcessGroup | DeviceMesh | None,
+    weights: str | os.PathLike | None,
+    init: Callable[..., Any] | None,
+) -> Assembled:
+    """Shard ``model`` in place; see :meth:`compile_muon.MuonZero.from_config` for arguments and errors."""
+    check_modules(model)
+    values = Values.of(model, weights, init)
+    meta = values is not None and values.meta
+    device = target_device(mesh, process_group) if meta else _device_of(model)
+    zero, experts = config.zero, config.expert_parallel
+    ranks = resolve_mesh(
+        mesh,
+        process_group,
+        device,
+        config.mesh,
+        experts=experts.size,
+        sequence=config.sequence_parallel.size,
+        state_over_all=zero.shard_state_over == "all" and zero.stage > 0,
+        communicators=zero.communicators,
+    )
+    group = None if ranks is None else ranks.everyone
+    roles, spread = planned_roles(model, ranks, experts)
+    sequence = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
+    assignments = assign(
+        model,
+        config.muon_params,
+        use_muon=config.algorithm == "muon",
+        meta=meta,
+        dtensors=ranks is not None,
+        partial=norm_group is not None,
+        chosen=chosen_methods(config, model),
+        methods=(config.method, config.auxiliary),
+    )
+    assignments = with_views(config, assignments, model)
+    groups = plan_groups(config, assignments, model)
+    away = states_away(config, groups, model)
+    assignments = with_fetches(config, assignments, away)
+    stages = None
+    if norm_group is not None:
+        has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
+        stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
+    hyper = torch.empty(2, dtype=torch.float32, device=device)
+    hypers = dict.fromkeys(assignments, hyper)
+    for configured in {each.configured for each in groups if each.configured is not None}:
+        own = torch.empty_like(hyper)
+        hypers |= {name: own for each in groups if each.configured == configured for name in each.members}
+    # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
+    compares = group is not None and backend_of(group, device) != "fake"
+    ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
+    ledger.status = RankStatus(group, device)
+    ledger.shares_sequences = sequence is not None
+    ledger.check_batch = sequence.check_batch if sequence is not None and compares else None
+    ledger.notes_logits = config.muon.qk_clip is not None
+    ledger.checks_later = zero.checks_read == "next_step" and stages is None
+    fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
+    # Neither a disk nor another rank is in a plan.
+    real = compares if group is not None else fake is None
+    homes: list[Home] = []
+
+    def reserve(specs: Mapping[str, ParamSpec]) -> None:
+        if zero.offload is not None or config.muon.momentum_dtype is not None:
+            homes.append(Home(specs, groups, config, away, group, device, real=real, fake=fake))
+
+    ledger.accounts = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, spread, reserve)
+    if sequence is not None:
+        assert ranks is not None
+        sequence.apply(model, ranks.sequence, ranks.everyone, compares=compares)
+    if values is not None:
+        values.fill(model, device)
+    ownership = Ownership(model, ledger.accounts)
+    made = Assembled(
+        config, ranks, group, stages, sequence, ledger, ownership, assignments, groups, homes[0] if homes else None,
+        hyper, compares,
+    )  # fmt: skip
+    warn_of_half_masters(made.trained)
+    return made
+
+
+def warn_of_half_masters(trained: Sequence[Account]) -> None:
+    """Tell once that parameters in half precision are trained as they are."""
+    half = [account for account in trained if account.spec.dtype in ("bfloat16", "float16")]
+    if half:
+        warn_user(
+            f"master weights and optimizer state of {listed([account.name for account in half])} are "
+            f"{half[0].spec.dtype} (master_dtype): small updates are rounded away; leave master_dtype out for float32"
+        )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Of its parameters, which :func:`assign` requires to be one."""
+    for param in model.parameters():
+        return param.device
+    return torch.device("cpu")
