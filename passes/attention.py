@@ -1,8 +1,9 @@
 """MuonClip's eyes: the largest logit of each head, noted where attention is called.
 
 A pass over Dynamo's graph, where attention is still one call. It finds the weights that queries and keys come from, and
-puts ``note_logits`` in front of the call, which computes the products of queries and keys once more, a block of rows at
-a time, and keeps their maximum beside the weight's state. Source: Kimi K2, arXiv 2507.20534.
+keeps the maximum beside the weight's state. ``note_logits`` in front of ``scaled_dot_product_attention`` computes the
+products of queries and keys once more, a block of rows at a time; FlexAttention's kernel hands out the maximum of each
+row, which ``note_maxima`` takes behind it. Source: Kimi K2, arXiv 2507.20534.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["UnknownAttention", "largest_logits", "note_attention"]
 #: rows of queries at a time
 _BLOCK = 256
 _SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
+_OPTIONS = 6  # of FlexAttention's arguments, what its kernel is told
 _LINEAR = (F.linear, torch._C._nn.linear)
 _PRODUCTS = (*_LINEAR, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, operator.matmul, "matmul", "addmm")
 _TURNS = ("t", "transpose", "permute", torch.t, torch.transpose, torch.permute)
@@ -102,6 +104,31 @@ def _(query: Tensor, *args: Any) -> Tensor:
 note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 8))
 
 
+@torch.library.custom_op("muon_zero::note_maxima", mutates_args=())
+def note_maxima(
+    out: Tensor, maxima: Tensor, query_state: Tensor, key_state: Tensor, size: int, dims: list[int], own: int
+) -> Tensor:
+    """What FlexAttention makes, again; its largest logits go to the holder of the state of the queries' weight.
+
+    Args:
+        maxima: ``[B, heads, rows]``, in powers of two as its kernel counts them, behind ``score_mod`` and mask.
+        size: of a head.
+        dims, own: as for ``note_logits``.
+    """
+    holder = holder_of(query_state)
+    if holder is not None:
+        holder.note_logits(key_state, maxima.float().amax((0, 2)) * math.log(2), size, dims, own)
+    return out.clone()
+
+
+@note_maxima.register_fake
+def _(out: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(out, memory_format=torch.preserve_format)
+
+
+note_maxima.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
+
+
 @dataclass(frozen=True)
 class _Source:
     """What projects queries or keys: the state of its weight, and the dim that outputs lie along."""
@@ -111,16 +138,16 @@ class _Source:
 
 
 def note_attention(gm: GraphModule) -> None:
-    """Put ``note_logits`` in front of every attention of a graph of Dynamo, and of those inside it.
+    """Note the logits of every attention of a graph of Dynamo, and of those inside it.
 
     Raises:
         UnknownAttention: naming why.
     """
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in list(sub.graph.nodes):
-            if node.op == "call_function" and "flex_attention" in str(node.target):
-                raise UnknownAttention("flex_attention hands out no logits here; use scaled_dot_product_attention")
-            if node.target in _SDPA:
+            if node.target is torch.ops.higher_order.flex_attention:
+                _note_flex(sub, node)
+            elif node.target in _SDPA:
                 _note(sub, node)
         sub.recompile()
 
@@ -129,6 +156,42 @@ def _note(gm: GraphModule, node: Node) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     query, key = given["query"], given["key"]
+    states, size, dims, own = _projected(query, key)
+    scale = given.get("scale")
+    with gm.graph.inserting_before(node):
+        noted = gm.graph.call_function(
+            torch.ops.muon_zero.note_logits.default,
+            (
+                query, key, given.get("attn_mask"), *states, 1 / math.sqrt(size) if scale is None else float(scale),
+                bool(given.get("is_causal", False)), dims, own,
+            ),
+        )  # fmt: skip
+    noted.meta["example_value"] = query.meta["example_value"]
+    if "query" in node.kwargs:
+        node.update_kwarg("query", noted)
+    else:
+        node.update_arg(0, noted)
+
+
+def _note_flex(gm: GraphModule, node: Node) -> None:
+    query, key, options = node.args[0], node.args[1], node.args[_OPTIONS]
+    outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+    if options.get("BACKEND") == "FLASH" or len(outputs) != 1:
+        raise UnknownAttention("flex_attention with BACKEND='FLASH' hands out no logits; use another backend")
+    states, size, dims, own = _projected(query, key)
+    node.update_arg(_OPTIONS, {**options, "OUTPUT_MAX": True})
+    (out,) = outputs
+    with gm.graph.inserting_after(out):
+        maxima = gm.graph.call_function(operator.getitem, (node, 2))
+    with gm.graph.inserting_after(maxima):
+        given = (out, maxima, *states, size, dims, own)
+        noted = gm.graph.call_function(torch.ops.muon_zero.note_maxima.default, given)
+    noted.meta["example_value"] = out.meta["example_value"]
+    out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
+
+
+def _projected(query: Node, key: Node) -> tuple[list[Node], int, list[int], int]:
+    """The states of the weights of queries and keys, the size of a head, and as for ``note_logits`` dims and own."""
     size = own = query.meta["example_value"].shape[-1]
     queries, keys = set(_weights_of(query)), set(_weights_of(key))
     if len(keys) == 2:  # noqa: PLR2004 - multi-head latent attention: what is of each head, and what all heads share
@@ -143,21 +206,7 @@ def _note(gm: GraphModule, node: Node) -> None:
         if len(weights) != 1:
             raise UnknownAttention(f"{what} come from {len(weights)} weights, where the rows of one are scaled")
     sources = [*queries, *keys]
-    scale = given.get("scale")
-    with gm.graph.inserting_before(node):
-        noted = gm.graph.call_function(
-            torch.ops.muon_zero.note_logits.default,
-            (
-                query, key, given.get("attn_mask"), sources[0].state, sources[1].state,
-                1 / math.sqrt(size) if scale is None else float(scale), bool(given.get("is_causal", False)),
-                [source.dim for source in sources], own,
-            ),
-        )  # fmt: skip
-    noted.meta["example_value"] = query.meta["example_value"]
-    if "query" in node.kwargs:
-        node.update_kwarg("query", noted)
-    else:
-        node.update_arg(0, noted)
+    return [source.state for source in sources], size, [source.dim for source in sources], own
 
 
 def _weights_of(start: Node) -> Iterator[_Source]:

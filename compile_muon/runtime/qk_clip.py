@@ -116,7 +116,7 @@ def check_heads(accounts: Sequence[Account], alpha: float) -> None:
     if not any(account.attention for account in accounts):
         raise UnsupportedModelError(
             "qk_clip: no compiled graph has noted a logit; compile the model with backend='muon_zero', and let its "
-            "attention call scaled_dot_product_attention"
+            "attention call scaled_dot_product_attention or flex_attention"
         )
     for account in accounts:
         noted = account.attention
