@@ -145,6 +145,7 @@ def assemble(
     if sequence is not None:
         assert ranks is not None
         sequence.apply(model, ranks.sequence, ranks.everyone, compares=compares)
+        ledger.heads = ranks.sequence.index, ranks.sequence.size
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.accounts)

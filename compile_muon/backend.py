@@ -240,7 +240,7 @@ def compile_frame(
         look_up_own(gm)
     if ledger is not None and ledger.notes_logits:
         try:
-            note_attention(gm)
+            note_attention(gm, *ledger.heads)
         except UnknownAttention as problem:
             raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
     shards = with_shards(gm) if returns_views(gm) else []

@@ -82,18 +82,28 @@ def note_logits(
     causal: bool,
     dims: list[int],
     own: int,
+    part: int,
+    parts: int,
 ) -> Tensor:
     """The queries again; what was found goes to the holder of their weight's state.
 
     Args:
         dims: of the weights of queries and keys, that their heads lie along.
         own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
+        part, parts: which of how many equal parts of all heads these are.
     """
     holder = holder_of(query_state)
     if holder is not None:
-        largest = largest_logits(query, key, mask, scale, causal)
+        largest = _among(largest_logits(query, key, mask, scale, causal), part, parts)
         holder.note_logits(key_state, largest, query.shape[-1], dims, own)
     return query.clone()
+
+
+def _among(largest: Tensor, part: int, parts: int) -> Tensor:
+    """Of all heads, -inf for those of other ranks."""
+    found = largest.new_full((parts, len(largest)), -math.inf)
+    found[part] = largest
+    return found.flatten()
 
 
 @note_logits.register_fake
@@ -101,23 +111,32 @@ def _(query: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(query, memory_format=torch.preserve_format)
 
 
-note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 8))
+note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 10))
 
 
 @torch.library.custom_op("muon_zero::note_maxima", mutates_args=())
 def note_maxima(
-    out: Tensor, maxima: Tensor, query_state: Tensor, key_state: Tensor, size: int, dims: list[int], own: int
+    out: Tensor,
+    maxima: Tensor,
+    query_state: Tensor,
+    key_state: Tensor,
+    size: int,
+    dims: list[int],
+    own: int,
+    part: int,
+    parts: int,
 ) -> Tensor:
     """What FlexAttention makes, again; its largest logits go to the holder of the state of the queries' weight.
 
     Args:
         maxima: ``[B, heads, rows]``, in powers of two as its kernel counts them, behind ``score_mod`` and mask.
         size: of a head.
-        dims, own: as for ``note_logits``.
+        dims, own, part, parts: as for ``note_logits``.
     """
     holder = holder_of(query_state)
     if holder is not None:
-        holder.note_logits(key_state, maxima.float().amax((0, 2)) * math.log(2), size, dims, own)
+        largest = _among(maxima.float().amax((0, 2)) * math.log(2), part, parts)
+        holder.note_logits(key_state, largest, size, dims, own)
     return out.clone()
 
 
@@ -126,7 +145,7 @@ def _(out: Tensor, *args: Any) -> Tensor:
     return torch.empty_like(out, memory_format=torch.preserve_format)
 
 
-note_maxima.register_autograd(lambda ctx, grad: (grad, *[None] * 6))
+note_maxima.register_autograd(lambda ctx, grad: (grad, *[None] * 8))
 
 
 @dataclass(frozen=True)
@@ -137,33 +156,36 @@ class _Source:
     dim: int
 
 
-def note_attention(gm: GraphModule) -> None:
+def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
     """Note the logits of every attention of a graph of Dynamo, and of those inside it.
 
+    Args:
+        part, parts: which of how many equal parts of the heads this rank has where ranks exchange positions for heads.
     Raises:
         UnknownAttention: naming why.
     """
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in list(sub.graph.nodes):
             if node.target is torch.ops.higher_order.flex_attention:
-                _note_flex(sub, node)
+                _note_flex(sub, node, part, parts)
             elif node.target in _SDPA:
-                _note(sub, node)
+                _note(sub, node, part, parts)
         sub.recompile()
 
 
-def _note(gm: GraphModule, node: Node) -> None:
+def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     query, key = given["query"], given["key"]
     states, size, dims, own = _projected(query, key)
+    heads = (part, parts) if _exchanged(query) else (0, 1)
     scale = given.get("scale")
     with gm.graph.inserting_before(node):
         noted = gm.graph.call_function(
             torch.ops.muon_zero.note_logits.default,
             (
                 query, key, given.get("attn_mask"), *states, 1 / math.sqrt(size) if scale is None else float(scale),
-                bool(given.get("is_causal", False)), dims, own,
+                bool(given.get("is_causal", False)), dims, own, *heads,
             ),
         )  # fmt: skip
     noted.meta["example_value"] = query.meta["example_value"]
@@ -173,7 +195,7 @@ def _note(gm: GraphModule, node: Node) -> None:
         node.update_arg(0, noted)
 
 
-def _note_flex(gm: GraphModule, node: Node) -> None:
+def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     query, key, options = node.args[0], node.args[1], node.args[_OPTIONS]
     outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if options.get("BACKEND") == "FLASH" or len(outputs) != 1:
@@ -184,7 +206,7 @@ def _note_flex(gm: GraphModule, node: Node) -> None:
     with gm.graph.inserting_after(out):
         maxima = gm.graph.call_function(operator.getitem, (node, 2))
     with gm.graph.inserting_after(maxima):
-        given = (out, maxima, *states, size, dims, own)
+        given = (out, maxima, *states, size, dims, own, *((part, parts) if _exchanged(query) else (0, 1)))
         noted = gm.graph.call_function(torch.ops.muon_zero.note_maxima.default, given)
     noted.meta["example_value"] = out.meta["example_value"]
     out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
@@ -245,18 +267,42 @@ def _is_first_part(node: Node) -> bool:
     return node.args[1] == 0
 
 
+def _way(start: Node) -> Iterator[Node]:
+    """``start`` and what it comes from, up to the products of projections.
+
+    What was put together along the last dim and is taken apart again alike (queries, keys and values travel together
+    where positions are exchanged for heads) has only its own part on the way.
+    """
+    seen, left = set[tuple[Node, int, tuple[int, ...]]](), [(start, 0, ())]
+    while left:
+        node, index, widths = left.pop()
+        if (node, index, widths) in seen:
+            continue
+        seen.add((node, index, widths))
+        yield node
+        if node.target in _PRODUCTS:
+            continue
+        if node.target is operator.getitem and "split" in str(getattr(node.args[0], "target", "")):
+            outputs = node.args[0].meta["example_value"]
+            index, widths = node.args[1], tuple(each.shape[-1] for each in outputs)
+        sources = node.all_input_nodes
+        if node.target in _CATS and widths == tuple(each.meta["example_value"].shape[-1] for each in node.args[0]):
+            sources, index, widths = [node.args[0][index]], 0, ()
+        left += [(each, index, widths) for each in sources]
+
+
+def _exchanged(start: Node) -> bool:
+    """Whether ranks have exchanged positions for heads between the projection and ``start``."""
+    return any(node.target is torch.ops.higher_order.autograd_function_apply for node in _way(start))
+
+
 def _sources(start: Node) -> Iterator[_Source]:
     """The projections that ``start`` comes from, past rotations, views and copies.
 
     Raises:
         UnknownAttention: a norm lies between, which undoes what scaling the weight would do.
     """
-    seen, left = set[Node](), [start]
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in _way(start):
         if node.target in _PRODUCTS:
             for arg in node.all_input_nodes:
                 if (found := _weight(arg)) is not None and len(ParamSpec.decode(found[0].args[-1]).layout.shape) > 1:
@@ -265,7 +311,6 @@ def _sources(start: Node) -> Iterator[_Source]:
         weighs = node.target not in _SUMS and any(_weight(arg) is not None for arg in node.all_input_nodes)
         if weighs or any(word in str(node.target) for word in ("norm", "rsqrt")):
             raise UnknownAttention("a norm lies between projection and attention (QK-norm), where scaling does nothing")
-        left += node.all_input_nodes
 
 
 def _weight(node: Node) -> tuple[Any, bool] | None:

@@ -395,9 +395,11 @@ class Config(Checked):
         if self.compile.cuda_graphs and steps != 1:
             problem = f"does not go with gradient_accumulation_steps = {steps}: a replay overwrites .grad"
             yield config_error("compile.cuda_graphs", True, problem, "use one micro-batch, or leave it out")
-        if self.sequence_parallel.size > 1 and self.muon.qk_clip is not None:
-            problem = "notes the logits of all heads, and with sequence_parallel a rank sees some of them"
-            yield config_error("MuonConfig.qk_clip", self.muon.qk_clip, problem, "leave one of the two out")
+        shared = self.sequence_parallel
+        if shared.size > 1 and self.muon.qk_clip is not None and (shared.attention != "heads" or shared.blocks):
+            problem = "notes logits where ranks exchange heads of Transformers' attention"
+            remedy = 'leave one of the two out, or sequence_parallel.blocks, and use "attention": "heads"'
+            yield config_error("MuonConfig.qk_clip", self.muon.qk_clip, problem, remedy)
         if self.algorithm == "muon":
             return
         for field, value, default in (

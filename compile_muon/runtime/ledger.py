@@ -80,6 +80,7 @@ class Ledger:
         check_batch: ``f(groups, tensors)`` before a graph that is given these integers, and has collectives of these
             groups, runs; where ranks share sequences.
         notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
+        heads: which of how many equal parts of the heads this rank has where ranks share sequences.
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
     """
 
@@ -98,6 +99,7 @@ class Ledger:
     shares_sequences: bool = False
     check_batch: Callable[[Collection[str], Sequence[Tensor]], None] | None = None
     notes_logits: bool = False
+    heads: tuple[int, int] = (0, 1)
     gathers: tuple[Any, Any] | None = None
     _expected: int | None = None
     _steps_unseen: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.attention import flex_attention
 
 import compile_muon
 from compile_muon import UnsupportedModelError
+from compile_muon.config import SequenceParallelConfig, config_from_kwargs
 from compile_muon.passes import attention
 from compile_muon.passes.attention import largest_logits
 
@@ -195,7 +197,7 @@ def seen_by(model: nn.Module, tokens: Tensor) -> Tensor:
     found, plain = [], F.scaled_dot_product_attention
 
     def recording(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **kwargs: Any) -> Tensor:
-        logits = q.double() @ k.double().mT * scale
+        logits = q.double() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).double().mT * scale
         found.append(logits.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -math.inf).amax((0, 2, 3)))
         return plain(q, k, v, *args, scale=scale, **kwargs)
 
@@ -237,6 +239,46 @@ def test_latent_attention_scales_what_is_of_a_head(
     ranks: Callable[[int], Ranks], low_rank: int | None, stage: int
 ) -> None:
     ranks(2).run(clipped_latent, low_rank=low_rank, stage=stage)
+
+
+def clipped_in_parts(stage: int) -> None:
+    """Two ranks share each sequence: each sees the logits of two of four heads, of which two share a key head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, pad_token_id=0)
+    whole: Any = LlamaForCausalLM(
+        LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False)
+    )
+    weights = {part: f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"}
+    with torch.no_grad():
+        whole.get_parameter(weights["q"]).view(4, 4, -1).mul_(torch.tensor([30.0, 60, 120, 60])[:, None, None])
+    tokens = batch(0, 0, 0)
+    seen = seen_by(whole, tokens)
+    threshold, after = float(seen.median()), []
+    for clip in (None, threshold):
+        model: Any = copy.deepcopy(whole)
+        config = config_from_kwargs(stage=stage, ns_dtype="float32", qk_clip=clip, qk_clip_alpha=0.3)
+        optimizer = compile_muon.MuonZero.from_config(
+            model, dataclasses.replace(config, sequence_parallel=SequenceParallelConfig(2))
+        )
+        run = model if clip is None else torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+        run(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        after.append({name: full(param).detach().clone() for name, param in model.named_parameters()})
+    plain, found = after
+    factor = (threshold / seen).clamp(max=1).float().view(2, 2).amin(1)
+    assert len(set(factor.tolist())) == 2
+    plain[weights["q"]].view(2, 8, -1).mul_(factor[:, None, None] ** 0.3)
+    plain[weights["k"]].view(2, 4, -1).mul_(factor[:, None, None] ** 0.7)
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
+    torch._dynamo.reset()
+
+
+def test_ranks_that_share_sequences_see_some_of_the_heads(ranks: Callable[[int], Ranks]) -> None:
+    ranks(2).run(clipped_in_parts, stage=2)
 
 
 def test_logits_that_would_explode_stay_and_the_loss_falls() -> None:

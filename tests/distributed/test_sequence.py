@@ -783,5 +783,7 @@ def test_settings_are_read_as_they_are_written() -> None:
     assert Config().sequence_parallel.size == 1 and dist.is_available()
     with pytest.raises(ConfigError, match=r"sequence_parallel_size = 4: contradicts sequence_parallel.size = 2"):
         compile_muon.load_config({"sequence_parallel": {"size": 2}, "sequence_parallel_size": 4})
-    with pytest.raises(ConfigError, match="qk_clip = 100.0: notes the logits of all heads"):
-        compile_muon.load_config({"sequence_parallel": {"size": 2}, "optimizer": {"params": {"qk_clip": 100.0}}})
+    for more in ({"attention": "ring"}, {"blocks": ["blocks"]}):
+        given = {"sequence_parallel": {"size": 2, **more}, "optimizer": {"params": {"qk_clip": 100.0}}}
+        with pytest.raises(ConfigError, match="qk_clip = 100.0: notes logits where ranks exchange heads"):
+            compile_muon.load_config(given)
