@@ -22,13 +22,13 @@ from torch.nn import functional as F
 from .holder import holder_of
 from .markers import UNSHARD
 from .spec import ParamSpec
+from .torch_private import flex_with_maxima, is_autograd_function, is_flex_attention
 
 __all__ = ["UnknownAttention", "largest_logits", "note_attention"]
 
 #: rows of queries at a time
 _BLOCK = 256
 _SDPA = (F.scaled_dot_product_attention, torch._C._nn.scaled_dot_product_attention)
-_OPTIONS = 6  # of FlexAttention's arguments, what its kernel is told
 _LINEAR = (F.linear, torch._C._nn.linear)
 _PRODUCTS = (*_LINEAR, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, operator.matmul, "matmul", "addmm")
 _TURNS = ("t", "transpose", "permute", torch.t, torch.transpose, torch.permute)
@@ -166,7 +166,7 @@ def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
     """
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
         for node in list(sub.graph.nodes):
-            if node.target is torch.ops.higher_order.flex_attention:
+            if is_flex_attention(node):
                 _note_flex(sub, node, part, parts)
             elif node.target in _SDPA:
                 _note(sub, node, part, parts)
@@ -196,13 +196,11 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
 
 
 def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
-    query, key, options = node.args[0], node.args[1], node.args[_OPTIONS]
-    outputs = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
-    if options.get("BACKEND") == "FLASH" or len(outputs) != 1:
-        raise UnknownAttention("flex_attention with BACKEND='FLASH' hands out no logits; use another backend")
+    query, key, *_ = node.args
     states, size, dims, own = _projected(query, key)
-    node.update_arg(_OPTIONS, {**options, "OUTPUT_MAX": True})
-    (out,) = outputs
+    if not flex_with_maxima(node):
+        raise UnknownAttention("flex_attention with BACKEND='FLASH' hands out no logits; use another backend")
+    (out,) = (user for user in node.users if user.target is operator.getitem and user.args[1] == 0)
     with gm.graph.inserting_after(out):
         maxima = gm.graph.call_function(operator.getitem, (node, 2))
     with gm.graph.inserting_after(maxima):
@@ -293,7 +291,7 @@ def _way(start: Node) -> Iterator[Node]:
 
 def _exchanged(start: Node) -> bool:
     """Whether ranks have exchanged positions for heads between the projection and ``start``."""
-    return any(node.target is torch.ops.higher_order.autograd_function_apply for node in _way(start))
+    return any(map(is_autograd_function, _way(start)))
 
 
 def _sources(start: Node) -> Iterator[_Source]:

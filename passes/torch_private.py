@@ -31,10 +31,13 @@ __all__ = [
     "expected_size",
     "fake_group",
     "fake_mode_of",
+    "flex_with_maxima",
     "flop_formula",
     "flattened",
     "fresh_context",
     "group_named",
+    "is_autograd_function",
+    "is_flex_attention",
     "make_partitioner",
     "mark_recompute",
     "mark_save",
@@ -224,6 +227,33 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry.get(getattr(target, "overloadpacket", target))
+
+
+#: of FlexAttention's arguments in Dynamo's graph, what its kernel is told
+_FLEX_OPTIONS = 6
+
+
+def is_flex_attention(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is FlexAttention, of ``(query, key, value, ...)``."""
+    return node.target is torch.ops.higher_order.flex_attention
+
+
+def flex_with_maxima(node: torch.fx.Node) -> bool:
+    """Have FlexAttention's kernel make its third output: the largest logit of each row, in powers of two.
+
+    Returns:
+        Whether it can; FlashAttention's cannot.
+    """
+    options: Any = node.args[_FLEX_OPTIONS]
+    if options["BACKEND"] == "FLASH":
+        return False
+    node.update_arg(_FLEX_OPTIONS, {**options, "OUTPUT_MAX": True})
+    return True
+
+
+def is_autograd_function(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is a ``torch.autograd.Function``."""
+    return node.target is torch.ops.higher_order.autograd_function_apply
 
 
 def collective_failed(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import pickle
 from datetime import timedelta
 
@@ -367,6 +368,44 @@ def test_a_group_has_a_store_that_can_be_shared(tmp_path):
         assert one is not other
     finally:
         dist.destroy_process_group()
+
+
+def test_flex_attention_hands_out_the_largest_logits_of_rows():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    def attend(q, k, v):
+        return flex_attention(Doubled.apply(q).detach(), k, v)  # a CPU has no backward of it
+
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    torch.compile(attend, backend=backend)(q.requires_grad_(), k, v)
+    (gm,) = graphs
+    nodes = list(gm.graph.nodes)
+    (flex,) = filter(private.is_flex_attention, nodes)
+    assert any(map(private.is_autograd_function, nodes)), moved("autograd_function_apply", "is called otherwise")
+    assert private.flex_with_maxima(flex) and flex.args[6]["OUTPUT_MAX"], moved("flex_attention", "has other arguments")
+    flex.update_arg(6, {**flex.args[6], "BACKEND": "FLASH"})
+    assert not private.flex_with_maxima(flex)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 5, 5, device="cpu").as_tuple()
+    found = torch.ops.higher_order.flex_attention(q, k, v, lambda x, *_: x, mask, 0.5, {})
+    logits = (0.5 * q @ k.mT).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf).amax(-1)
+    torch.testing.assert_close(
+        found[2] * math.log(2), logits, msg=moved("flex_attention", "counts its maxima otherwise")
+    )
 
 
 def test_flop_formulas_are_found_by_overload():
