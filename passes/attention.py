@@ -256,9 +256,14 @@ def _pieces(node: Node) -> list[Node]:
     return [written[start] for start in sorted(written)] or [node]
 
 
+def _is_part_of_split(node: Node) -> bool:
+    taken = node.target is operator.getitem and isinstance(node.args[1], int)
+    return taken and "split" in str(getattr(node.args[0], "target", ""))
+
+
 def _is_first_part(node: Node) -> bool:
     """Whether ``node`` is the beginning of what was split along its last dim."""
-    while node.target is not operator.getitem or "split" not in str(getattr(node.args[0], "target", "")):
+    while not _is_part_of_split(node):
         if len(node.all_input_nodes) != 1:
             return False
         node = node.all_input_nodes[0]
@@ -280,7 +285,7 @@ def _way(start: Node) -> Iterator[Node]:
         yield node
         if node.target in _PRODUCTS:
             continue
-        if node.target is operator.getitem and "split" in str(getattr(node.args[0], "target", "")):
+        if _is_part_of_split(node):
             outputs = node.args[0].meta["example_value"]
             index, widths = node.args[1], tuple(each.shape[-1] for each in outputs)
         sources = node.all_input_nodes
