@@ -1,6 +1,6 @@
-// Several ranks on one machine: their collectives meet in files that all of them map. A collective is complete once every
-// rank of its communicator has asked for it; who asks for another one than the others ends with what each asked for.
-// Small ones carry their data, as numbers and objects that the host reads; of the rest only sizes are compared.
+// Several ranks on one machine: their collectives meet in files that all of them map. A collective is complete once
+// every rank of its communicator has asked for it; who asks for another one than the others ends with what each asked
+// for. Small ones carry their data, as numbers and objects that the host reads; of the rest only sizes are compared.
 #pragma once
 #include <fcntl.h>
 #include <nccl.h>
@@ -57,8 +57,11 @@ struct ncclComm {
   std::vector<uint64_t> sent, taken;
 
   std::atomic<int>& joined() { return *(std::atomic<int>*)mapped; }
+  std::atomic<int>& failed() { return ((std::atomic<int>*)mapped)[1]; }
   ranks::Side& side(int r) { return ((ranks::Side*)(mapped + 64))[r]; }
-  ranks::Pair& pair(int from, int to) { return ((ranks::Pair*)(mapped + 64 + size * sizeof(ranks::Side)))[from * size + to]; }
+  ranks::Pair& pair(int from, int to) {
+    return ((ranks::Pair*)(mapped + 64 + size * sizeof(ranks::Side)))[from * size + to];
+  }
   char* slot(int r, uint64_t number) {
     char* slots = mapped + 64 + size * sizeof(ranks::Side) + size * size * sizeof(ranks::Pair);
     return slots + (r * ranks::RING + number % ranks::RING) * ranks::SLOT;
@@ -68,7 +71,7 @@ struct ncclComm {
 namespace ranks {
 typedef std::lock_guard<std::recursive_mutex> Guard;
 std::vector<ncclComm*> comms;
-//: how far each of a communicator's queues has to be: 0 for collectives, 1 + peer for sends, 1 + size + peer for receives
+// How far each of a communicator's queues has to be: 0 of collectives, 1 + peer of sends, 1 + size + peer of receives.
 typedef std::map<std::pair<ncclComm*, int>, uint64_t> Needs;
 
 inline void need(Needs& into, const Needs& from) {
@@ -116,14 +119,19 @@ inline void reduce(char* to, const char* from, size_t bytes, ncclDataType_t type
   }
 }
 
+inline void give_up(ncclComm* c) {
+  fflush(stderr);
+  c->failed() = 1;
+  _exit(66);
+}
+
 inline void end(ncclComm* c, const char* why, uint64_t number) {
   for (int r = 0; r < c->size; r++) {
     Entry& e = c->side(r).ring[number % RING];
     fprintf(stderr, "rehearse: %s: collective %llu of communicator %s: rank %d asked for %s of %llu bytes\n", why,
             (unsigned long long)number, c->key.c_str(), r, e.name, (unsigned long long)e.sent);
   }
-  fflush(stderr);
-  _exit(66);
+  give_up(c);
 }
 
 inline void complete(ncclComm* c) {
@@ -154,13 +162,15 @@ inline void complete(ncclComm* c) {
 
 inline void progress() {
   Guard g(lock);
-  for (auto c : comms)
+  for (auto c : comms) {
+    if (c->failed()) _exit(66);  // the other one has said why
     while (!c->asked.empty()) {
       bool all = true;
       for (int r = 0; r < c->size; r++) all = all && c->side(r).posted > c->completed;
       if (!all) break;
       complete(c);
     }
+  }
 }
 
 inline bool done(const Needs& needs) {
@@ -217,10 +227,10 @@ inline Needs post(ncclComm* c, bool sends, int peer, size_t bytes) {
   std::atomic<uint64_t>&mine = sends ? pair.sent : pair.taken, &theirs = sends ? pair.taken : pair.sent;
   mine = number + 1;
   if (theirs > number && pair.sizes[0][number % RING] != pair.sizes[1][number % RING]) {
-    fprintf(stderr, "rehearse: rank %d %s %zu bytes, rank %d has %llu\n", c->rank, sends ? "sends" : "takes", bytes, peer,
-            (unsigned long long)pair.sizes[sends][number % RING]);
-    fflush(stderr);
-    _exit(66);
+    auto other = (unsigned long long)pair.sizes[sends][number % RING];
+    fprintf(stderr, "rehearse: rank %d %s %zu bytes, rank %d has %llu\n", c->rank, sends ? "sends" : "takes", bytes,
+            peer, other);
+    give_up(c);
   }
   return {{{c, sends ? 1 + peer : 1 + c->size + peer}, number + 1}};
 }
