@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from compile_muon.assembly import assemble, warn_of_half_masters
+from compile_muon.assembly import Assembled, assemble, warn_of_half_masters
 from compile_muon.config import (
     ARGUMENTS,
     AdamWConfig,
@@ -159,7 +159,7 @@ class MuonZero(Optimizer):
     ) -> None:
         groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init)
+        self._setup(assemble(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init))
 
     @classmethod
     def from_config(
@@ -175,11 +175,10 @@ class MuonZero(Optimizer):
     ) -> MuonZero:
         """The same from a resolved :class:`Config`."""
         self = cls.__new__(cls)
-        self._setup(model, config, mesh, process_group, norm_group, weights, init)
+        self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init))
         return self
 
-    def _setup(self, *given: Any) -> None:
-        made = assemble(*given)
+    def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
         self._ledger, self._assignments, self._ownership = made.ledger, made.assignments, made.ownership
         self._mesh, self._group, self._stages, self._sequence = made.mesh, made.group, made.stages, made.sequence

@@ -71,47 +71,50 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
     return found
 
 
+def _keep(
+    holder: Any, largest: Tensor, key_state: Tensor, size: int, dims: list[int], own: int, part: int, parts: int
+) -> None:
+    """Tell the holder of the state of the queries' weight.
+
+    Args:
+        largest: ``[heads]``, of this rank.
+        size: of a head.
+        dims: of the weights of queries and keys, that their heads lie along.
+        own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
+        part, parts: which of how many equal parts of all heads these are.
+    """
+    of_all = largest.new_full((parts, len(largest)), -math.inf)
+    of_all[part] = largest
+    holder.note_logits(key_state, of_all.flatten(), size, dims, own)
+
+
+def _hands_on(op: Any) -> None:
+    """Register what autograd and traces are to know of an op that gives its first argument again."""
+    op.register_fake(lambda first, *args: torch.empty_like(first, memory_format=torch.preserve_format))
+    others = len(op._opoverload._schema.arguments) - 1
+    op.register_autograd(lambda ctx, grad: (grad, *[None] * others))
+
+
 @torch.library.custom_op("muon_zero::note_logits", mutates_args=())
 def note_logits(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
-    query_state: Tensor,
-    key_state: Tensor,
     scale: float,
     causal: bool,
+    query_state: Tensor,
+    key_state: Tensor,
+    size: int,
     dims: list[int],
     own: int,
     part: int,
     parts: int,
 ) -> Tensor:
-    """The queries again; what was found goes to the holder of their weight's state.
-
-    Args:
-        dims: of the weights of queries and keys, that their heads lie along.
-        own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
-        part, parts: which of how many equal parts of all heads these are.
-    """
-    holder = holder_of(query_state)
-    if holder is not None:
-        largest = _among(largest_logits(query, key, mask, scale, causal), part, parts)
-        holder.note_logits(key_state, largest, query.shape[-1], dims, own)
+    """The queries again; their largest logits are kept, see :func:`_keep`."""
+    if (holder := holder_of(query_state)) is not None:
+        largest = largest_logits(query, key, mask, scale, causal)
+        _keep(holder, largest, key_state, size, dims, own, part, parts)
     return query.clone()
-
-
-def _among(largest: Tensor, part: int, parts: int) -> Tensor:
-    """Of all heads, -inf for those of other ranks."""
-    found = largest.new_full((parts, len(largest)), -math.inf)
-    found[part] = largest
-    return found.flatten()
-
-
-@note_logits.register_fake
-def _(query: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.preserve_format)
-
-
-note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 10))
 
 
 @torch.library.custom_op("muon_zero::note_maxima", mutates_args=())
@@ -126,26 +129,18 @@ def note_maxima(
     part: int,
     parts: int,
 ) -> Tensor:
-    """What FlexAttention makes, again; its largest logits go to the holder of the state of the queries' weight.
+    """What FlexAttention makes, again; its largest logits are kept, see :func:`_keep`.
 
     Args:
         maxima: ``[B, heads, rows]``, in powers of two as its kernel counts them, behind ``score_mod`` and mask.
-        size: of a head.
-        dims, own, part, parts: as for ``note_logits``.
     """
-    holder = holder_of(query_state)
-    if holder is not None:
-        largest = _among(maxima.float().amax((0, 2)) * math.log(2), part, parts)
-        holder.note_logits(key_state, largest, size, dims, own)
+    if (holder := holder_of(query_state)) is not None:
+        _keep(holder, maxima.float().amax((0, 2)) * math.log(2), key_state, size, dims, own, part, parts)
     return out.clone()
 
 
-@note_maxima.register_fake
-def _(out: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(out, memory_format=torch.preserve_format)
-
-
-note_maxima.register_autograd(lambda ctx, grad: (grad, *[None] * 8))
+_hands_on(note_logits)
+_hands_on(note_maxima)
 
 
 @dataclass(frozen=True)
@@ -177,17 +172,13 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     query, key = given["query"], given["key"]
-    states, size, dims, own = _projected(query, key)
-    heads = (part, parts) if _exchanged(query) else (0, 1)
-    scale = given.get("scale")
+    told, scale = _told(query, key, part, parts), given.get("scale")
+    scale = 1 / math.sqrt(query.meta["example_value"].shape[-1]) if scale is None else float(scale)
     with gm.graph.inserting_before(node):
         noted = gm.graph.call_function(
             torch.ops.muon_zero.note_logits.default,
-            (
-                query, key, given.get("attn_mask"), *states, 1 / math.sqrt(size) if scale is None else float(scale),
-                bool(given.get("is_causal", False)), dims, own, *heads,
-            ),
-        )  # fmt: skip
+            (query, key, given.get("attn_mask"), scale, bool(given.get("is_causal", False)), *told),
+        )
     noted.meta["example_value"] = query.meta["example_value"]
     if "query" in node.kwargs:
         node.update_kwarg("query", noted)
@@ -197,21 +188,20 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
 
 def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     query, key, *_ = node.args
-    states, size, dims, own = _projected(query, key)
+    told = _told(query, key, part, parts)
     if not flex_with_maxima(node):
         raise UnknownAttention("flex_attention with BACKEND='FLASH' hands out no logits; use another backend")
     (out,) = (user for user in node.users if user.target is operator.getitem and user.args[1] == 0)
     with gm.graph.inserting_after(out):
         maxima = gm.graph.call_function(operator.getitem, (node, 2))
     with gm.graph.inserting_after(maxima):
-        given = (out, maxima, *states, size, dims, own, *((part, parts) if _exchanged(query) else (0, 1)))
-        noted = gm.graph.call_function(torch.ops.muon_zero.note_maxima.default, given)
+        noted = gm.graph.call_function(torch.ops.muon_zero.note_maxima.default, (out, maxima, *told))
     noted.meta["example_value"] = out.meta["example_value"]
     out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
 
 
-def _projected(query: Node, key: Node) -> tuple[list[Node], int, list[int], int]:
-    """The states of the weights of queries and keys, the size of a head, and as for ``note_logits`` dims and own."""
+def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
+    """What both ops are told of an attention of ``query`` and ``key``, from ``query_state`` on."""
     size = own = query.meta["example_value"].shape[-1]
     queries, keys = set(_weights_of(query)), set(_weights_of(key))
     if len(keys) == 2:  # noqa: PLR2004 - multi-head latent attention: what is of each head, and what all heads share
@@ -226,7 +216,8 @@ def _projected(query: Node, key: Node) -> tuple[list[Node], int, list[int], int]
         if len(weights) != 1:
             raise UnknownAttention(f"{what} come from {len(weights)} weights, where the rows of one are scaled")
     sources = [*queries, *keys]
-    return [source.state for source in sources], size, [source.dim for source in sources], own
+    heads = (part, parts) if _exchanged(query) else (0, 1)
+    return (*(source.state for source in sources), size, [source.dim for source in sources], own, *heads)
 
 
 def _weights_of(start: Node) -> Iterator[_Source]:

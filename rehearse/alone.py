@@ -28,6 +28,7 @@ class Alone:
     """
 
     def __init__(self, device: Device, *, alone: bool = True) -> None:
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
         self._device = device
         self._touches: Touches | None = None
         self._survey()

@@ -10,7 +10,7 @@ from typing import Any
 
 from order import Op
 
-__all__ = ["BUDGETS", "CASES", "Case", "Figures", "over", "sent_bytes"]
+__all__ = ["BUDGETS", "CASES", "SHARED", "Case", "Figures", "over", "sent_bytes"]
 
 _PLAIN = str.maketrans("", "", "{}'\"")
 
@@ -69,7 +69,7 @@ _DIGEST = 16
 #: of buckets: they have to take turns
 _FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 20}
 #: numbers are not compared: the device computes none
-_SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
+SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
 CASES = (
     *(Case(stage, world) for stage in range(4) for world in (1, 4)),
     *(Case(stage, 4, params={"checks": "next_step"}) for stage in (1, 3)),
@@ -84,9 +84,9 @@ CASES = (
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
     *(Case(stage, 4, params={"checks": "next_step", "offload": _FEW}) for stage in (2, 3)),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
-    Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": _SHARED}),
+    Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(
-        Case(2, 4, dtype, params={"checks": "next_step"}, more={"sequence_parallel": {**_SHARED, "attention": "ring"}})
+        Case(2, 4, dtype, params={"checks": "next_step"}, more={"sequence_parallel": {**SHARED, "attention": "ring"}})
         for dtype in ("bf16", "fp32")
     ),
 )

@@ -79,7 +79,6 @@ struct Event {
   bool recorded;
   ranks::Needs needs;
 };
-ranks::Needs needs_of(void* stream);
 std::vector<Stream*> streams;
 Stream* default_stream() {
   if (streams.empty()) streams.push_back(new Stream{0, 0, 0, false, {}, 0, {}});

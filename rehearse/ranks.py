@@ -28,20 +28,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from alone import Alone
-from cases import Case
+from cases import SHARED, Case
 from device import Device
 
 STEPS = 4
 #: seconds that PyTorch gives a collective where one rank is made to fail
 SHORT = 10
-_SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
 CASES = (
     *(Case(stage, 2) for stage in range(4)),
     Case(3, 2, params={"checks": "next_step"}, more={"gradient_clipping": 1.0}),
     Case(2, 2, more={"gradient_accumulation_steps": 2}),
     Case(3, 4, more={"mesh": {"replicate": 2, "shard": 2}}),
-    Case(2, 4, params={"checks": "next_step"}, more={"sequence_parallel": _SHARED}),
-    Case(3, 2, params={"checks": "next_step"}, more={"sequence_parallel": {**_SHARED, "attention": "ring"}}),
+    Case(2, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
+    Case(3, 2, params={"checks": "next_step"}, more={"sequence_parallel": {**SHARED, "attention": "ring"}}),
 )
 
 
@@ -97,10 +96,10 @@ def rehearsed(case: Case, fault: str = "") -> tuple[list[Any], list[str]]:
         processes = []
         for rank in range(case.world):
             command = [sys.executable, __file__, "--rank", str(rank), "--case", case.name, "--fault", fault]
-            errors = (Path(folder) / f"stderr{rank}").open("w")
             # PyTorch's watchdog would write what it knows for a minute before it ends the process.
             environment = os.environ | {"REHEARSE_RANKS": folder, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
-            processes.append(subprocess.Popen(command, stdout=errors, stderr=errors, env=environment))
+            with (Path(folder) / f"stderr{rank}").open("w") as errors:
+                processes.append(subprocess.Popen(command, stdout=errors, stderr=errors, env=environment))
         for process in processes:
             try:
                 process.wait(timeout=300)
@@ -127,7 +126,6 @@ def main() -> int:
         parser.add_argument(name, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
         (case,) = (case for case in CASES if case.name == options.case)
         told = train(case, int(options.rank), options.fault)
         Path(os.environ["REHEARSE_RANKS"], f"told{options.rank}").write_text(json.dumps(told))

@@ -243,7 +243,6 @@ def rehearsed(name: str) -> Any:
 
 def one(name: str) -> Any:
     """What :func:`rehearsed` is told, in that process."""
-    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN is the real one, which finds no device
     device = Device()
     alone = Alone(device)
     if name == "mistakes":

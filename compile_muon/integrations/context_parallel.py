@@ -18,7 +18,7 @@ from compile_muon.errors import ConfigError, config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import from_heads, to_heads
 
-__all__ = ["exchange_heads", "problems"]
+__all__ = ["exchange_heads", "problem_of"]
 
 _FIELD = "parallelism.context_parallel_degree"
 _INNER = (FlexAttention, ScaledDotProductAttention)
@@ -29,27 +29,25 @@ def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, module) for path, module in model.named_modules() if hasattr(module, "inner_attention"))
 
 
-def problems(model: Any, degree: int) -> list[ConfigError]:
-    """What of a decoder does not work on a part of the positions, or not with some of the heads."""
-    errors = []
+def problem_of(model: Any, degree: int) -> ConfigError | None:
+    """The first thing in a decoder that does not work on a part of the positions, or with some of the heads."""
     remedy = "set it to 1"
     for path, block in model.layers.named_children():
         if not any(True for _ in _attentions(block)):
             problem = f"needs attention in every block, and layers.{path} ({type(block).__name__}) has none"
-            errors.append(config_error(_FIELD, degree, problem, remedy))
+            return config_error(_FIELD, degree, problem, remedy)
     for path, module in _attentions(model):
-        kind = type(module.inner_attention).__name__
         heads = getattr(module, "n_heads", degree)
         if not isinstance(module.inner_attention, _INNER):
+            kind = type(module.inner_attention).__name__
             problem = f"needs FlexAttention or ScaledDotProductAttention, and {path} has {kind}"
-            errors.append(config_error(_FIELD, degree, problem, remedy))
-        elif hasattr(module, "sinks"):
+            return config_error(_FIELD, degree, problem, remedy)
+        if hasattr(module, "sinks"):
             problem = f"gives a rank some of the heads, and {path} adds sinks of all of them"
-            errors.append(config_error(_FIELD, degree, problem, remedy))
-        elif heads % degree:
-            problem = f"does not divide the {heads} heads of {path}"
-            errors.append(config_error(_FIELD, degree, problem, "use a divisor of them"))
-    return errors[:1]  # blocks are alike
+            return config_error(_FIELD, degree, problem, remedy)
+        if heads % degree:
+            return config_error(_FIELD, degree, f"does not divide the {heads} heads of {path}", "use a divisor of them")
+    return None
 
 
 def exchange_heads(model: Any, mesh: DeviceMesh) -> None:

@@ -34,7 +34,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, join_errors
 from compile_muon.initialize import initialize
 from compile_muon.integrations.common import Source, filled
-from compile_muon.integrations.context_parallel import exchange_heads, problems
+from compile_muon.integrations.context_parallel import exchange_heads, problem_of
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["MuonOptimizers", "parallelize", "with_muon"]
@@ -245,8 +245,8 @@ def parallelize(
     if not errors and not isinstance(head, nn.Module):
         remedy = "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"
         errors.append(config_error("model_spec.model", kind, "has no lm_head, through which its loss goes", remedy))
-    elif degree > 1:
-        errors += problems(model, degree)
+    elif degree > 1 and (problem := problem_of(model, degree)) is not None:
+        errors.append(problem)
     if errors:
         raise join_errors(errors)
     ranks = dist.get_world_size()

@@ -18,7 +18,7 @@ from compile_muon.errors import LedgerError, by_rank, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs, gather_start
-from compile_muon.passes.exchange.packing import pack
+from compile_muon.passes.exchange.packing import pack, unpack_into
 from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
 from compile_muon.passes.half.buckets import group_neighbours
 from compile_muon.passes.layout import Axis
@@ -205,8 +205,7 @@ class Refresh:
                 through.append((replica, rows[-1].view(-1)[: replica.numel()].view(replica.shape), own))
             else:  # none of it is the shard's own memory, and no rank's part is padded
                 rows.append(replica.detach().view(world, width))
-        # With out= it is one kernel on CUDA, without one for each piece.
-        torch.split_with_sizes_copy(self.received.view(world, -1), self.gather.widths, 1, out=rows)
+        unpack_into(self.received, rows)
         for replica, weight, own in through:
             replica[: own.start].copy_(weight[: own.start])
             replica[own.stop :].copy_(weight[own.stop :])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..spec import decode_dtype
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "unpack", "unpack_into"]
 
 # Not custom_op, whose wrappers cost the host some 90 microseconds a call beside 13: every bucket of a step is packed
 # and unpacked once.
@@ -46,10 +46,8 @@ def _(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divis
 
 @torch.library.impl(_LIBRARY, "unpack", "CompositeExplicitAutograd")
 def _unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], world: int) -> list[Tensor]:
-    # With out= it is one kernel on CUDA, without one for each piece.
     pieces = [flat.new_empty(world * width) for width in widths]
-    rows = [piece.view(world, width) for piece, width in zip(pieces, widths, strict=True)]
-    torch.split_with_sizes_copy(flat.view(world, -1), list(widths), 1, out=rows)
+    unpack_into(flat, [piece.view(world, width) for piece, width in zip(pieces, widths, strict=True)])
     return [x if x.numel() == numel else x[:numel] for x, numel in zip(pieces, numels, strict=True)]
 
 
@@ -69,6 +67,12 @@ def pack(
         divisor: the buffer is divided by it.
     """
     return torch.ops.muon_zero.pack(list(xs), list(widths), world, str(dtype).removeprefix("torch."), float(divisor))
+
+
+def unpack_into(flat: Tensor, rows: Sequence[Tensor]) -> None:
+    """The same into tensors that are there, ``[world, widths[i]]`` each; not for graphs."""
+    # With out= it is one kernel on CUDA, without one for each piece.
+    torch.split_with_sizes_copy(flat.view(len(rows[0]), -1), [x.shape[1] for x in rows], 1, out=list(rows))
 
 
 def unpack(flat: Tensor, widths: Sequence[int], numels: Sequence[int], *, world: int = 1) -> list[Tensor]:
