@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from compile_muon.assembly import Assembled, assemble, warn_of_half_masters
@@ -31,16 +30,14 @@ from compile_muon.config import (
     config_from_kwargs,
 )
 from compile_muon.config.groups import GroupConfig, named_groups
-from compile_muon.errors import LedgerError, config_error
+from compile_muon.config.lr_schedule import check_stepped
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group
 from compile_muon.model.mesh import DataPlace, Mesh
-from compile_muon.model.readers import place_of_another
-from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, spec_of
+from compile_muon.model.readers import refuse_states_of_another
+from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import start_refresh
-from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.step import Step
 from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
@@ -203,10 +200,6 @@ class MuonZero(Optimizer):
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
-    @property
-    def _muon(self) -> list[Account]:
-        return self._steps.muon
-
     def _param_group(self, group: Group) -> dict[str, Any]:
         by_name = {account.name: account.param for account in self._ledger.accounts}
         named = [(name, by_name[name]) for name in group.members]
@@ -255,28 +248,16 @@ class MuonZero(Optimizer):
             with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
         self.check()
-        counters, home = self._ledger.counters, self._steps.home
+        counters, home, mesh = self._ledger.counters, self._steps.home, self._mesh
         disk = (0, 0) if home is None else home.disk_bytes
-        rates: dict[str, float] = {}
-        for group in self.param_groups:
-            rates.setdefault(f"{group['algorithm']}_lr", float(group["lr"]))
-        several = self._mesh is not None and len(self._mesh.names) > 1
-        by_axis = {f"bytes_sent_{axis}": sent for axis, sent in counters.traffic.by_axis if several}
         return {
             "grad_norm": self._steps.norm,
             **({} if (logit := self._steps.max_logit) is None else {"max_logit": float(logit)}),
-            **rates,
-            "bytes_sent": counters.traffic.bytes_sent,
-            **by_axis,
-            "directions_speculated": counters.speculated,
-            "directions_used": counters.used,
-            "directions_discarded": counters.discarded,
-            "directions_in_step": counters.in_step,
-            "newton_schulz_matrices": counters.traffic.matrices,
-            "newton_schulz_calls": counters.traffic.calls,
-            "skipped_steps": counters.skipped,
+            # The first group of a method tells its rate.
+            **{f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)},
+            **counters.numbers(by_axis=mesh is not None and len(mesh.names) > 1),
             "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
-            "communicators": 0 if self._mesh is None else self._mesh.process_groups,
+            "communicators": 0 if mesh is None else mesh.process_groups,
             **({"disk_bytes_read": disk[0], "disk_bytes_written": disk[1]} if any(disk) else {}),
         }
 
@@ -323,25 +304,14 @@ class MuonZero(Optimizer):
         others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
         with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
             self.check()
-            self._check_schedule()
+            if self.scheduler is not None:
+                check_stepped(self.scheduler, self._scheduled)
             self._unfreeze()
             if self._sequence is not None and self._compares:
                 check_first(self._sequence)
             if self._steps.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
-
-    def _check_schedule(self) -> None:
-        """DeepSpeed's engine steps the schedule of its configuration behind each step of the optimizer; a loop must.
-
-        Raises:
-            ConfigError: it did not.
-        """
-        if self.scheduler is not None and self.scheduler.last_epoch == self._scheduled:
-            raise config_error(
-                "scheduler", type(self.config.scheduler).__name__, "was not stepped since the last optimizer.step()",
-                "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
-            )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and what was made from them."""
@@ -382,24 +352,20 @@ class MuonZero(Optimizer):
             return
         self._ledger.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(accounts, self._group if self._compares else None)
-        names, by_name = [account.name for account in accounts], {account.name: account for account in accounts}
-        partial, device = self._stages is not None, self._hyper.device
+        names, partial = [account.name for account in accounts], self._stages is not None
         assignments, groups = plan_unfrozen(self._ownership.model, self.config, names, own, partial=partial)
         self._assignments |= assignments
         for group in groups:
-            joined = next((known for known in self.param_groups if known["name"] == group.name), None)
-            like = None if joined is None else self._steps.accounts[joined["params"][0]]
-            fresh = torch.empty_like(self._hyper)
-            for name in group.members:
-                account = by_name[name]
-                spec = spec_of(account, assignments[name], self.config, device)
-                account.take_up(spec, *((fresh, 0.0) if like is None else (like.hyper, like.factor)))
-            if joined is None:
-                super().add_param_group(self._param_group(group))
+            known = next((known for known in self.param_groups if known["name"] == group.name), None)
+            members = [account for account in accounts if account.name in group.members]
+            like = None if known is None else self._steps.accounts[known["params"][0]]
+            take_up(members, assignments, self.config, self._hyper, like)
+            added = self._param_group(group)
+            if known is None:
+                super().add_param_group(added)
             else:
-                added = self._param_group(group)["params"]
-                joined["params"] += [param for _, param in added]
-                joined["param_names"] += [name for name, _ in added]
+                known["params"] += [param for _, param in added["params"]]
+                known["param_names"] += [name for name, _ in added["params"]]
         warn_of_half_masters(accounts)
         self._steps.take_up(accounts, {group.name: group.method for group in groups})
         self._ownership.take_up(accounts)
@@ -410,22 +376,8 @@ class MuonZero(Optimizer):
         Raises:
             LedgerError: they are those of another rank; nothing is loaded.
         """
-        for slots in state_dict["state"].values():
-            for slot, value in slots.items():
-                owner = place_of_another(value) if isinstance(value, DTensor) else None
-                if owner is not None:
-                    raise LedgerError(
-                        f"{slot}: holds the rows of rank {owner} that it was saved by, and not this rank's; save with "
-                        "a Checkpointer, or load on each rank what it saved"
-                    )
+        refuse_states_of_another(state_dict)
         super().load_state_dict(state_dict)
-        for account in self._muon:
-            if account.spec.muon_settings.fetched:
-                continue
-            loaded = local_tensor(self.state[account.param]["momentum_buffer"])
-            with torch.no_grad():
-                account.momentum.copy_(loaded)
-            self.state[account.param]["momentum_buffer"] = account.momentum_buffer
         self.loaded()
 
     def loaded(self, steps: int | None = None) -> None:
@@ -437,10 +389,10 @@ class MuonZero(Optimizer):
         self._steps.pending = None  # of a step whose weights are gone
         if steps is not None:
             self._ledger.status.step = steps + 1
-        for account in self._muon:
+        for account in self._steps.muon:
             account.speculations.drop()
+        self._steps.own_momenta()
         if self._steps.home is not None:
-            self._steps.home.own()
             self._steps.home.loaded()
         self._steps.sync_momentum()
         self._ledger.count(start_refresh(self._ledger.accounts))

@@ -33,6 +33,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "check_rates",
+    "check_stepped",
 ]
 
 Rates = float | tuple[float, float]
@@ -110,6 +111,21 @@ class ScheduleConfig(Checked):
             # Unlike a lambda it can be pickled, and in a state it is an empty dict.
             shares.append(partial(_share, self, own, group.get("algorithm") in method_names(MatrixMethod)))
         return LambdaLR(optimizer, shares)
+
+
+def check_stepped(scheduler: LRScheduler, since: int | None) -> None:
+    """DeepSpeed's engine steps the schedule of its configuration behind each step of the optimizer; a loop must.
+
+    Args:
+        since: where it was in the last step.
+    Raises:
+        ConfigError: it did not.
+    """
+    if scheduler.last_epoch == since:
+        raise config_error(
+            "scheduler", scheduler.last_epoch, "was not stepped since the last optimizer.step()",
+            "call optimizer.scheduler.step() behind it, or set optimizer.scheduler = None",
+        )  # fmt: skip
 
 
 def _share(schedule: ScheduleConfig, own: float, muon: bool, step: int) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame
@@ -26,7 +26,7 @@ from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter
 
-__all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "place_of_another"]
+__all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
 _PREFIX = "_muon_zero_"
 _LOADING = "_loading_whole_tensors"
@@ -148,11 +148,11 @@ def _other_shard(account: Account, value: Tensor) -> str | None:
     if not isinstance(value, DTensor):
         return account.spec.layout.owner_of(tuple(value.shape))
     ours = isinstance(account.param, DTensor) and account.param.device_mesh == value.device_mesh
-    owner_place = place_of_another(value, gathered=not ours)
+    owner_place = _place_of_another(value, gathered=not ours)
     return None if owner_place is None else f"rank {owner_place}"
 
 
-def place_of_another(value: DTensor, *, gathered: bool = False) -> str | None:
+def _place_of_another(value: DTensor, *, gathered: bool = False) -> str | None:
     """The place in its mesh that a DTensor's rows belong to, if it is not this rank's: it was saved by another one.
 
     Args:
@@ -178,6 +178,20 @@ def place_of_another(value: DTensor, *, gathered: bool = False) -> str | None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         other = bool(flag.item())
     return owner if other else None
+
+
+def refuse_states_of_another(state_dict: Mapping[str, Any]) -> None:
+    """Refuse an optimizer's state dict that another rank saved.
+
+    Raises:
+        LedgerError: it is one.
+    """
+    for slot, value in (pair for slots in state_dict["state"].values() for pair in slots.items()):
+        if isinstance(value, DTensor) and (owner := _place_of_another(value)) is not None:
+            raise LedgerError(
+                f"{slot}: holds the rows of rank {owner} that it was saved by, and not this rank's; save with a "
+                "Checkpointer, or load on each rank what it saved"
+            )
 
 
 def _as_parameter(account: Account, value: Tensor) -> Tensor:

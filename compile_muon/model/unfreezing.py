@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
@@ -18,11 +18,10 @@ from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
-from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
 
-__all__ = ["agree_on", "group_of", "plan_unfrozen", "spec_of"]
+__all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 
 
 def group_of(
@@ -99,6 +98,20 @@ def plan_unfrozen(
     return {name: assignments[name] for name in names}, [group for group in groups if group.members]
 
 
-def spec_of(account: Account, assignment: Assignment, config: Config, device: torch.device) -> ParamSpec:
-    """The spec of a parameter that was frozen; it is laid out as it was, in the dtype it was in."""
-    return replace(account.spec, muon=muon_spec(assignment, config, device, account.spec.layout))
+def take_up(
+    accounts: Sequence[Account],
+    assignments: Mapping[str, Assignment],
+    config: Config,
+    hyper: Tensor,
+    like: Account | None,
+) -> None:
+    """Train these, of one group, from now on; they are laid out as they were, in the dtype they were in.
+
+    Args:
+        hyper: of another group.
+        like: another of their group, where they join one.
+    """
+    own = (torch.empty_like(hyper), 0.0) if like is None else (like.hyper, like.factor)
+    for account in accounts:
+        muon = muon_spec(assignments[account.name], config, hyper.device, account.spec.layout)
+        account.take_up(replace(account.spec, muon=muon), *own)

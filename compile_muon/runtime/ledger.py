@@ -57,6 +57,25 @@ class Counters:
         """Directions of backward graphs that no step applied, or not yet."""
         return self.speculated - self.used
 
+    def numbers(self, *, by_axis: bool) -> dict[str, float]:
+        """What :meth:`compile_muon.MuonZero.metrics` tells of them.
+
+        Args:
+            by_axis: whether bytes are told by axis of the mesh as well.
+        """
+        traffic = self.traffic
+        return {
+            "bytes_sent": traffic.bytes_sent,
+            **{f"bytes_sent_{axis}": sent for axis, sent in traffic.by_axis if by_axis},
+            "directions_speculated": self.speculated,
+            "directions_used": self.used,
+            "directions_discarded": self.discarded,
+            "directions_in_step": self.in_step,
+            "newton_schulz_matrices": traffic.matrices,
+            "newton_schulz_calls": traffic.calls,
+            "skipped_steps": self.skipped,
+        }
+
 
 @dataclass(eq=False)
 class Ledger:

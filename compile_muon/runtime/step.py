@@ -164,6 +164,7 @@ class Step:
                 for account in accounts:
                     account.factor = momentum
 
+    @torch.no_grad()
     def own_momenta(self) -> None:
         """States that users put into the optimizer's, as they may, become those that graphs read."""
         if self.home is not None:

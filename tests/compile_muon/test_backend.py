@@ -443,7 +443,7 @@ def first(out):
 @pytest.mark.parametrize("cls", [Breaks, Checkpointed, Tied, Buffers])
 def test_models(cls):
     optimizer = check_against_eager(cls)
-    assert optimizer.traffic.matrices == 3 * len(optimizer._muon)
+    assert optimizer.traffic.matrices == 3 * len(optimizer._steps.muon)
 
 
 def test_scalar_and_mixed_outputs():
@@ -520,7 +520,7 @@ def test_a_weight_that_is_read_by_itself_is_no_frame():
 def test_updates_in_backward_are_really_made_there():
     model, optimizer = built()
     torch.compile(model, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer._muon)
+    assert all(account.speculations.current is not None for account in optimizer._steps.muon)
     assert optimizer.traffic.matrices == 2
 
 
@@ -574,7 +574,7 @@ def test_autocast():
         return call
 
     optimizer = check_against_eager(wrap=in_autocast, atol=2e-3)
-    assert all(state.param.dtype is torch.float32 for state in optimizer._muon)
+    assert all(state.param.dtype is torch.float32 for state in optimizer._steps.muon)
 
 
 def test_bfloat16_parameters_with_float32_masters():

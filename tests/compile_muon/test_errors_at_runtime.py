@@ -60,7 +60,7 @@ class Lab:
     def frozen(self):
         """Copies of all parameters, momenta and AdamW state."""
         state = {i: copy.deepcopy(s) for i, s in self.optimizer.state_dict()["state"].items()}
-        momenta = [s.momentum.clone() for s in self.optimizer._muon]
+        momenta = [s.momentum.clone() for s in self.optimizer._steps.muon]
         return [p.detach().clone() for p in self.params.values()], state, momenta
 
     def assert_unchanged(self, before):
@@ -70,7 +70,7 @@ class Lab:
         for index, slots in self.optimizer.state_dict()["state"].items():
             for slot, value in slots.items():
                 assert same(value, state[index][slot]), (index, slot)
-        assert all(same(s.momentum, m) for s, m in zip(self.optimizer._muon, momenta, strict=True))
+        assert all(same(s.momentum, m) for s, m in zip(self.optimizer._steps.muon, momenta, strict=True))
 
     def recovers(self):
         """After zero_grad() training goes on exactly as if the bad step had never been tried."""
@@ -286,7 +286,7 @@ def test_a_direction_that_is_not_finite_is_not_committed(update, monkeypatch):
     lab = Lab(update=update)
     diverge(lab, monkeypatch)
     lab.loss().backward()
-    for account in lab.optimizer._muon:
+    for account in lab.optimizer._steps.muon:
         made = account.speculations.current
         assert (made is not None) == (update == "auto")
         if made is not None:
@@ -400,10 +400,12 @@ def test_a_matrix_without_gradient_is_skipped(update):
     lab.params["a.weight"].grad = None
     params, _, momenta = lab.frozen()
     lab.optimizer.step()
-    names = [s.name for s in lab.optimizer._muon]
+    names = [s.name for s in lab.optimizer._steps.muon]
     assert torch.equal(lab.params["a.weight"], params[0])
-    assert torch.equal(lab.optimizer._muon[names.index("a.weight")].momentum, momenta[names.index("a.weight")])
-    assert not torch.equal(lab.optimizer._muon[names.index("b.weight")].momentum, momenta[names.index("b.weight")])
+    assert torch.equal(lab.optimizer._steps.muon[names.index("a.weight")].momentum, momenta[names.index("a.weight")])
+    assert not torch.equal(
+        lab.optimizer._steps.muon[names.index("b.weight")].momentum, momenta[names.index("b.weight")]
+    )
     assert not torch.equal(lab.params["b.weight"], params[list(lab.params).index("b.weight")])
 
 
@@ -433,7 +435,7 @@ def test_the_model_outlives_the_variable_that_held_its_optimizer():
 def test_a_weight_without_an_optimizer_is_refused():
     """What a graph gets when a module was taken apart: no account, no silent training."""
     lab = Lab()
-    account = lab.optimizer._muon[0]
+    account = lab.optimizer._steps.muon[0]
     delattr(account.momentum, "_muon_zero_holder")
     with pytest.raises(MuonZeroError, match=r"belongs to no MuonZero optimizer.*call compile_muon\.MuonZero"):
         lab.loss()
@@ -473,7 +475,7 @@ def test_a_deep_copy_can_be_trained_by_a_new_optimizer():
     twin = copy.deepcopy(lab.model)
     optimizer = MuonZero(twin, ns_dtype="float32", ns_method="standard")
     torch.compile(twin, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer._muon)
+    assert all(account.speculations.current is not None for account in optimizer._steps.muon)
     optimizer.step()
     plain = Net()
     plain.load_state_dict(lab.model.state_dict())

@@ -75,7 +75,7 @@ def load_whole_and_sharded(stage: int) -> None:
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
     params = dict(model.named_parameters())
-    momenta = [account.momentum.clone() for account in optimizer._muon]
+    momenta = [account.momentum.clone() for account in optimizer._steps.muon]
     for assign in (False, True):
         for seed, dtype in ((3, torch.float32), (4, torch.bfloat16)):
             whole = {
@@ -95,7 +95,7 @@ def load_whole_and_sharded(stage: int) -> None:
         model.load_state_dict(other.state_dict(), assign=assign)
         same(model, values(other), run)
     assert all(p is params[name] for name, p in model.named_parameters())
-    assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer._muon, momenta, strict=True))
+    assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer._steps.muon, momenta, strict=True))
     step(model, optimizer, run)
 
 

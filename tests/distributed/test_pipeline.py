@@ -210,7 +210,12 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
     far |= {name: error for name, error in errors.items() if not error <= 1e-5}
     if mine.optimizer._ledger.balance():
         far["visits owed"] = mine.optimizer._ledger.balance()
-    return far, {**mine.optimizer.metrics(), "norms": norms, "gathers": gathers, "matrices": len(mine.optimizer._muon)}
+    return far, {
+        **mine.optimizer.metrics(),
+        "norms": norms,
+        "gathers": gathers,
+        "matrices": len(mine.optimizer._steps.muon),
+    }
 
 
 def check(found: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -284,7 +289,7 @@ def spoil(mine: Trained, what: str) -> None:
     elif what == "rate" and mine.stage == 0:
         mine.optimizer.param_groups[0]["lr"] = float("inf")
     elif what == "held" and mine.stage == 1:
-        account = next(account for account in mine.optimizer._muon if account.name == "blocks.1.up.weight")
+        account = next(account for account in mine.optimizer._steps.muon if account.name == "blocks.1.up.weight")
         made = account.speculations.current
         assert made is not None
         account.speculations.make(made._replace(direction=made.direction * float("inf")))
@@ -324,7 +329,7 @@ def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[s
         said[what] = mine.step()
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         mine.optimizer.zero_grad()
-        if mine.optimizer._muon:
+        if mine.optimizer._steps.muon:
             mine.optimizer.param_groups[0]["lr"] = LR
         mine.backward(2 * step + 1)
         assert mine.step() == ""

@@ -111,10 +111,10 @@ def there_and_back(stage: int, folder: str) -> None:
         net(4).load_state_dict(state)
     other, other_optimizer = sharded(stage, seed=5)
     train(other, other_optimizer)
-    moments = [account.momentum.clone() for account in other_optimizer._muon]
+    moments = [account.momentum.clone() for account in other_optimizer._steps.muon]
     compile_muon.load_full_state_dict(other, state if rank == 0 else None)
     same(whole(other), expected)
-    assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer._muon, moments, strict=True))
+    assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer._steps.muon, moments, strict=True))
     for account in other_optimizer._ledger.accounts:  # what the model computes with is new, too
         if account.replica is not None:
             account.await_refresh()
