@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from compile_muon.passes.formulas import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows, weight_bytes_by_axis
+from compile_muon.passes.formulas import OVER_ALL, activation_bytes, bytes_by_axis, padded_rows
 
 BFLOAT16, FLOAT32 = 2, 4
 
@@ -191,7 +191,7 @@ def _weight_traffic(weight: Weight, mesh: Mesh, stage: int, over: str) -> Counte
 
     def send(collective: str, purpose: str) -> None:
         for axis, padded in rows_over.items():
-            found = weight_bytes_by_axis(collective, padded, row, **size, itemsize=BFLOAT16)
+            found = bytes_by_axis(collective, padded, row, **size, itemsize=BFLOAT16)
             sent[names[axis], purpose] += round(found.get(axis, 0))
 
     # forward and backward; or the refresh

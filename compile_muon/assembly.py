@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules
 from compile_muon.model.views import with_views
-from compile_muon.offload import Home, states_away, with_fetches
+from compile_muon.offload import Home
+from compile_muon.passes.methods import MatrixMethod
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import backend_of
@@ -86,7 +87,8 @@ def assemble(
     check_modules(model)
     values = Values.of(model, weights, init)
     meta = values is not None and values.meta
-    device = target_device(mesh, process_group) if meta else _device_of(model)
+    here = next((param.device for param in model.parameters()), torch.device("cpu"))  # assign() requires it to be one
+    device = target_device(mesh, process_group) if meta else here
     zero, experts = config.zero, config.expert_parallel
     ranks = resolve_mesh(
         mesh,
@@ -113,8 +115,8 @@ def assemble(
     )
     assignments = with_views(config, assignments, model)
     groups = plan_groups(config, assignments, model)
-    away = states_away(config, groups, model)
-    assignments = with_fetches(config, assignments, away)
+    away = _states_away(config, groups, model)
+    assignments = _with_fetches(config, assignments, away)
     stages = None
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
@@ -167,8 +169,36 @@ def warn_of_half_masters(trained: Sequence[Account]) -> None:
         )
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    """Of its parameters, which :func:`assign` requires to be one."""
-    for param in model.parameters():
-        return param.device
-    return torch.device("cpu")
+def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> frozenset[str]:
+    """Parameters whose states are offloaded, the same on every rank.
+
+    Where ``ratio`` keeps a part beside its parameters: a moment travels in and out once a step, a momentum in once
+    more, so moments save more bytes for each that travels; of equals the largest go.
+    """
+    offload = config.zero.offload
+    if offload is None:
+        return frozenset()
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    candidates = []
+    for group in groups:
+        matrices = isinstance(group.method, MatrixMethod)
+        slots = sum(state.each == "element" for state in group.method.states) + (matrices and offload.momentum)
+        candidates += [(matrices, -slots * sizes[name], name) for name in group.members if slots]
+    left = offload.ratio * sum(-size for _, size, _ in candidates)
+    chosen = []
+    for _, size, name in sorted(candidates):
+        if left <= 0:
+            break
+        chosen.append(name)
+        left += size
+    return frozenset(chosen)
+
+
+def _with_fetches(config: Config, assignments: Mapping[str, Assignment], away: frozenset[str]) -> dict[str, Assignment]:
+    """The assignments, with those noted whose momentum graphs must fetch."""
+    compressed = config.muon.momentum_dtype is not None
+    moved = config.zero.offload is not None and config.zero.offload.momentum
+    return {
+        name: replace(row, fetched=row.matrix is not None and (compressed or (moved and name in away)))
+        for name, row in assignments.items()
+    }

@@ -29,14 +29,14 @@ from compile_muon.passes.costs import Costs
 from compile_muon.passes.local_inputs import returns_views, taking_shards, with_shards
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
+    Partitioner,
     autograd_cache_disabled,
     compile_fx,
     compile_fx_inner,
-    make_partitioner,
     order_saved_values,
 )
 from compile_muon.runtime.account import account_of
-from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, lower_and_compile
+from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
 from compile_muon.runtime.handouts import written_in_forward
 from compile_muon.runtime.shards import edits_of, local_tensor
 
@@ -139,52 +139,35 @@ class _Frame:
         return BackwardGraph(gm, inputs, replace(self.ctx, half=Half.BACKWARD), lowering)
 
 
-def _eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Run the graph as it stands."""
-    return make_boxed_func(gm.forward)
-
-
 def _compile_inductor(
     gm: GraphModule, inputs: Sequence[Any], frame: _Frame, lowering: Lowering | None
 ) -> Callable[..., Any]:
     def inner(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[[list[Any]], Any]:
         def codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            return _boxed(compile_fx_inner(gm, inputs, cuda_graphs=frame.options.cuda_graphs, **kwargs))
+            code = compile_fx_inner(gm, inputs, cuda_graphs=frame.options.cuda_graphs, **kwargs)
+            return code if getattr(code, "_boxed_call", False) else make_boxed_func(code)
 
         lowers = lowering or partial(lower_and_compile, codegen=codegen)
         if kwargs.get("is_backward"):
             return frame.backward(gm, inputs, lowers)
         return frame.forward(gm, inputs, lowers, inference=bool(kwargs.get("is_inference")))
 
-    patches: dict[str, Any] = {"custom_partitioner_fn": make_partitioner(frame.partition, _IDENTITY)}
+    patches: dict[str, Any] = {"custom_partitioner_fn": Partitioner(frame.partition, _IDENTITY)}
     if frame.options.cuda_graphs:
         patches["triton.cudagraphs"] = True
     with autograd_cache_disabled():
         return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
 
-def _boxed(code: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    return code if getattr(code, "_boxed_call", False) else make_boxed_func(code)
-
-
 def _compile_eager(
     gm: GraphModule, inputs: Sequence[Any], frame: _Frame, lowering: Lowering | None
 ) -> Callable[..., Any]:
-    lowers = lowering or partial(lower_and_compile, codegen=_eager_codegen)
-
-    def forward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.forward(gm, inputs, lowers)
-
-    def inference(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.forward(gm, inputs, lowers, inference=True)
-
-    def backward(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return frame.backward(gm, inputs, lowers)
-
+    lowers = lowering or partial(lower_and_compile, codegen=eager_codegen)
+    forward = partial(frame.forward, lowering=lowers)
     compiler = aot_autograd(
         fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
+        bw_compiler=partial(frame.backward, lowering=lowers),
+        inference_compiler=partial(forward, inference=True),
         partition_fn=frame.partition,
         decompositions={},
     )

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ class Check:
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
     """Python at least 3.10."""
-    found = f"{'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
+    found = f"{dotted(version)} on {platform.system()} {platform.machine()}"
     if version < OLDEST_PYTHON:
         return Check("python", found, Verdict.FAIL, f"use Python {dotted(OLDEST_PYTHON)} or newer")
     return Check("python", found)
@@ -68,13 +69,13 @@ def check_torch(version: str = torch.__version__) -> Check:
     return Check("torch", version)
 
 
-def check_package(name: str, distribution: str | None = None) -> Check:
+def check_package(name: str) -> Check:
     """A package that is required: imports, and its installed version."""
     try:
         importlib.import_module(name)
     except ImportError as error:
-        return Check(name, f"does not import: {error}", Verdict.FAIL, f"pip install {distribution or name}")
-    for found in importlib.metadata.distributions(name=distribution or name):
+        return Check(name, f"does not import: {error}", Verdict.FAIL, f"pip install {name}")
+    for found in importlib.metadata.distributions(name=name):
         # A build leaves metadata in the root of its checkout, too. Who starts there finds it, and nobody elsewhere.
         of_a_build = found.read_text("SOURCES.txt") is not None
         if not (of_a_build and Path(str(found.locate_file("pyproject.toml"))).exists()):
@@ -166,11 +167,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     check_python,
     check_torch,
     check_triton,
-    lambda: check_package("sympy"),
-    lambda: check_package("rich"),
-    lambda: check_package("safetensors"),
-    lambda: check_package("numpy"),
-    lambda: check_package("compile_muon"),
+    *(partial(check_package, name) for name in ("sympy", "rich", "safetensors", "numpy", "compile_muon")),
     check_devices,
     check_distributed,
     check_compiler,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "config_error",
     "join_errors",
     "listed",
+    "raise_all",
     "ranks_named",
     "warn_user",
 ]
@@ -140,6 +141,12 @@ def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
     joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors))))
     joined._several = tuple(errors)
     return joined
+
+
+def raise_all(errors: Iterable[ConfigError]) -> None:
+    """Raise ``errors`` as one; nothing where there are none."""
+    if found := list(errors):
+        raise join_errors(found) from None
 
 
 def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:

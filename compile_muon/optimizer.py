@@ -357,9 +357,9 @@ class MuonZero(Optimizer):
         self._assignments |= assignments
         for group in groups:
             known = next((known for known in self.param_groups if known["name"] == group.name), None)
-            members = [account for account in accounts if account.name in group.members]
+            joining = [account for account in accounts if account.name in group.members]
             like = None if known is None else self._steps.accounts[known["params"][0]]
-            take_up(members, assignments, self.config, self._hyper, like)
+            take_up(joining, assignments, self.config, self._hyper, like)
             added = self._param_group(group)
             if known is None:
                 super().add_param_group(added)

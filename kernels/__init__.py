@@ -7,10 +7,9 @@ place, ``compile_muon.kernels.dispatch``.
 # With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers looks for and
 # imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
 if __name__ == "compile_muon.kernels":
-    from .apply import muon_apply
-    from .averages import Averages
+    from .apply import Averages, muon_apply
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
-    from .dispatch import check_backend, resolve_dtype, resolve_method
+    from .dispatch import check_backend, resolve_dtype
     from .momentum import muon_momentum
     from .newton_schulz import newton_schulz, newton_schulz_list
 
@@ -25,5 +24,4 @@ if __name__ == "compile_muon.kernels":
         "newton_schulz_list",
         "resolve_coefficients",
         "resolve_dtype",
-        "resolve_method",
     ]

@@ -4,6 +4,7 @@ Plain aten wherever it is traced, so that compilers fuse it with its neighbours;
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,13 +12,31 @@ from torch import Tensor
 # torch 2.11 to 2.13; private: no public function tells whether a dispatch mode (fake tensors, make_fx) is active.
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .averages import Averages
 from .dispatch import triton_kernels
 
-__all__ = ["may_launch", "muon_apply", "not_traced"]
+__all__ = ["Averages", "may_launch", "muon_apply", "not_traced"]
 
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Momenta to move toward gradients: ``momentum.lerp_(grad, weight)`` of each.
+
+    Args:
+        momenta: one tensor for each parameter, changed.
+        grads: likewise, of the same shapes.
+        weight: 1 − the momentum factor.
+    """
+
+    momenta: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    weight: float
+
+    def of(self, chosen: Sequence[int]) -> "Averages":
+        """Those of some parameters, by number."""
+        return Averages([self.momenta[i] for i in chosen], [self.grads[i] for i in chosen], self.weight)
 
 
 @torch.no_grad()

@@ -1,14 +1,14 @@
 """How a list of tensors of matrices, each [..., m, n], becomes calls of a function of one matrix or one batch."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .call_plan import Plan
-from .chunks import Stack, chunked
 
-__all__ = ["Implementation", "batch_bytes", "one_batch_per_shape", "one_by_one"]
+__all__ = ["Implementation", "Stack", "batch_bytes", "chunked", "one_batch_per_shape", "one_by_one"]
 
 # One matrix [m, n] or a batch [b, m, n], never empty, to a new contiguous tensor of that shape.
 Implementation = Callable[[Tensor, Plan], Tensor]
@@ -65,13 +65,55 @@ def _batched(xs: Sequence[Tensor], plan: Plan, implementation: Implementation) -
     results = [_empty(x, plan) for x in xs]
     flat = [result.view(-1, m, n) for result in results]
     for chunk in chunks:
-        parts = [stacks[piece.index][piece.start : piece.stop] for piece in chunk]
+        parts = [stacks[index][piece] for index, piece in chunk]
         batch = parts[0] if len(parts) == 1 else torch.cat(parts)
         done = implementation(batch[0], plan)[None] if len(batch) == 1 else implementation(batch, plan)
         sizes = [len(part) for part in parts]
-        for piece, part in zip(chunk, done.split(sizes), strict=True):
-            flat[piece.index][piece.start : piece.stop] = part
+        for (index, piece), part in zip(chunk, done.split(sizes), strict=True):
+            flat[index][piece] = part
     return results
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one tensor.
+
+    Args:
+        matrices: how many, at least one.
+        bytes_each: of work memory for one of them, at least one.
+    """
+
+    matrices: int
+    bytes_each: int
+
+
+def chunked(stacks: Sequence[Stack], limit: int) -> list[list[tuple[int, slice]]]:
+    """Which matrices of a list are worked on at once, so that the memory that takes is bounded: each of them once.
+
+    A chunk's work memory stays under the limit, or the chunk is one matrix that exceeds it by itself. Large matrices
+    come first and so share chunks: beside one whose tiles take long a small one ends too early to fill anything.
+
+    Args:
+        stacks: in any order; they may be cut.
+        limit: bytes of work memory.
+    Returns:
+        Chunks in the order they are to run, none empty: numbers of stacks, each at most once, and their matrices.
+    """
+    chunks: list[list[tuple[int, slice]]] = []
+    room = 0
+    for index in sorted(range(len(stacks)), key=lambda i: -stacks[i].bytes_each):
+        stack, start = stacks[index], 0
+        while start < stack.matrices:
+            fitting = room // stack.bytes_each
+            if fitting <= 0:
+                chunks.append([])
+                room = limit
+                fitting = max(limit // stack.bytes_each, 1)
+            stop = min(start + fitting, stack.matrices)
+            chunks[-1].append((index, slice(start, stop)))
+            room -= (stop - start) * stack.bytes_each
+            start = stop
+    return chunks
 
 
 def batch_bytes(m: int, n: int, given: int, itemsize: int) -> int:

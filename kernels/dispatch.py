@@ -25,7 +25,6 @@ __all__ = [
     "check_backend",
     "orthogonalize",
     "resolve_dtype",
-    "resolve_method",
 ]
 
 BACKENDS = ("auto", "aten", "triton", "quack")
@@ -67,25 +66,6 @@ def resolve_dtype(
         return torch.bfloat16 if survives else torch.float32
     names = ", ".join(map(repr, DTYPES))
     raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
-
-
-def resolve_method(method: str, rows: int, cols: int, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
-    """The form that runs for matrices of rows × cols, "standard" or "gram".
-
-    That is what :func:`admissible_method` says, and where it leaves both, what :func:`cheaper_method` says.
-
-    Args:
-        method: as asked for, "auto" included.
-        rows, cols: of the matrix, in either order.
-        dtype: that Newton-Schulz computes in.
-        coefficients: of the steps.
-    Raises:
-        ValueError: as :func:`admissible_method`.
-    """
-    admissible = admissible_method(method, dtype, coefficients)
-    if admissible != "auto":
-        return admissible
-    return cheaper_method(rows, cols, len(coefficients.steps), len(coefficients.gram_restarts(dtype)))
 
 
 def admissible_method(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:

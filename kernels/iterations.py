@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar
 
 from .stability import Triple
 
-__all__ = ["Products", "gram", "standard"]
+__all__ = ["FORMS", "Products", "gram", "standard"]
 
 # What the products are of: a tensor of matrices [..., k, l] of one shape, or a list's matrices of several.
 M = TypeVar("M")
@@ -55,12 +55,15 @@ class Products(Protocol[M]):
         """``x + aI`` in x's own memory; x is k × k."""
 
 
-def standard(x: M, steps: Sequence[Triple], products: Products[M], *, out: M | None = None) -> M:
+def standard(
+    x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None
+) -> M:
     """Newton-Schulz as it is defined, on k × l matrices.
 
     Args:
         x: normalized matrices with k ≤ l, unmodified.
         steps: (a, b, c) of each step.
+        restarts: of the gram form: the numbers of steps after which a new segment begins.
         products: computes.
         out: takes the result; any strides, no memory shared with ``x``.
     Returns:
@@ -74,14 +77,7 @@ def standard(x: M, steps: Sequence[Triple], products: Products[M], *, out: M | N
 
 
 def gram(x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None) -> M:
-    """The same polynomial, iterated on k × k matrices between restarts.
-
-    Args:
-        x, steps, products, out: as for :func:`standard`.
-        restarts: the numbers of steps after which a new segment begins.
-    Returns:
-        ``out``, or new matrices of x's shape and dtype.
-    """
+    """The same polynomial, iterated on k × k matrices between restarts; arguments as for :func:`standard`."""
     for start, stop in pairwise((0, *restarts, len(steps))):
         Q = _segment(products.outer(x), steps[start:stop], products)
         x = products.general(Q, x, out=out if stop == len(steps) else None)
@@ -103,3 +99,7 @@ def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
             Q = products.general(Z, Q, plus=Q, beta=a)
     assert Q is not None
     return Q
+
+
+#: by ``Plan.method``
+FORMS = {"standard": standard, "gram": gram}

@@ -9,6 +9,7 @@ in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what 
 drift from eager ones by about 5e-3 after four steps.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,20 +66,12 @@ def newton_schulz_flops(
     eps: float,
     safety: float,
     restarts: Sequence[int],
-    backend: str,
-    memory_limit: int,
-    *,
-    out_shape: Any = None,
-    **_: Any,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """Dense matrix products only, as flop_counter does elsewhere."""
-    total = 0
-    for *batch, m, n in xs_shapes:
-        matrices = 1
-        for size in batch:
-            matrices *= size
-        total += matrices * _matrix_flops(m, n, len(coefficients) // 3, method, len(restarts))
-    return total
+    how = (len(coefficients) // 3, method, len(restarts))
+    return sum(math.prod(batch) * _matrix_flops(m, n, *how) for *batch, m, n in xs_shapes)
 
 
 def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:

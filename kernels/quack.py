@@ -12,11 +12,13 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
+from .reference import Aten
+
 __all__ = ["Products", "installed", "products"]
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(Aten):
     """``iterations.Products`` over three functions of ``quack.gemm_interface``."""
 
     gemm: Callable[..., Tensor]
@@ -38,10 +40,6 @@ class Products:
         if plus is None:
             return self.gemm(left, right, out=out)
         return self.gemm_add(left, right, C=plus, out=out, beta=beta)
-
-    def add_to_diagonal(self, x: Tensor, a: float) -> None:
-        """``x + aI``, in place."""
-        x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 def installed() -> bool:

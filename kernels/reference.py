@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .call_plan import Plan
-from .iterations import Products, gram, standard
+from .iterations import FORMS, Products
 
 __all__ = ["Aten", "normalize", "normalize_as_torch_muon", "orthogonalize"]
 
@@ -33,10 +33,7 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products[Tensor] | None = Non
     else:
         x = normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
     products = Aten() if products is None else products
-    if plan.method == "standard":
-        x = standard(x, plan.steps, products)
-    else:
-        x = gram(x, plan.steps, plan.restarts, products)
+    x = FORMS[plan.method](x, plan.steps, plan.restarts, products)
     return x.mT.clone(memory_format=torch.contiguous_format) if tall else x
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,9 +98,9 @@ class Traffic:
 
 
 def _sums(*parts: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    counts: dict[str, int] = {}
-    for name, count in (pair for part in parts for pair in part):
-        counts[name] = counts.get(name, 0) + count
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(dict(part))
     return tuple(sorted(counts.items()))
 
 
@@ -160,13 +161,13 @@ def measure_traffic(gm: GraphModule, axes: Iterable[Axis]) -> Traffic:
         axes: of the parameters whose collectives these are; all others count as axis "other".
     """
     known = {group: axis for axis in axes for group in axis.groups}
-    sent: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    sent: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
     for node, kind in collectives(gm):
         name = node.args[-1]  # the group comes last in each of them
         axis = known[name] if name in known else axis_of_group(name)
-        counts[kind] = counts.get(kind, 0) + 1
-        sent[axis.name] = sent.get(axis.name, 0.0) + _sent(node, kind, axis)
+        counts[kind] += 1
+        sent[axis.name] += _sent(node, kind, axis)
     newton_schulz = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
     return Traffic(
         round(sum(sent.values())),

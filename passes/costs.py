@@ -344,5 +344,5 @@ def _start(layout: Layout, costs: Costs, collective: str, over_shard: str) -> in
         "replicate": (over_replicas, range(0, inside * replicas, inside)),
         "all": ("all_reduce", range(0, inside * replicas, apart)),
     }
-    sent = formulas.weight_bytes_by_axis(collective, 1, 1, shards=shards, replicas=replicas, itemsize=1)
+    sent = formulas.bytes_by_axis(collective, 1, 1, shards=shards, replicas=replicas, itemsize=1)
     return max((round(costs.start_bytes(*ways[axis]) / part) for axis, part in sent.items()), default=0)

@@ -23,7 +23,6 @@ __all__ = [
     "bucket_bytes",
     "bytes_by_axis",
     "padded_rows",
-    "weight_bytes_by_axis",
 ]
 
 R, C, B = sympy.symbols("rows cols itemsize", positive=True, integer=True)
@@ -93,25 +92,14 @@ def _function(expression: sympy.Expr) -> Callable[..., float]:
     return sympy.lambdify((R, C, N, M, B), expression, modules=[{"Min": min, "Max": max}, "math"])
 
 
-def _by_axis(
-    table: dict[str, sympy.Expr], rows: int, cols: int, shards: int, replicas: int, itemsize: int
+def bytes_by_axis(
+    name: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
 ) -> dict[str, float]:
+    """Bytes one rank sends over each axis, of :data:`BYTES_SENT` to orthogonalize one ``rows x cols`` matrix, or of
+    :data:`WEIGHT_BYTES` for one unshard or one gradient reduction of such a parameter."""
+    table = {**BYTES_SENT, **WEIGHT_BYTES}[name]
     found = {axis: _function(formula)(rows, cols, shards, replicas, itemsize) for axis, formula in table.items()}
     return {axis: sent for axis, sent in found.items() if sent}
-
-
-def bytes_by_axis(
-    strategy: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
-) -> dict[str, float]:
-    """Bytes one rank sends over each axis, on average, to orthogonalize one ``rows x cols`` matrix."""
-    return _by_axis(BYTES_SENT[strategy], rows, cols, shards, replicas, itemsize)
-
-
-def weight_bytes_by_axis(
-    collective: str, rows: int, cols: int, *, shards: int, replicas: int = 1, itemsize: int
-) -> dict[str, float]:
-    """Bytes one rank sends over each axis for one unshard or one gradient reduction of a ``rows x cols`` parameter."""
-    return _by_axis(WEIGHT_BYTES[collective], rows, cols, shards, replicas, itemsize)
 
 
 @functools.cache

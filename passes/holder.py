@@ -6,9 +6,10 @@ import weakref
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["Holder", "hold", "holder_of"]
+__all__ = ["FETCH", "Holder", "hold", "holder_of"]
 
 _ATTRIBUTE = "_muon_zero_holder"
 
@@ -56,3 +57,27 @@ def holder_of(state: object) -> Holder | None:
     """The holder that this tensor was given by :func:`hold`, or None."""
     reference = getattr(state, _ATTRIBUTE, None) if isinstance(state, Tensor) else None
     return None if reference is None else reference()
+
+
+_LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
+# A CUDA graph that is replayed would not ask: Inductor runs the op between the graphs.
+_LIBRARY.define("fetch(Tensor state, Tensor grad) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+
+
+@torch.library.impl(_LIBRARY, "fetch", "CompositeExplicitAutograd")
+def _fetch(state: Tensor, grad: Tensor) -> Tensor:
+    holder = holder_of(state)
+    if holder is None:
+        raise RuntimeError("muon_zero::fetch: the optimizer that keeps this momentum is gone")
+    return holder.fetch(grad, torch.empty_like(grad, memory_format=torch.contiguous_format))
+
+
+@torch.library.register_fake("muon_zero::fetch", lib=_LIBRARY)
+def _(state: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
+
+
+#: A momentum that is not beside its parameter, where a graph uses it. ``state`` is empty and says whose; the result is
+#: new memory like the gradient's, which lives as long as the graph needs it. Whoever keeps the momentum sees what it is
+#: about to be moved toward.
+FETCH = torch.ops.muon_zero.fetch.default

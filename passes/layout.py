@@ -119,15 +119,8 @@ class Layout:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that collectives of this parameter may use, each once."""
-        found = (
-            self.shard,
-            self.replicate,
-            self.expert,
-            self.tensor,
-            self.everyone,
-            self.owner_group,
-            self.replica_group,
-        )
+        own = (self.shard, self.replicate, self.expert, self.tensor)
+        found = (*own, self.everyone, self.owner_group, self.replica_group)
         return tuple({axis.group: axis for axis in reversed(found) if not axis.alone}.values())
 
     @property
@@ -256,11 +249,7 @@ class Layout:
     def owner_group_shape(self, place: int) -> tuple[int, ...]:
         """Shape of the piece that ``place`` along :attr:`owner_group` has of a matrix."""
         data, tensor = self._owner_group_place(place)
-        shape = self._part_shape(tensor)
-        if not self.sharded:
-            return shape
-        start, stop = self._rows(shape[0], data)
-        return (stop - start, *shape[1:])
+        return self._piece_shape(self._part_shape(tensor), data)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`owner_group`."""
@@ -385,12 +374,16 @@ class Layout:
         rows = -(-self.slice_shape[0] // self.replicate.size) if self.cut_twice else self.chunk
         return rows * self.row_numel
 
+    def _piece_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Of the piece that ``rank`` of :attr:`everyone` has of a tensor of this shape."""
+        if not self.sharded:
+            return shape
+        start, stop = self._rows(shape[0], rank)
+        return (stop - start, *shape[1:])
+
     def piece_numel(self, rank: int) -> int:
         """Elements that ``rank`` of :attr:`everyone` holds."""
-        if not self.sharded:
-            return self.numel
-        start, stop = self._rows(self.shape[0], rank)
-        return (stop - start) * self.row_numel
+        return math.prod(self._piece_shape(self.shape, rank))
 
     @property
     def local_rows(self) -> slice:
@@ -400,10 +393,7 @@ class Layout:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's piece."""
-        if not self.sharded:
-            return self.shape
-        rows = self.local_rows
-        return (rows.stop - rows.start, *self.shape[1:])
+        return self._piece_shape(self.shape, self.everyone.index)
 
     @property
     def local_numel(self) -> int:

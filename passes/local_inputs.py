@@ -53,11 +53,9 @@ def with_shards(gm: GraphModule) -> list[int]:
 
 def taking_shards(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
     """``run`` of shards, to be called with parameters."""
+    taken = frozenset(positions)
 
     def call(*args: Any) -> Any:
-        given: list[Any] = list(args)
-        for position in positions:
-            given[position] = given[position].to_local()
-        return run(*given)
+        return run(*(x.to_local() if i in taken else x for i, x in enumerate(args)))
 
     return call

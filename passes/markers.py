@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, TypeVar, cast
 
 import torch
@@ -139,17 +140,13 @@ class _GradientMarker(_Marker):
     grad: Node
     state: Node
     hyper: Node
-
-    @staticmethod
-    def dtype(spec: ParamSpec) -> torch.dtype:
-        """Of the marker's result."""
-        raise NotImplementedError
+    dtype: ClassVar[attrgetter[str]]  # of the marker's result
 
     @classmethod
     def insert(cls: type[_Made], graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec) -> _Made:
         """Put a marker at the graph's insertion point."""
         node = graph.call_function(cls.target, (grad, state, hyper, spec.encode()))
-        node.meta["val"] = tensor_value(grad).new_empty(spec.layout.local_shape, dtype=cls.dtype(spec))
+        node.meta["val"] = tensor_value(grad).new_empty(spec.layout.local_shape, dtype=decode_dtype(cls.dtype(spec)))
         return cls.of(node)
 
 
@@ -164,10 +161,7 @@ class ReduceGrad(_GradientMarker):
     """
 
     target = REDUCE_GRAD
-
-    @staticmethod
-    def dtype(spec: ParamSpec) -> torch.dtype:
-        return decode_dtype(spec.dtype)
+    dtype = attrgetter("dtype")
 
 
 class Orthogonalize(_GradientMarker):
@@ -181,7 +175,4 @@ class Orthogonalize(_GradientMarker):
     """
 
     target = ORTHOGONALIZE
-
-    @staticmethod
-    def dtype(spec: ParamSpec) -> torch.dtype:
-        return decode_dtype(spec.muon_settings.dtype)
+    dtype = attrgetter("muon_settings.dtype")

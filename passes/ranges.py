@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
 from torch.profiler import record_function
 
 from .torch_private import profiler_enabled, unrecorded_op
@@ -101,15 +100,9 @@ def ranged(name: str, category: str = "", payload: int = 0) -> Iterator[None]:
             _pop()
 
 
-def _range_push(xs: Sequence[Tensor], name: str, category: str, payload: int) -> None:
-    _push(name, category, payload)
-
-
-def _range_pop(xs: Sequence[Tensor]) -> None:
-    _pop()
-
-
 #: Inductor drops ``record_function`` nodes, and any side effect without tensors. These claim to write ``xs``, which
 #: keeps them ahead of what reads it and behind what makes it.
-RANGE_PUSH = unrecorded_op("muon_zero_push", "Tensor(a!)[] xs, str name, str category, int payload", _range_push)
-RANGE_POP = unrecorded_op("muon_zero_pop", "Tensor(a!)[] xs", _range_pop)
+RANGE_PUSH = unrecorded_op(
+    "muon_zero_push", "Tensor(a!)[] xs, str name, str category, int payload", lambda xs, *about: _push(*about)
+)
+RANGE_POP = unrecorded_op("muon_zero_pop", "Tensor(a!)[] xs", lambda xs: _pop())

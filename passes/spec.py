@@ -85,9 +85,9 @@ class MuonSpec:
 
     @property
     def kernel_settings(self) -> tuple[object, ...]:
-        """What two matrices must agree on to go through one Newton-Schulz call."""
-        how = (self.method, self.coefficients, self.safety, self.restarts, self.dtype, self.eps)
-        return (*how, self.backend, self.memory_limit, self.algorithm)
+        """What two matrices must agree on to go through one call of ``muon_zero::newton_schulz``: its arguments."""
+        how = (self.coefficients, self.method, self.dtype, self.eps, self.safety, self.restarts)
+        return (*how, self.backend, self.memory_limit)
 
 
 @dataclass(frozen=True)

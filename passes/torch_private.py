@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
 __all__ = [
+    "Partitioner",
     "SavedContext",
     "accumulator_of",
     "autograd_cache_disabled",
@@ -38,9 +39,7 @@ __all__ = [
     "group_named",
     "is_autograd_function",
     "is_flex_attention",
-    "make_partitioner",
-    "mark_recompute",
-    "mark_save",
+    "mark_for_backward",
     "never_a_frame",
     "order_saved_values",
     "profiler_enabled",
@@ -119,8 +118,8 @@ def decomposition_table() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-class _Partitioner(CustomPartitionerFn):
-    """A partition function as the object ``config.custom_partitioner_fn`` wants."""
+class Partitioner(CustomPartitionerFn):
+    """A partition function as ``config.custom_partitioner_fn`` wants it; ``identity`` keys Inductor's caches."""
 
     def __init__(self, function: PartitionFunction | None, identity: bytes) -> None:
         self._function = function
@@ -264,25 +263,11 @@ def collective_failed(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(word in str(error) for word in ("gloo/", "Gloo", "NCCL"))
 
 
-def make_partitioner(function: PartitionFunction, identity: bytes) -> CustomPartitionerFn:
-    """Wrap ``function`` for ``config.custom_partitioner_fn``; ``identity`` keys Inductor's caches."""
-    return _Partitioner(function, identity)
-
-
-def mark_recompute(node: torch.fx.Node) -> None:
-    """Ask the partitioner to recompute ``node`` in backward instead of saving it."""
-    _mark(node, "MUST_RECOMPUTE")
-
-
-def mark_save(node: torch.fx.Node) -> None:
-    """Ask the partitioner never to recompute ``node`` in backward: to save it, or what follows from it."""
-    _mark(node, "MUST_SAVE")
-
-
-def _mark(node: torch.fx.Node, policy: str) -> None:
+def mark_for_backward(node: torch.fx.Node, *, save: bool) -> None:
+    """Ask the partitioner to recompute ``node`` in backward, or to save it, or what follows from it (``save``)."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    node.meta["recompute"] = CheckpointPolicy[policy]
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.MUST_RECOMPUTE
     # In a region, or before all of them, it would be saved for the regions behind that use it too.
     node.meta.pop("ac_graph_id", None)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from compile_muon.errors import ConfigError, join_errors
+from compile_muon.errors import ConfigError, config_error, raise_all
 
 __all__ = ["Checked", "Mistakes", "setting"]
 
@@ -32,20 +32,21 @@ class Mistakes:
 
     def raise_all(self) -> None:
         """Raise what was collected as one ConfigError; nothing where there is nothing."""
-        if self.found:
-            raise join_errors(self.found) from None
+        raise_all(self.found)
 
 
 def setting(default: object, check: Callable[..., Any], *, none: bool = False, **limits: object) -> Any:
     """A field of a :class:`Checked` dataclass.
 
     Args:
-        default: as in ``dataclasses.field``.
+        default: as in ``dataclasses.field``; None without ``none`` for a setting that has to be given.
         check: ``check(path, value, **limits)`` returns the canonical value, or raises a ConfigError about ``path``.
         none: whether None is a value as well.
     """
 
     def accept(path: str, value: object) -> Any:
+        if value is None and default is None and not none:
+            raise config_error(path, value, "is missing", "write the number")
         return None if none and value is None else check(path, value, **limits)
 
     return field(default=default, metadata={"check": accept})

@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ __all__ = [
     "check_folder",
     "check_instance",
     "check_integer",
+    "check_mapping",
     "check_pair",
     "check_patterns",
     "check_ranges",
     "check_real",
+    "check_share",
     "unknown_name",
 ]
 
@@ -67,6 +69,14 @@ def check_real(field: str, value: object, *, positive: bool = False, below: floa
         interval = f"{'(' if positive else '['}0, {below:g})"
         raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
     return number
+
+
+def check_share(field: str, value: object) -> float:
+    """A float in (0, 1]."""
+    share = check_real(field, value, positive=True)
+    if share > 1:
+        raise config_error(field, value, "is more than all of it", "give a share, up to 1.0")
+    return share
 
 
 def check_pair(field: str, value: object) -> tuple[float, float]:
@@ -133,6 +143,13 @@ def check_folder(field: str, value: object) -> Path:
 def check_instance(field: str, value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
+    return value
+
+
+def check_mapping(field: str, value: object, example: str = "{...}", problem: str = "") -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        problem = problem or f"must be an object, not {type(value).__name__}"
+        raise config_error(field, value, problem, f"write {example}")
     return value
 
 

@@ -18,7 +18,7 @@ from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
 from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
-from compile_muon.config.settings import ARGUMENTS, AdamWConfig, CompileConfig, Config, MuonConfig, NSConfig, ZeroConfig
+from compile_muon.config.settings import ARGUMENTS, Config, NSConfig
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = ["convert", "run"]
@@ -77,13 +77,8 @@ def _keep(written: dict[str, Any], source: Mapping[str, Any], field: str) -> Non
 
 
 def _written(config: Config) -> dict[str, Any]:
-    parts: dict[type[Checked], Checked] = {
-        Config: config,
-        MuonConfig: config.muon,
-        NSConfig: config.muon.ns,
-        AdamWConfig: config.adamw,
-        ZeroConfig: config.zero,
-    }
+    owners = (config, config.muon, config.muon.ns, config.adamw, config.zero)
+    parts: dict[type[Checked], Checked] = {type(owner): owner for owner in owners}
     given = {
         argument: getattr(parts[owner], name)
         for argument, (owner, name) in ARGUMENTS.items()
@@ -97,29 +92,28 @@ def _written(config: Config) -> dict[str, Any]:
     zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
     if (offload := given.pop("offload", None)) is not None:
         zero["offload_optimizer"] = {**_changed(offload), "device": offload.device}
-    experts, bf16 = config.expert_parallel, {}
-    if config.zero.param_dtype is torch.bfloat16:
-        bf16 = {"enabled": True}
+    bf16 = given.get("param_dtype") is torch.bfloat16
+    if bf16:
         del given["param_dtype"]
     scheduler = _scheduler(config, given)
     if views := given.pop("muon_views", ()):
-        given["muon_views"] = {pattern: {key: _plain(value) for key, value in view} for pattern, view in views}
+        given["muon_views"] = {pattern: dict(view) for pattern, view in views}
     rates, groups, method = given.pop("rates", ()), given.pop("groups", ()), given.pop("method", None)
     optimizer = {
         "type": "AdamW" if config.algorithm == "adamw" else method,
-        "params": _params(config, given) | {name: _plain(value) for name, value in rates},
+        "params": _params(config, given) | _plain(dict(rates)),
         "groups": [_group(group) for group in groups],
     }
     sections = {
-        "compile": _compile(config.compile),
-        "optimizer": {key: value for key, value in optimizer.items() if value},
+        "compile": _compile(_plain(_changed(config.compile))),
+        "optimizer": _filled(optimizer),
         "scheduler": scheduler,
         "zero_optimization": zero,
     }
     last = {
-        "bf16": bf16,
+        "bf16": {"enabled": True} if bf16 else {},
         "mesh": {} if config.mesh is None else asdict(config.mesh),
-        "expert_parallel": _changed(experts),
+        "expert_parallel": _changed(config.expert_parallel),
         "sequence_parallel": _changed(config.sequence_parallel),
     }
     return _filled(sections) | top | _filled(last)
@@ -134,7 +128,7 @@ def _group(group: GroupConfig) -> dict[str, Any]:
     if callable(group.params):
         raise config_error(f"groups[{group.name}].params", group.said, "is no list of patterns", 'write ["pattern"]')
     method = {} if group.method is None else {"method": group.method}
-    return {"name": group.name, "params": list(group.params), **method, **{k: _plain(v) for k, v in group.rates}}
+    return {"name": group.name, "params": list(group.params), **method, **_plain(dict(group.rates))}
 
 
 def _filled(sections: dict[str, Any]) -> dict[str, Any]:
@@ -143,24 +137,16 @@ def _filled(sections: dict[str, Any]) -> dict[str, Any]:
 
 def _params(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     """optimizer.params; ``weight_decay`` there is of both halves, ``lr`` too, but nobody expects it."""
-    both = {}
-    for key in ("lr", "weight_decay"):
-        muon, adamw = getattr(config.muon, key), getattr(config.adamw, key)
-        if config.algorithm == "adamw":
-            if f"adamw_{key}" in given:
-                both[key] = given.pop(f"adamw_{key}")
-        elif key == "lr":
-            continue
-        elif muon == adamw and {key, f"adamw_{key}"} & given.keys():
-            both[key] = muon
-            given.pop(key, None)
-            given.pop(f"adamw_{key}", None)
-        elif key in given:  # has no name of Muon's alone
-            given["adamw_weight_decay"] = adamw
-    named = both | {
-        _IN_PARAMS.get(argument, argument): value if isinstance(value, dict) else _plain(value)
-        for argument, value in given.items()
-    }
+    both, decay = {}, config.adamw.weight_decay
+    if config.algorithm == "adamw":
+        both = {key: given.pop(f"adamw_{key}") for key in ("lr", "weight_decay") if f"adamw_{key}" in given}
+    elif {"weight_decay", "adamw_weight_decay"} & given.keys():
+        if config.muon.weight_decay == decay:
+            both["weight_decay"] = decay
+            given = {key: value for key, value in given.items() if not key.endswith("weight_decay")}
+        elif "weight_decay" in given:  # has no name of Muon's alone
+            given["adamw_weight_decay"] = decay
+    named = both | {_IN_PARAMS.get(argument, argument): _plain(value) for argument, value in given.items()}
     return {key: named[key] for key in sorted(named, key=_ORDER.index)}
 
 
@@ -169,7 +155,7 @@ def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     schedule = config.scheduler
     if schedule is None:
         return {}
-    params = {name: _plain(value) for name, value in _changed(schedule).items()}
+    params = _plain(_changed(schedule))
     if schedule.rate_default is not None:
         given.pop("lr", None)
         given.pop("adamw_lr", None)
@@ -179,9 +165,8 @@ def _scheduler(config: Config, given: dict[str, Any]) -> dict[str, Any]:
     return {"type": type(schedule).__name__, "params": params}
 
 
-def _compile(config: CompileConfig) -> Any:
+def _compile(options: dict[str, Any]) -> Any:
     """false, true, or an object where there is more to say."""
-    options = {f.name: _plain(v) for f in fields(config) if (v := getattr(config, f.name)) != f.default}
     enabled = options.pop("enabled", False)
     if not options:
         return enabled
@@ -192,6 +177,8 @@ def _plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from compile_muon.config.checked import Checked
-from compile_muon.config.checks import check_boolean
+from compile_muon.config.checks import check_boolean, check_mapping
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
-from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, Given, parameters, read_json, section
+from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, parameters, read_json, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
@@ -42,12 +42,13 @@ from compile_muon.config.settings import (
     CompileConfig,
     Config,
     ExpertParallelConfig,
+    Given,
     MeshConfig,
     MuonConfig,
     NSConfig,
     SequenceParallelConfig,
 )
-from compile_muon.errors import ConfigError, config_error, join_errors, warn_user
+from compile_muon.errors import ConfigError, config_error, raise_all, warn_user
 from compile_muon.passes.methods import MatrixMethod, method_names
 
 __all__ = ["Reading", "load_config", "read_all"]
@@ -100,8 +101,7 @@ def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Confi
     if isinstance(source, Config):
         return source
     reading = read_all(source)
-    if reading.errors:
-        raise join_errors(reading.errors)
+    raise_all(reading.errors)
     for remark in reading.remarks:
         warn_user(remark)
     return reading.config
@@ -114,9 +114,8 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         ConfigError: there is nothing to read: the file is missing or not JSON, or the whole is not an object.
     """
     given = Given()
-    values: Any = read_json(given, source) if isinstance(source, (str, os.PathLike)) else source
-    if not isinstance(values, Mapping):
-        raise config_error("config", values, f"must be an object, not {type(values).__name__}", "write {...}")
+    whole = read_json(given, source) if isinstance(source, (str, os.PathLike)) else source
+    values = check_mapping("config", whole)
     top = section(given, "", values)
     optimizer = section(given, "optimizer", top.get("optimizer", {}))
     kind, params = optimizer.get("type", "Muon"), section(given, "optimizer.params", optimizer.get("params", {}))
@@ -140,19 +139,19 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         if key in top:
             _put(given, key, top[key], key)
     _put_precision(given, top)
-    experts = _built(given, ExpertParallelConfig, "expert_parallel", top.get("expert_parallel", {}))
+    experts = section(given, "expert_parallel", top.get("expert_parallel", {}))
     positions = dict(section(given, "sequence_parallel", top.get("sequence_parallel", {})))
     if (ranks := top.get("sequence_parallel_size")) is not None and positions.setdefault("size", ranks) != ranks:
         problem = f"contradicts sequence_parallel.size = {positions['size']!r}"
         given.mistakes.add(config_error("sequence_parallel_size", ranks, problem, "keep one of the two"))
-    sequence = _built(given, SequenceParallelConfig, "sequence_parallel", positions)
     config = given.best(
         scheduler=_read_scheduler(given, top["scheduler"], algorithm) if "scheduler" in top else None,
         compile=_read_compile(given, top.get("compile", False)),
         algorithm=algorithm,
-        mesh=_built(given, MeshConfig, "mesh", top["mesh"]) if "mesh" in top else None,
-        expert_parallel=experts or ExpertParallelConfig(),
-        sequence_parallel=sequence or SequenceParallelConfig(),
+        mesh=_built(given, MeshConfig, "mesh", section(given, "mesh", top["mesh"])) if "mesh" in top else None,
+        expert_parallel=_built(given, ExpertParallelConfig, "expert_parallel", experts) or ExpertParallelConfig(),
+        sequence_parallel=_built(given, SequenceParallelConfig, "sequence_parallel", positions)
+        or SequenceParallelConfig(),
     )
     remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
@@ -304,12 +303,8 @@ def _read_compile(given: Given, value: object) -> CompileConfig:
     return CompileConfig(**CompileConfig.canonical(settings, given.mistakes, lambda key: f"compile.{key}"))
 
 
-def _built(given: Given, kind: type[C], path: str, value: object) -> C | None:
+def _built(given: Given, kind: type[C], path: str, values: Mapping[str, Any]) -> C | None:
     """The section at ``path`` as a dataclass; None where its values contradict each other or lack one."""
-    return _of_values(given, kind, section(given, path, value), path)
-
-
-def _of_values(given: Given, kind: type[C], values: Mapping[str, Any], path: str) -> C | None:
     good = kind.canonical(values, given.mistakes, lambda name: f"{path}.{name}")
     try:
         return kind(**good)
@@ -344,7 +339,7 @@ def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConf
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
                 _put_rates(given, rates, f"scheduler.params.{kind.rate_key}", algorithm)
-    return _of_values(given, kind, params, "scheduler.params")
+    return _built(given, kind, "scheduler.params", params)
 
 
 def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: str) -> object:

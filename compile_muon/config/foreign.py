@@ -10,7 +10,7 @@ among them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from compile_muon.errors import ConfigError, config_error
 
@@ -22,19 +22,13 @@ def _off(value: object) -> bool:
     return not value or (isinstance(value, str) and value.lower() == "none")
 
 
-def _switched_off(value: object) -> bool:
-    """An object that does not say ``"enabled": true``, which DeepSpeed would not heed either."""
-    return _off(value.get("enabled")) if isinstance(value, Mapping) else _off(value)
+def _off_by(key: str, *also: object) -> Callable[[object], bool]:
+    """Of an object, what it says under the key that DeepSpeed heeds; values that ask for nothing there, too."""
+    return lambda value: _off(value.get(key)) or value.get(key) in also if isinstance(value, Mapping) else _off(value)
 
 
-def _switched_off_or_auto(value: object) -> bool:
-    """As well one that leaves it to the Trainer of Transformers."""
-    return _switched_off(value) or (isinstance(value, Mapping) and value.get("enabled") == "auto")
-
-
-def _nowhere(value: object) -> bool:
-    """An object without a device to offload to."""
-    return _off(value.get("device")) if isinstance(value, Mapping) else _off(value)
+#: An object that does not say ``"enabled": true``.
+_switched_off = _off_by("enabled")
 
 
 def _nothing_enabled(value: object) -> bool:
@@ -56,8 +50,7 @@ def _either(*allowed: object) -> Callable[[object], bool]:
     return lambda value: value is None or value in allowed
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """Keys by section, what is wrong with them, what to do instead, and which of their values ask for nothing."""
 
     keys: Mapping[str, str]
@@ -112,7 +105,7 @@ _OFFLOAD = "asks for DeepSpeed's offload of more than optimizer state"
 _NO_OFFLOAD = "offload_optimizer is what there is; stage 3 on more ranks lowers the memory of weights"
 
 _REQUESTS: tuple[_Request, ...] = (
-    _Request({"zero_optimization": "offload_param"}, _OFFLOAD, _NO_OFFLOAD, _nowhere),
+    _Request({"zero_optimization": "offload_param"}, _OFFLOAD, _NO_OFFLOAD, _off_by("device")),
     _Request(
         {
             "zero_optimization": "cpu_offload_param cpu_offload_params zenflow",
@@ -131,7 +124,7 @@ _REQUESTS: tuple[_Request, ...] = (
         {"": "torch_autocast amp"},
         "is a DeepSpeed precision setting that is not honoured here",
         'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
-        _switched_off_or_auto,
+        _off_by("enabled", "auto"),  # which leaves it to the Trainer of Transformers
     ),
     _Request(
         {"": "data_types"},
@@ -203,9 +196,7 @@ _REQUESTS: tuple[_Request, ...] = (
         _one_rank,
     ),
     _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
-    _Request(
-        {"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts', _off
-    ),
+    _Request({"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts'),
     _Request(
         {"": "elasticity"},
         "lets DeepSpeed choose the batch sizes and the accumulation",

@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_muon.config.checked import Mistakes
-from compile_muon.config.checks import check_boolean, check_choice, check_pair, check_patterns, check_real, unknown_name
+from compile_muon.config.checks import (
+    check_boolean,
+    check_choice,
+    check_mapping,
+    check_pair,
+    check_patterns,
+    check_real,
+    unknown_name,
+)
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS, Rate, method_names
 
@@ -67,11 +75,8 @@ def checked_rate(rate: Rate, value: object, path: str) -> Any:
 
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Rates beside those that the configuration has fields for, of a method's own."""
-    if isinstance(value, tuple):
-        value = dict(value)
-    if not isinstance(value, Mapping):
-        raise config_error(field, value, "must be a mapping", 'write {"beta2": 0.95}')
-    return _rates(field, value)
+    value = dict(value) if isinstance(value, tuple) else value
+    return _rates(field, check_mapping(field, value, '{"beta2": 0.95}', "must be a mapping"))
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
@@ -90,7 +95,8 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
     """A mapping of patterns to settings, or a list of mappings with ``params``."""
     if isinstance(value, Mapping):
         value = [
-            {"params": [pattern], "name": pattern, **_settings(field, pattern, of)} for pattern, of in value.items()
+            {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{pattern}", settings, '{"lr": 0.01}')}
+            for pattern, settings in value.items()
         ]
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise config_error(
@@ -105,12 +111,6 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
             mistakes.add(config_error(f"{field}[{number}].name", group.name, "is given twice", "name each otherwise"))
     mistakes.raise_all()
     return tuple(found)
-
-
-def _settings(field: str, pattern: object, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise config_error(f"{field}.{pattern}", value, "must be an object", 'write {"lr": 0.01}')
-    return value
 
 
 def _group(field: str, number: int, group: object) -> GroupConfig:
@@ -139,14 +139,9 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
 
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
     """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
-    if isinstance(value, tuple):
-        value = dict(value)
-    if not isinstance(value, Mapping):
-        raise config_error(
-            field, value, "must be a mapping of patterns", 'write {"*.qkv.weight": {"split": [8, 2, 2]}}'
-        )
+    value, example = dict(value) if isinstance(value, tuple) else value, '{"*.qkv.weight": {"split": [8, 2, 2]}}'
     found = []
-    for pattern, view in value.items():
+    for pattern, view in check_mapping(field, value, example, "must be a mapping of patterns").items():
         entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
         if not isinstance(pattern, str) or not entries:
             raise config_error(f"{field}.{pattern}", view, "is no view", 'write {"heads": 8} or {"split": [8, 2, 2]}')

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -47,17 +47,6 @@ def check_rates(field: str, value: object) -> Rates:
             raise config_error(field, value, problem, "write one number, or the two of Muon and AdamW")
         return check_real(field, value[0]), check_real(field, value[1])
     return check_real(field, value)
-
-
-def _required(check: Callable[..., Any]) -> Callable[..., Any]:
-    """``check`` for a setting that has to be given, whose default is therefore None."""
-
-    def accept(field: str, value: object, **limits: object) -> Any:
-        if value is None:
-            raise config_error(field, value, "is missing", "write the number")
-        return check(field, value, **limits)
-
-    return accept
 
 
 def _check_count(field: str, value: object, low: int) -> int:
@@ -176,7 +165,7 @@ class WarmupDecayLR(WarmupLR):
 
     rate_default: ClassVar[float | None] = 0.001
 
-    total_num_steps: int = setting(None, _required(_check_count), low=1)
+    total_num_steps: int = setting(None, _check_count, low=1)
 
     def _height_after(self, iteration: int, steps: int) -> float:
         return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - steps))
@@ -193,7 +182,7 @@ class WarmupCosineLR(ScheduleConfig):
         warmup_num_steps, warmup_type: as in :class:`WarmupLR`.
     """
 
-    total_num_steps: int = setting(None, _required(_check_count), low=1)
+    total_num_steps: int = setting(None, _check_count, low=1)
     warmup_min_ratio: float = setting(0.0, check_real)
     warmup_num_steps: int = setting(1000, _check_count, low=1)
     cos_min_ratio: float = setting(0.0001, check_real)
@@ -201,9 +190,7 @@ class WarmupCosineLR(ScheduleConfig):
 
     def rate(self, step: int, own: float, muon: bool) -> float:
         """As in the base class."""
-        return own * self._ratio(step - 1, max(2, self.warmup_num_steps))
-
-    def _ratio(self, iteration: int, steps: int) -> float:
+        iteration, steps = step - 1, max(2, self.warmup_num_steps)
         if iteration < 0:
             return 0.0
         if iteration < steps:
@@ -211,7 +198,7 @@ class WarmupCosineLR(ScheduleConfig):
         else:
             done = min(1.0, (iteration - steps + 1) / max(1, self.total_num_steps - steps))
             low, height = self.cos_min_ratio, (1 + math.cos(math.pi * done)) / 2
-        return low + (1 - low) * height
+        return own * (low + (1 - low) * height)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +216,7 @@ class OneCycle(ScheduleConfig):
 
     rate_key: ClassVar[str] = "cycle_max_lr"
 
-    cycle_min_lr: Rates = setting(None, _required(check_rates))
+    cycle_min_lr: Rates = setting(None, check_rates)
     cycle_first_step_size: int = setting(2000, _check_count, low=1)
     cycle_second_step_size: int | None = setting(None, _check_count, none=True, low=0)
     cycle_first_stair_count: int = setting(0, _check_count, low=0)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from compile_muon.config.checks import check_boolean, check_integer, check_mapping, check_real, check_share
 from compile_muon.errors import config_error
 from compile_muon.passes.costs import COLLECTIVES, Costs, Link, Protocol, Table
 
 __all__ = ["READERS", "check_machine", "costs_for", "known_machines", "load_costs", "read_machine", "read_record"]
 
 _FOLDER = Path(__file__).parent / "machines"
-#: by type of device, where no machine is named
-_DEFAULTS = {"cuda": "h100", "cpu": "cpu"}
 #: fields that a file must have, and those that the planner reads (``compile_muon.planning.machine``) and nothing here
 _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 _PLANNED = (
@@ -69,7 +68,7 @@ def load_costs(name_or_path: str | os.PathLike, field: str = "machine") -> Costs
 
 def costs_for(name_or_path: str | None, device: str) -> Costs:
     """Of the machine that is named, else of the one that decides for ranks on devices of this type."""
-    return load_costs(name_or_path or _DEFAULTS.get(device, "h100"))
+    return load_costs(name_or_path or ("cpu" if device == "cpu" else "h100"))
 
 
 def check_machine(field: str, value: object) -> str:
@@ -100,7 +99,7 @@ def read_machine(
     Raises:
         ConfigError: naming the first field that is unknown, missing, of a wrong type or out of range.
     """
-    found = _fields(f"{where}: ", record, readers, (*_REQUIRED, *required), passed_over)
+    found = read_fields(f"{where}: ", record, readers, (*_REQUIRED, *required), passed_over)
     for number, protocol in enumerate(found.get("protocols", ())):
         if len(protocol.latencies) != len(found["links"]):
             problem = f"has {len(protocol.latencies)} of them for {len(found['links'])} links"
@@ -112,28 +111,23 @@ def read_machine(
 # -------------------------------------------------------------------------------------------- reading what JSON holds
 
 
-def _fields(
+def read_fields(
     prefix: str,
     record: object,
     readers: Mapping[str, Reader],
-    required: Collection[str],
+    required: Collection[str] = (),
     passed_over: Collection[str] = (),
+    problem: str = "is not a field",
 ) -> dict[str, Any]:
-    given = mapping(prefix.rstrip(":. "), record)
+    given = check_mapping(prefix.rstrip(":. "), record)
     known = [*readers, *passed_over]
     for name, value in given.items():
         if name not in known:
-            raise config_error(f"{prefix}{name}", value, "is not a field", f"use some of {', '.join(known)}")
+            raise config_error(f"{prefix}{name}", value, problem, f"use some of {', '.join(known)}")
     for name in required:
         if name not in given:
             raise config_error(f"{prefix}{name}", None, "is missing", "add it")
     return {name: readers[name](f"{prefix}{name}", value) for name, value in given.items() if name in readers}
-
-
-def mapping(path: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise config_error(path, value, f"must be an object, not {type(value).__name__}", "write {...}")
-    return value
 
 
 def _sequence(path: str, value: object) -> Sequence[Any]:
@@ -148,41 +142,9 @@ def text(path: str, value: object) -> str:
     return value
 
 
-def number(path: str, value: object) -> float:
-    """At least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise config_error(path, value, f"must be a number, not {type(value).__name__}", "write a plain number")
-    if not 0 <= value < math.inf:
-        raise config_error(path, value, "is negative or not finite", "use a finite number of at least 0")
-    return float(value)
-
-
-def _positive(path: str, value: object) -> float:
-    if number(path, value) == 0:
-        raise config_error(path, value, "is not positive", "use a number above 0")
-    return number(path, value)
-
-
-def fraction(path: str, value: object) -> float:
-    if _positive(path, value) > 1:
-        raise config_error(path, value, "is more than all", "use a fraction in (0, 1]")
-    return _positive(path, value)
-
-
-def count(path: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise config_error(path, value, "is not a positive integer", "use an integer of at least 1")
-    return value
-
-
-def _count_or_none(path: str, value: object) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else count(path, value)
-
-
-def _flag(path: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise config_error(path, value, "is no truth value", "use true or false")
-    return value
+_positive = partial(check_real, positive=True)
+count = partial(check_integer, low=1)
+_count_or_none = partial(check_integer, low=0)
 
 
 def _pair(path: str, value: object, entry: Reader = _positive) -> tuple[float, float]:
@@ -203,14 +165,14 @@ def _table(path: str, value: object) -> Table:
 def _fractions(path: str, value: object) -> Table:
     table = _table(path, value)
     for row, (_, part) in enumerate(table):
-        fraction(f"{path}[{row}][1]", part)
+        check_share(f"{path}[{row}][1]", part)
     return table
 
 
 def tables(path: str, value: object) -> dict[str, Table]:
     """By dtype."""
     found = {}
-    for dtype, table in mapping(path, value).items():
+    for dtype, table in check_mapping(path, value).items():
         found[_dtype(path, dtype)] = _table(f"{path}.{dtype}", table)
         if not found[dtype]:
             raise config_error(f"{path}.{dtype}", table, "is empty", "give at least one pair, or leave it out")
@@ -225,7 +187,7 @@ def _rates(path: str, value: object) -> dict[str, Table]:
 
 
 def _starts(path: str, value: object) -> dict[str, float]:
-    return {_dtype(path, dtype): _positive(f"{path}.{dtype}", one) for dtype, one in mapping(path, value).items()}
+    return {_dtype(path, dtype): _positive(f"{path}.{dtype}", x) for dtype, x in check_mapping(path, value).items()}
 
 
 def _dtype(path: str, name: str) -> str:
@@ -238,7 +200,7 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
     found: list[Link] = []
     for row, record in enumerate(_sequence(path, value)):
         at = f"{path}[{row}]"
-        link = Link(**_fields(f"{at}.", record, _LINK, ("within", "bandwidth", "latency")))
+        link = Link(**read_fields(f"{at}.", record, _LINK, ("within", "bandwidth", "latency")))
         if found and (found[-1].within is None or (link.within is not None and link.within % found[-1].within)):
             problem = "does not hold whole blocks of the link before"
             raise config_error(f"{at}.within", link.within, problem, "sort them")
@@ -250,49 +212,44 @@ def _links(path: str, value: object) -> tuple[Link, ...]:
 
 def _protocols(path: str, value: object) -> tuple[Protocol, ...]:
     return tuple(
-        Protocol(**_fields(f"{path}[{row}].", record, _PROTOCOL, ("name", "start_seconds", "latencies")))
+        Protocol(**read_fields(f"{path}[{row}].", record, _PROTOCOL, ("name", "start_seconds", "latencies")))
         for row, record in enumerate(_sequence(path, value))
     )
 
 
 def _latencies(path: str, value: object) -> tuple[float, ...]:
-    return tuple(number(f"{path}[{level}]", latency) for level, latency in enumerate(_sequence(path, value)))
+    return tuple(check_real(f"{path}[{level}]", latency) for level, latency in enumerate(_sequence(path, value)))
 
 
 def _kinds(path: str, value: object) -> dict[str, tuple[float, float]]:
-    found = {}
-    for kind, pair in mapping(path, value).items():
-        if kind not in COLLECTIVES:
-            remedy = f"use some of {', '.join(COLLECTIVES)}"
-            raise config_error(f"{path}.{kind}", pair, "is not a kind of collective", remedy)
-        found[kind] = _pair(f"{path}.{kind}", pair, number)
-    return found
+    readers = dict.fromkeys(COLLECTIVES, partial(_pair, entry=check_real))
+    return read_fields(f"{path}.", value, readers, problem="is not a kind of collective")
 
 
 _LINK: dict[str, Reader] = {
     "within": lambda path, value: None if value is None else count(path, value),
     "bandwidth": _positive,
-    "latency": number,
-    "fraction": fraction,
+    "latency": check_real,
+    "fraction": check_share,
     "bandwidths": _table,
 }
 _PROTOCOL: dict[str, Reader] = {
     "name": text,
-    "start_seconds": number,
+    "start_seconds": check_real,
     "latencies": _latencies,
-    "fraction": fraction,
-    "tree": _flag,
+    "fraction": check_share,
+    "tree": check_boolean,
 }
 READERS: dict[str, Reader] = {
     "memory_bandwidth": _positive,
     "kernel_seconds": _positive,
     "rates": _rates,
     "links": _links,
-    "memory_fraction": fraction,
+    "memory_fraction": check_share,
     "product_starts": _starts,
     "rate_fractions": _fractions,
     "bandwidths": _table,
-    "start_seconds": number,
+    "start_seconds": check_real,
     "protocols": _protocols,
     "collectives": _kinds,
     "cores": _count_or_none,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +13,8 @@ from compile_muon.config.checks import (
     check_choice,
     check_folder,
     check_integer,
-    check_real,
+    check_mapping,
+    check_share,
     unknown_name,
 )
 from compile_muon.errors import ConfigError, config_error
@@ -21,13 +22,6 @@ from compile_muon.errors import ConfigError, config_error
 __all__ = ["OffloadConfig", "check_offload"]
 
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
-
-
-def _check_share(field: str, value: object) -> float:
-    share = check_real(field, value, positive=True)
-    if share > 1:
-        raise config_error(field, value, "is more than all of it", "give a share, up to 1.0")
-    return share
 
 
 def _check_path(field: str, value: object) -> str:
@@ -53,7 +47,7 @@ class OffloadConfig(Checked):
     pin_memory: bool = setting(True, check_boolean)
     buffer_count: int = setting(4, check_integer, low=2)
     buffer_bytes: int = setting(64 << 20, check_integer, low=1)
-    ratio: float = setting(1.0, _check_share)
+    ratio: float = setting(1.0, check_share)
     momentum: bool = setting(True, check_boolean)
 
     def contradictions(self) -> Iterator[ConfigError]:
@@ -67,14 +61,10 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
     """An :class:`OffloadConfig`, its fields, or its device."""
     if isinstance(value, OffloadConfig):
         return value
-    if isinstance(value, str):
-        value = {"device": value}
-    if not isinstance(value, Mapping):
-        problem = f"must be an object, not {type(value).__name__}"
-        raise config_error(field, value, problem, 'write {"device": "cpu"}')
-    if value.get("device", "none") in (None, "none"):
+    section = check_mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
+    if section.get("device", "none") in (None, "none"):
         return None
-    given: dict[str, Any] = {key: entry for key, entry in value.items() if key not in _NOT_READ}
+    given: dict[str, Any] = {key: entry for key, entry in section.items() if key not in _NOT_READ}
     known = [f.name for f in fields(OffloadConfig)]
     for key, entry in given.items():
         if key not in known:

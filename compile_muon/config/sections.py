@@ -13,16 +13,16 @@ from compile_muon.config.foreign import FOREIGN, full_name, refusal
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import (
     ARGUMENTS,
-    Arguments,
     CompileConfig,
     ExpertParallelConfig,
+    Given,
     MeshConfig,
     SequenceParallelConfig,
 )
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS
 
-__all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "Given", "parameters", "read_json", "section"]
+__all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "parameters", "read_json", "section"]
 
 #: MuonZero's arguments that are keys of no section
 AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
@@ -84,15 +84,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Given(Arguments):
-    """What a config gives; ``hints`` are the paths of its keys that have no effect here, ``remarks`` other warnings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hints: list[str] = []
-        self.remarks: list[str] = []
-
-
 def section(given: Given, path: str, value: object) -> Mapping[str, Any]:
     """The keys of ``value`` that are read here; of the others DeepSpeed's are hints or mistakes, the rest mistakes."""
     if not isinstance(value, Mapping):
@@ -125,12 +116,10 @@ def _nearest_key(section: str, key: str) -> str:
     for place in SECTIONS:
         if place != section and key in names[place] and key != "enabled":
             return f"did you mean {full_name(place, key)}?"
-    near = difflib.get_close_matches(key, names[section], n=1)
-    if near:
+    if near := difflib.get_close_matches(key, names[section], n=1):
         return f"did you mean {full_name(section, near[0])}?"
     paths = {name: full_name(place, name) for place in SECTIONS for name in names[place]}
-    near = difflib.get_close_matches(key, paths, n=1, cutoff=0.75)
-    if near:
+    if near := difflib.get_close_matches(key, paths, n=1, cutoff=0.75):
         return f"did you mean {paths[near[0]]}?"
     return f"known here are {', '.join(SECTIONS[section])}"
 

@@ -50,10 +50,10 @@ __all__ = [
     "NO_MUON",
     "VIEWS",
     "AdamWConfig",
-    "Arguments",
     "CompileConfig",
     "Config",
     "ExpertParallelConfig",
+    "Given",
     "MeshConfig",
     "MuonConfig",
     "NSConfig",
@@ -127,12 +127,8 @@ class NSConfig(Checked):
             triples = isinstance(self.coefficients[0], tuple)
             length, problem = len(self.coefficients) if triples else None, "has {} triples for {} steps"
         if length is not None and self.steps not in (None, length):
-            yield config_error(
-                "NSConfig.coefficients",
-                self.coefficients,
-                problem.format(length, self.steps),
-                f"set ns_steps={length}, or leave ns_steps out",
-            )
+            problem, remedy = problem.format(length, self.steps), f"set ns_steps={length}, or leave ns_steps out"
+            yield config_error("NSConfig.coefficients", self.coefficients, problem, remedy)
 
 
 @dataclass(frozen=True)
@@ -402,13 +398,9 @@ class Config(Checked):
             yield config_error("MuonConfig.qk_clip", self.muon.qk_clip, problem, remedy)
         if self.algorithm == "muon":
             return
-        for field, value, default in (
-            ("Config.muon", self.muon, Config.muon),
-            ("Config.muon_params", self.muon_params, Config.muon_params),
-            ("Config.method", self.method, Config.method),
-        ):
-            if value != default:
-                yield config_error(field, value, NO_MUON, 'leave it out, or set algorithm="muon"')
+        for name in ("muon", "muon_params", "method"):
+            if (value := getattr(self, name)) != getattr(Config, name):
+                yield config_error(f"Config.{name}", value, NO_MUON, 'leave it out, or set algorithm="muon"')
         if self.zero.update == "backward":
             problem = f"{NO_MUON}, and AdamW updates in step()"
             yield config_error("ZeroConfig.update", self.zero.update, problem, 'use update="auto" or "step"')
@@ -428,19 +420,23 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
 C = TypeVar("C", bound=Checked)
 
 
-class Arguments:
+class Given:
     """Arguments of ``MuonZero`` as one source gives them, each under the name it has there.
 
     Attributes:
         values: argument -> canonical value, of those that were right.
         names: argument -> the name the user knows it by.
         mistakes: what was wrong so far.
+        hints: paths of a config's keys that have no effect here.
+        remarks: other warnings.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         self.mistakes = Mistakes()
+        self.hints: list[str] = []
+        self.remarks: list[str] = []
 
     def put(self, argument: str, value: object, name: str) -> None:
         """Check a setting and keep it; a second value for one argument must agree with the first."""
@@ -452,18 +448,12 @@ class Arguments:
             if known != canonical:
                 raise config_error(name, canonical, f"contradicts {first} = {known!r}", "keep one of the two")
 
-    def config(self, **rest: Any) -> Config:
-        """The ``Config`` of what was put; ``rest`` are fields of it that are no arguments of ``MuonZero``.
-
-        Raises:
-            ConfigError: about all mistakes.
-        """
-        config = self.best(**rest)
-        self.mistakes.raise_all()
-        return config
-
     def best(self, **rest: Any) -> Config:
-        """The same without what contradicts the rest of it, which is one more mistake."""
+        """The ``Config`` of what was put, without what contradicts the rest of it, which is one more mistake.
+
+        Args:
+            rest: fields of it that are no arguments of ``MuonZero``.
+        """
         paths = {f"{owner.__name__}.{field}": argument for argument, (owner, field) in ARGUMENTS.items()}
         while True:
             try:
@@ -493,10 +483,12 @@ def config_from_kwargs(**kwargs: Any) -> Config:
     >>> config_from_kwargs(lr=0.01, ns_steps=6, stage=3).muon.ns.steps
     6
     """
-    given = Arguments()
+    given = Given()
     for name, value in kwargs.items():
         if name in ARGUMENTS:
             given.put(name, value, name)
         else:
             given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, "is not an argument of MuonZero"))
-    return given.config()
+    config = given.best()
+    given.mistakes.raise_all()
+    return config

@@ -29,12 +29,11 @@ from torch.distributed.tensor import DTensor
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
 from compile_muon.config import MeshConfig
-from compile_muon.errors import CheckpointError, ConfigError, config_error, join_errors, listed
+from compile_muon.errors import CheckpointError, ConfigError, config_error, listed, raise_all
 from compile_muon.integrations.common import is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
 from compile_muon.storage.disk import write_bytes
-from compile_muon.storage.ranks import Ranks
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
@@ -57,10 +56,6 @@ _SHARDERS = {
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
 }
-
-
-#: what copies of a model on all ranks can do, and shards cannot
-_TOGETHER = ("reduce", "join_uneven_inputs")
 
 
 class AcceleratedMuonZero(AcceleratedOptimizer):
@@ -111,7 +106,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """
     again = isinstance(getattr(accelerator, "_muon_zero", None), _Sharded)
     pairs = _pairs(objects, needed=not again)
-    _refuse(accelerator, objects, pairs)
+    raise_all(_refused(accelerator, objects, pairs))
     if not again:
         accelerator._muon_zero = _Sharded(accelerator)
     if (mesh := pairs[0][1]._mesh if pairs else None) is not None:
@@ -120,18 +115,15 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     for model, optimizer in pairs:
         # Accelerate wraps what it prepares for training in DDP, and leaves alone what it prepares for evaluation.
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        model.no_sync = _no_sync(optimizer)  # what accelerator.no_sync() and accumulate() look for
+        # What accelerator.no_sync() and accumulate() look for: a function, which copy.deepcopy of the model leaves
+        # alone; a bound method would take the optimizer along.
+        model.no_sync = lambda optimizer=optimizer: optimizer.accumulate()
         prepared[id(model)] = model
         prepared[id(optimizer)] = accelerator.prepare_optimizer(AcceleratedMuonZero(optimizer, model))
     rest = [thing for thing in objects if id(thing) not in prepared]
     found = accelerator.prepare(*rest) if rest else ()
     prepared |= {id(thing): new for thing, new in zip(rest, found if len(rest) > 1 else [found], strict=False)}
     return tuple(prepared[id(thing)] for thing in objects)
-
-
-def _no_sync(optimizer: MuonZero) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    # A function, which copy.deepcopy of the model leaves alone; a bound method would take the optimizer along.
-    return lambda: optimizer.accumulate()
 
 
 # ------------------------------------------------------------------------------------------- what cannot be honoured
@@ -163,33 +155,27 @@ def _pairs(objects: tuple[Any, ...], needed: bool) -> list[tuple[Any, MuonZero]]
     if needed and not modules and not errors:
         kinds = ", ".join(type(thing).__name__ for thing in objects)
         errors.append(config_error("objects", kinds, "hold no sharded model and MuonZero", remedy))
-    if errors:
-        raise join_errors(errors)
+    raise_all(errors)
     return pairs
 
 
-def _refuse(accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tuple[nn.Module, MuonZero]]) -> None:
-    """Settings that would train, or save, something else than they say.
-
-    Raises:
-        ConfigError: about all of them.
-    """
-    errors = refused_settings(accelerator)
+def _refused(
+    accelerator: Accelerator, objects: tuple[Any, ...], pairs: list[tuple[nn.Module, MuonZero]]
+) -> Iterator[ConfigError]:
+    """Settings that would train, or save, something else than they say."""
+    yield from refused_settings(accelerator)
     for model, optimizer in pairs:
-        errors += _refused_pair(accelerator, model, optimizer)
+        yield from _refused_pair(accelerator, model, optimizer)
     sharded = {id(param) for model, _ in pairs for param in model.parameters()}
     for other in objects:
         if isinstance(other, torch.optim.Optimizer) and not isinstance(other, MuonZero):
             if any(id(param) in sharded for group in other.param_groups for param in group["params"]):
                 remedy = "leave it out: MuonZero trains all parameters of its model"
-                errors.append(config_error("optimizer", type(other).__name__, "trains a sharded model too", remedy))
-    if errors:
-        raise join_errors(errors)
+                yield config_error("optimizer", type(other).__name__, "trains a sharded model too", remedy)
 
 
-def refused_settings(accelerator: Accelerator) -> list[ConfigError]:
+def refused_settings(accelerator: Accelerator) -> Iterator[ConfigError]:
     """What the accelerator, its plugins and the environment say that cannot be honoured."""
-    errors = []
     # On a CPU Accelerate forgets its plugins, and leaves these flags.
     given = {plugin for flag, plugin in _SHARDERS.items() if os.environ.get(flag, "false").lower() == "true"}
     kind = accelerator.distributed_type.value
@@ -199,48 +185,43 @@ def refused_settings(accelerator: Accelerator) -> list[ConfigError]:
         given.add("parallelism_config")
     for plugin in sorted(given):
         remedy = "leave it out, and start with torchrun or `accelerate launch --multi_gpu`"
-        errors.append(config_error(f"Accelerator({plugin}=...)", plugin, "shards the model too", remedy))
+        yield config_error(f"Accelerator({plugin}=...)", plugin, "shards the model too", remedy)
     if accelerator.mixed_precision not in ("no", "bf16"):
         problem = "scales the loss or casts weights, which Muon's checks take for infinite gradients or an edit"
-        errors.append(config_error("mixed_precision", accelerator.mixed_precision, problem, 'use "bf16"'))
+        yield config_error("mixed_precision", accelerator.mixed_precision, problem, 'use "bf16"')
     dynamo = accelerator.state.dynamo_plugin.backend.value
     if dynamo != "NO":
         remedy = 'leave it out, and set "compile": true in the config, which compiles with backend="muon_zero"'
-        errors.append(config_error("dynamo_backend", dynamo, "would compile the model a second time", remedy))
+        yield config_error("dynamo_backend", dynamo, "would compile the model a second time", remedy)
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and hook.value != "no":
         remedy = "leave it out, and set reduce_dtype (communication_data_type) in the config"
-        errors.append(
-            config_error("DistributedDataParallelKwargs.comm_hook", hook.value, "there is no DDP to hook", remedy)
-        )
-    return errors
+        yield config_error("DistributedDataParallelKwargs.comm_hook", hook.value, "there is no DDP to hook", remedy)
 
 
-def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> list[ConfigError]:
-    errors = []
+def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZero) -> Iterator[ConfigError]:
     steps = optimizer.config.zero.gradient_accumulation_steps
     if steps not in (None, 1):
         remedy = "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"
         problem = "is the accelerator's to say, which may end an accumulation early"
-        errors.append(config_error("gradient_accumulation_steps", steps, problem, remedy))
+        yield config_error("gradient_accumulation_steps", steps, problem, remedy)
     if optimizer._mesh is not None:
-        errors += refused_tensor(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
+        yield from refused_tensor(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:
         problem = f"is on {device}, where batches of the accelerator are on {accelerator.device}"
         remedy = "shard model.to(accelerator.device): what is sharded cannot be moved"
-        errors.append(config_error("model", type(model).__name__, problem, remedy))
+        yield config_error("model", type(model).__name__, problem, remedy)
     world = 1 if optimizer._group is None else optimizer._group.size()
     if world != accelerator.num_processes:
         problem = f"is sharded over {world} of the accelerator's {accelerator.num_processes} processes"
         remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
         if accelerator.num_processes == 1:
             remedy = "without a GPU Accelerate sees what torchrun started only with Accelerator(cpu=True)"
-        errors.append(config_error("optimizer", "MuonZero", problem, remedy))
+        yield config_error("optimizer", "MuonZero", problem, remedy)
     if any(wrapped.optimizer is optimizer for wrapped in _optimizers(accelerator)):
-        errors.append(config_error("optimizer", "MuonZero", "is prepared already", "prepare it once"))
-    return errors
+        yield config_error("optimizer", "MuonZero", "is prepared already", "prepare it once")
 
 
 # ------------------------------------------------------------------------------------------- the accelerator's methods
@@ -257,7 +238,7 @@ class _Sharded:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._plain: dict[str, Callable[..., Any]] = {}
-        for name in ("clip_grad_norm_", "get_state_dict", "save_model", "save_state", "load_state", *_TOGETHER):
+        for name in [name for name in vars(_Sharded) if not name.startswith("_")]:
             self._plain[name] = getattr(accelerator, name)
             setattr(accelerator, name, getattr(self, name))
         self._loading: list[AcceleratedMuonZero] = []
@@ -339,11 +320,16 @@ class _Sharded:
         Raises:
             CheckpointError: it cannot be written, or gradients of micro-batches would be lost.
         """
-        self._check_gradients()
+        held = [p for o in _optimizers(self._accelerator) for p in o.model.parameters() if p.grad is not None]
+        if held and not self._accelerator.sync_gradients:
+            raise CheckpointError(
+                "save_state: gradients of the micro-batches since the last step would be lost; call it where "
+                "accelerator.sync_gradients is true, after optimizer.zero_grad()"
+            )
         with self._plain_ones() as ours:
             state = Path(self._plain["save_state"](*args, **kwargs))
         for folder, wrapped in _folders(state, ours).items():
-            ranks = _meet(wrapped, "save_state")
+            ranks = weights_of(wrapped.model).meet("save_state")
             optimizer = wrapped.optimizer
             step = optimizer._ledger.status.step - 1  # place has the step under way
             with ranks.together(f"{folder}: was not saved"):
@@ -355,14 +341,6 @@ class _Sharded:
                 for old in set(folder.glob("accelerate-*.json")) - {_record(folder, step)}:
                     old.unlink()
         return state
-
-    def _check_gradients(self) -> None:
-        held = [p for o in _optimizers(self._accelerator) for p in o.model.parameters() if p.grad is not None]
-        if held and not self._accelerator.sync_gradients:
-            raise CheckpointError(
-                "save_state: gradients of the micro-batches since the last step would be lost; call it where "
-                "accelerator.sync_gradients is true, after optimizer.zero_grad()"
-            )
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """First ours, then what is Accelerate's; collective, on any number of ranks.
@@ -383,15 +361,11 @@ class _Sharded:
         folders = _folders(state, self._loading)
         chosen = {}
         for folder, wrapped in folders.items():
-            with _meet(wrapped, "load_state").together(f"{state}: nothing was loaded"):
+            with weights_of(wrapped.model).meet("load_state").together(f"{state}: nothing was loaded"):
                 _check_count(state, folders)
                 chosen[folder], self._step = _choose(state, folder)
         for folder, wrapped in folders.items():
             Checkpointer(folder).load(wrapped.model, wrapped.optimizer, step=chosen[folder])
-
-
-def _meet(wrapped: AcceleratedMuonZero, doing: str) -> Ranks:
-    return weights_of(wrapped.model).meet(doing)
 
 
 # ------------------------------------------------------------------------------------------- the record of a state

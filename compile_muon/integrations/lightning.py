@@ -41,12 +41,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
-from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, join_errors, listed
+from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, listed, raise_all
 from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
@@ -65,12 +64,8 @@ _COMPILED = "_orig_mod."
 _OWN = "return compile_muon.MuonZero(self, ...), or give MuonZeroStrategy a config"
 
 #: callbacks that would not do what they say, why not, and what to do instead
-_CALLBACKS: dict[type[Callback], tuple[str, str]] = {
-    WeightAveraging: (
-        "copies the model before it is sharded",
-        "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
-    ),
-    StochasticWeightAveraging: (
+_CALLBACKS: dict[type[Callback] | tuple[type[Callback], ...], tuple[str, str]] = {
+    (WeightAveraging, StochasticWeightAveraging): (
         "copies the model before it is sharded",
         "average in a callback of your own, with torch.optim.swa_utils.AveragedModel made in on_train_start",
     ),
@@ -148,7 +143,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Refuse what cannot be honoured, then connect the ranks."""
-        assert self.lightning_module is not None and self.cluster_environment is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._resolved = self._read_and_refuse(self.lightning_module.trainer)
         super().setup_environment()
@@ -162,7 +156,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """The module stays sharded, and where it is: one can fit again, evaluate and save."""
-        assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -205,8 +198,7 @@ class MuonZeroStrategy(DDPStrategy):
         if limit is not None and trainer.gradient_clip_val not in (None, limit):
             problem = f"contradicts Trainer(gradient_clip_val={trainer.gradient_clip_val})"
             errors.append(config_error("gradient_clipping", limit, problem, "give one of them"))
-        if errors:
-            raise join_errors(errors)
+        raise_all(errors)
         # Lightning says which micro-batch is not the last: block_backward_sync.
         return replace(config, zero=replace(config.zero, gradient_accumulation_steps=1))
 
@@ -256,7 +248,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module and make its optimizer, to fit; to evaluate alone, every rank has it whole."""
-        assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = module = self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -274,8 +265,7 @@ class MuonZeroStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """The optimizer of ``config``, and what ``configure_optimizers`` adds to it, or makes itself."""
-        assert self.lightning_module is not None
-        module: Any = self.lightning_module
+        module = self.lightning_module
         self._reset_optimizers_and_schedulers()
         if self._muon is not None and is_sharded(module):
             self._begin_anew(self._muon)
@@ -317,8 +307,8 @@ class MuonZeroStrategy(DDPStrategy):
             ConfigError: naming them.
         """
         remedy = "return trainer.strategy.muon, alone or with an lr_scheduler" if self._muon is not None else _OWN
-        if (plan := plan_of(module)) is not None and (unseen := _unseen(plan)):
-            raise join_errors(unseen)
+        if (plan := plan_of(module)) is not None:
+            raise_all(_unseen(plan))
         others = [optimizer for optimizer in self.optimizers if not isinstance(optimizer, MuonZero)]
         if others:
             names = ", ".join(type(optimizer).__name__ for optimizer in others)
@@ -343,7 +333,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def on_validation_start(self) -> None:
         """BatchNorm's statistics are rank 0's, as they are in a checkpoint."""
-        assert self.lightning_module is not None
         take_those_of_rank_0(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start
@@ -353,7 +342,6 @@ class MuonZeroStrategy(DDPStrategy):
         """Around all micro-batches of a step but its last."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
-                assert isinstance(optimizer, MuonZero)
                 stack.enter_context(optimizer.accumulate())
             yield
 
@@ -373,7 +361,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """``module.state_dict()``, whole and on the CPU, on rank 0; empty elsewhere."""
-        assert self.lightning_module is not None
         module = self.lightning_module
         if not is_sharded(module):
             return module.state_dict()
@@ -381,11 +368,10 @@ class MuonZeroStrategy(DDPStrategy):
         whole = full_state_dict(module)
         return dict(zip(module.state_dict(keep_vars=True), whole.values(), strict=True)) if whole else {}
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State by the names of parameters, whole and on the CPU, on rank 0; empty elsewhere."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        assert isinstance(optimizer, MuonZero)
         return full_optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -419,7 +405,6 @@ class MuonZeroStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Whole weights into the module; of a sharded one, rank 0's."""
-        assert self.lightning_module is not None
         module = self.lightning_module
         if is_sharded(module):
             weights = {name.replace(_COMPILED, ""): value for name, value in checkpoint["state_dict"].items()}
@@ -440,7 +425,6 @@ class MuonZeroStrategy(DDPStrategy):
                 "give the same, or begin anew from its weights, with load_from_checkpoint"
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            assert isinstance(optimizer, MuonZero)
             load_full_optimizer_state(optimizer, state)
 
 
@@ -497,24 +481,16 @@ def _reset_parameters(module: nn.Module) -> None:
         )
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with parameters inside ``module`` that can be called: no ModuleList, but what is in it."""
-    for child in module.children():
-        if next(child.parameters(), None) is None:
-            continue
-        if type(child).forward is nn.Module.forward:
-            yield from _called(child)
-        else:
-            yield child
-
-
 def _compile_children(module: nn.Module, settings: CompileConfig) -> None:
     """Compile what ``training_step`` calls, each in place: Lightning does not call the module itself.
 
-    Where it calls ``self(batch)`` after all, that is one graph around these.
+    These are the outermost modules with parameters that can be called: no ModuleList, but what is in it. Where
+    ``training_step`` calls ``self(batch)`` after all, that is one graph around them.
     """
-    if not settings.enabled:
-        return
-    for child in _called(module):
-        if child._compiled_call_impl is None and not isinstance(child, torch._dynamo.OptimizedModule):
+    for child in module.children() if settings.enabled else ():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            _compile_children(child, settings)
+        elif child._compiled_call_impl is None and not isinstance(child, torch._dynamo.OptimizedModule):
             compile_in_place(child, settings)

@@ -12,7 +12,7 @@ only there it is sharded, and gets its values shard by shard, so that no rank ev
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, cast
 
@@ -31,7 +31,7 @@ from torchtitan.trainer import Trainer
 
 from compile_muon.config import Config, load_config
 from compile_muon.config.checked import Mistakes
-from compile_muon.errors import ConfigError, config_error, join_errors
+from compile_muon.errors import ConfigError, config_error, raise_all
 from compile_muon.initialize import initialize
 from compile_muon.integrations.common import Source, filled
 from compile_muon.integrations.context_parallel import exchange_heads, problem_of
@@ -82,11 +82,9 @@ def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, a
     whole = "compile_muon shards over data-parallel and context-parallel ranks only"
     sections: list[tuple[str, Any, Any, str, str]] = [
         (f"parallelism.{name}", degree, degree > 1, whole, "set it to 1")
-        for name in (
-            "tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree",
-        )
+        for name in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree")
         for degree in [getattr(parallelism, name)]
-    ]  # fmt: skip
+    ]
     replicas = parallelism.data_parallel_replicate_degree
     reshard = parallelism.fsdp_reshard_after_forward
     balancer = parallelism.context_parallel_load_balancer
@@ -132,15 +130,13 @@ def _problems(training: TrainingConfig, parallelism: Any, compile_config: Any, a
     return [config_error(name, value, *why) for name, value, wrong, *why in sections if wrong]
 
 
-def _problems_of_trainer(config: Any) -> list[ConfigError]:
+def _problems_of_trainer(config: Any) -> Iterator[ConfigError]:
     """The same of what only the trainer sees."""
-    errors = []
     if config.debug.spmd_typechecking:
         why = "needs annotations that torchtitan's own parallelize function makes"
-        errors.append(config_error("debug.spmd_typechecking", True, why, "set it to False"))
+        yield config_error("debug.spmd_typechecking", True, why, "set it to False")
     if getattr(getattr(config, "fault_tolerance", None), "enable", False):
-        errors.append(_no_fault_tolerance())
-    return errors
+        yield _no_fault_tolerance()
 
 
 def _no_fault_tolerance() -> ConfigError:
@@ -192,8 +188,7 @@ def _read(source: Source, training: TrainingConfig, steps: int | None) -> Config
             f"is a second limit beside training.max_norm = {training.max_norm}, by which the trainer clips",
             'leave it out of muon_config, or write "auto"',
         ))  # fmt: skip
-    if errors:
-        raise join_errors(errors)
+    raise_all(errors)
     if low:
         reduce_dtype = zero.reduce_dtype or TORCH_DTYPE_MAP[training.mixed_precision_reduce]
         zero = replace(zero, param_dtype=dtype, reduce_dtype=reduce_dtype)
@@ -241,17 +236,15 @@ def parallelize(
         remedy = "build the model without quantization converters; muon_config has bf16"
         errors.append(config_error("model_spec.model", kind, "has quantized layers", remedy))
     degree = parallelism.context_parallel_degree
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if not errors and not isinstance(head, nn.Module):
         remedy = "train a decoder, or shard the model with compile_muon.initialize in a loop of your own"
         errors.append(config_error("model_spec.model", kind, "has no lm_head, through which its loss goes", remedy))
     elif degree > 1 and (problem := problem_of(model, degree)) is not None:
         errors.append(problem)
-    if errors:
-        raise join_errors(errors)
+    raise_all(errors)
     ranks = dist.get_world_size()
     if ranks > 1:
-        assert head is not None
         head.register_forward_hook(lambda module, args, output: _SumOfRanks.apply(output, ranks))
     checkpointing = None if ac_config is None else ac_config.build(dump_folder=dump_folder)
     pending = _Pending(training, checkpointing, parallel_dims.get_mesh("cp") if degree > 1 else None)
@@ -309,12 +302,11 @@ class MuonOptimizers(OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module], **others: Any) -> None:
         (model,) = model_parts
         pending: _Pending | None = model.__dict__.get(_PENDING)
-        errors = _problems_of_optimizer(config, others)
+        errors = [*_problems_of_optimizer(config, others)]
         if pending is None and (dist.get_world_size() > 1 or isinstance(next(model.parameters()), DTensor)):
             problem, remedy = "has sharded the model already", "use with_muon, or set it to parallelize of this module"
             errors.append(config_error("model_spec.parallelize_fn", "another function", problem, remedy))
-        if errors:
-            raise join_errors(errors)
+        raise_all(errors)
         if pending is None:  # a seed checkpoint, of which only weights are ever read: torchtitan leaves out the rest
             _, optimizer = initialize(model, load_config({}))
         else:
@@ -329,16 +321,16 @@ class MuonOptimizers(OptimizersContainer):
         return self.optimizers[0]
 
 
-def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, Any]) -> list[ConfigError]:
+def _problems_of_optimizer(config: MuonOptimizers.Config, others: Mapping[str, Any]) -> Iterator[ConfigError]:
     """Settings of another optimizer, and what trainers of torchtitan's experiments give beside the model."""
-    errors = []
     if value := config.optimizer_factory_kwargs_by_name:
         problem, remedy = "is torchtitan's own optimizers'", "leave it out: muon_config says how matrices are exchanged"
-        errors.append(config_error("optimizer.optimizer_factory_kwargs_by_name", value, problem, remedy))
+        yield config_error("optimizer.optimizer_factory_kwargs_by_name", value, problem, remedy)
     if config.implementation == "fused_opt_states_bf16":
         problem, remedy = "would keep AdamW's moments in bfloat16", "leave it out"
-        errors.append(config_error("optimizer.implementation", config.implementation, problem, remedy))
-    return errors + [_no_fault_tolerance() for name in others if name == "ft_manager"]
+        yield config_error("optimizer.implementation", config.implementation, problem, remedy)
+    if "ft_manager" in others:
+        yield _no_fault_tolerance()
 
 
 def _groups(model: nn.Module, given: Sequence[ParamGroupConfig]) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import Config, load_config
 from compile_muon.config.checked import Mistakes
-from compile_muon.errors import ConfigError, config_error, join_errors, listed
+from compile_muon.errors import ConfigError, config_error, listed, raise_all
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
@@ -38,6 +38,7 @@ from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.model.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
 from compile_muon.sequence.plan import plan_of
+from compile_muon.weights import save_pretrained
 
 __all__ = ["MuonSeq2SeqTrainer", "MuonTrainer"]
 
@@ -91,39 +92,33 @@ def _as_the_arguments_say(config: Config, args: TrainingArguments) -> Config:
         )
         if None not in (ours, theirs) and ours != theirs
     ]
-    if errors:
-        raise join_errors(errors)
+    raise_all(errors)
     limit = zero.gradient_clipping or limit
     # The Trainer says which micro-batch is a step's last, by accelerator.no_sync: an epoch may end with fewer of them.
     zero = dataclasses.replace(zero, gradient_accumulation_steps=1, gradient_clipping=limit)
     return dataclasses.replace(config, zero=zero)
 
 
-#: optimizer settings of the TrainingArguments, and what a configuration says of the same
+#: optimizer settings of the TrainingArguments, the keys of the same in a configuration, and what it says
 _SETTINGS = {
-    "learning_rate": lambda config: (config.muon.lr, config.adamw.lr),
-    "weight_decay": lambda config: (config.muon.weight_decay, config.adamw.weight_decay),
-    "adam_beta1": lambda config: (config.adamw.betas[0],),
-    "adam_beta2": lambda config: (config.adamw.betas[1],),
-    "adam_epsilon": lambda config: (config.adamw.eps,),
+    "learning_rate": ("lr", lambda config: (config.muon.lr, config.adamw.lr)),
+    "weight_decay": ("weight_decay", lambda config: (config.muon.weight_decay, config.adamw.weight_decay)),
+    "adam_beta1": ("betas", lambda config: (config.adamw.betas[0],)),
+    "adam_beta2": ("betas", lambda config: (config.adamw.betas[1],)),
+    "adam_epsilon": ("eps", lambda config: (config.adamw.eps,)),
 }
 
-_KEYS = {"learning_rate": "lr", "adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
 
-
-def _contradictions(args: TrainingArguments, config: Config) -> list[ConfigError]:
+def _contradictions(args: TrainingArguments, config: Config) -> Iterator[ConfigError]:
     """Optimizer settings in the arguments, other than the defaults, that the configuration does not have."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    errors = []
-    for name, of in _SETTINGS.items():
+    for name, (key, of) in _SETTINGS.items():
         value, said = getattr(args, name), of(config)
         if value != defaults[name] and value not in said:
             shown = " and ".join(dict.fromkeys(map(str, said)))
-            key = _KEYS.get(name, name)
             remedy = f'write "{key}": "auto" in optimizer.params of muon_config, or leave this out'
             problem = f"is not what muon_config says, {shown}, and would have no effect"
-            errors.append(config_error(f"TrainingArguments.{name}", value, problem, remedy))
-    return errors
+            yield config_error(f"TrainingArguments.{name}", value, problem, remedy)
 
 
 def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[str, Any]) -> list[ConfigError]:
@@ -132,6 +127,8 @@ def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[st
     Args:
         given: the Trainer's own keyword arguments.
     """
+    chosen = getattr(args.optim, "value", args.optim)
+    other = None if chosen in ("adamw_torch", "adamw_torch_fused") else chosen  # the defaults
     inside = 'set "compile": true in muon_config, which compiles with backend="muon_zero"'
     wrong: list[tuple[str, Any, str, str]] = [
         ("fp16", args.fp16, "scales the loss, which Muon's checks take for infinite gradients", "use bf16"),
@@ -139,7 +136,7 @@ def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[st
         ("fsdp", args.fsdp, "shards the model too", "leave it out"),
         ("torch_compile", args.torch_compile, "would compile the model a second time", inside),
         ("auto_find_batch_size", args.auto_find_batch_size, "starts over with a sharded model", "set it to False"),
-        ("optim", _other_optimizer(args), "is another optimizer", f"leave it out: {_OURS}"),
+        ("optim", other, "is another optimizer", f"leave it out: {_OURS}"),
         ("optim_args", args.optim_args, "belongs to another optimizer", "leave it out"),
         ("optim_target_modules", args.optim_target_modules, "belongs to another optimizer", "leave it out"),
         ("n_gpu", args.n_gpu if args.n_gpu > 1 else 0, "is DataParallel", "start one process per GPU with torchrun"),
@@ -159,12 +156,7 @@ def _refuse(args: TrainingArguments, accelerator: Accelerator, given: Mapping[st
             kind = type(given[name][0]).__name__
             errors.append(config_error(name, kind, "is another optimizer than MuonZero", f"leave it out: {_OURS}"))
     # What `accelerate launch` says, which no argument shows.
-    return errors or refused_settings(accelerator)
-
-
-def _other_optimizer(args: TrainingArguments) -> str | None:
-    chosen = getattr(args.optim, "value", args.optim)
-    return None if chosen in ("adamw_torch", "adamw_torch_fused") else chosen  # the defaults
+    return errors or list(refused_settings(accelerator))
 
 
 class MuonTrainer(Trainer):
@@ -326,8 +318,6 @@ class MuonTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Whole weights, written by all ranks together; the rest by one."""
-        from compile_muon.weights import save_pretrained
-
         if self.optimizer is None:  # nothing is sharded yet
             return super()._save(output_dir, state_dict)
         folder = output_dir if output_dir is not None else self.args.output_dir

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
-from compile_muon.kernels import check_backend, resolve_coefficients, resolve_dtype, resolve_method
+from compile_muon.kernels.dispatch import cheaper_method
+from compile_muon.kernels.newton_schulz import make_plan
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.layout import Layout
@@ -38,13 +39,13 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
     ns, view = config.muon.ns, assignment.view
     most = (rows, cols) if view is None else most_work(view.shapes(rows, cols))
     try:
-        chosen = resolve_coefficients(ns.coefficients, ns.steps)
-        dtype = resolve_dtype(ns.dtype, device, chosen, ns.method)
-        method = resolve_method(ns.method, *most, dtype, chosen)
-        check_backend(ns.backend, dtype, device)
+        plan = make_plan(ns.method, ns.coefficients, ns.steps, ns.dtype, device, ns.eps, ns.backend)
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
+    method = plan.method
+    if method == "auto":
+        method = cheaper_method(*most, len(plan.steps), len(plan.restarts))
     world = layout.owner_group.size * layout.replica_group.size
     apart = layout.sharded or not layout.expert.alone
     # Whole matrices already: one process, or experts where they live.
@@ -58,10 +59,10 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         cols=cols,
         nesterov=config.muon.nesterov,
         method=method,
-        coefficients=tuple(value for triple in chosen.steps for value in triple),
-        safety=chosen.safety,
-        restarts=chosen.gram_restarts(dtype),
-        dtype=encode_dtype(dtype),
+        coefficients=tuple(value for triple in plan.steps for value in triple),
+        safety=plan.safety,
+        restarts=plan.restarts,
+        dtype=encode_dtype(plan.dtype),
         eps=ns.eps,
         exchange="local" if local else "owner",
         backend=ns.backend,

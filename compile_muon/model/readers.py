@@ -20,8 +20,8 @@ from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.frozen_copy import of_frozen
 from compile_muon.runtime.handouts import in_forward
+from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter

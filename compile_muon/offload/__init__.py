@@ -4,7 +4,6 @@
 lends it to graphs and steps.
 """
 
-from compile_muon.offload.choice import states_away, with_fetches
 from compile_muon.offload.home import Home
 
-__all__ = ["Home", "states_away", "with_fetches"]
+__all__ = ["Home"]

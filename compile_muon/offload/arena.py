@@ -12,8 +12,6 @@ from compile_muon.offload.store import Bucket, MemoryStore, Slot, Store
 
 __all__ = ["Arena"]
 
-_ALIGNED = 512  # bytes, as the caching allocator aligns
-
 
 @dataclass(eq=False)
 class _Room:
@@ -54,7 +52,7 @@ class Arena:
         )
         self._streams = not self._beside and real
         if self._streams:
-            largest = max(sum(_up(slot) for slot in bucket.slots) for bucket in buckets)
+            largest = max(bucket.nbytes for bucket in buckets)
             memory = torch.empty(min(buffers, len(buckets)), largest, dtype=torch.uint8, device=device)
             self._rooms = [_Room(room) for room in memory]
             self._in, self._out = torch.Stream(device), torch.Stream(device)
@@ -85,7 +83,7 @@ class Arena:
             room = self._lift(bucket)
             assert room.arrived is not None
             torch.accelerator.current_stream().wait_event(room.arrived)
-            found = _views(room, bucket)
+            found = bucket.views(room.memory)
         self._lent[bucket] = found
         return found
 
@@ -144,22 +142,10 @@ class Arena:
             self._in.wait_event(written)
         room.bucket, room.used = bucket, self._clock
         with self._in:
-            for slot, view in _views(room, bucket).items():
+            for slot, view in bucket.views(room.memory).items():
                 view.copy_(host[slot], non_blocking=True)
             room.arrived = self._in.record_event()
         if not isinstance(self.store, MemoryStore):
             room.arrived.synchronize()  # the store's buffer is for others now
             self.store.leave(bucket)
         return room
-
-
-def _up(slot: Slot) -> int:
-    return -(-slot.nbytes // _ALIGNED) * _ALIGNED
-
-
-def _views(room: _Room, bucket: Bucket) -> dict[Slot, Tensor]:
-    found, begin = {}, 0
-    for slot in bucket.slots:
-        found[slot] = room.memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
-        begin += _up(slot)
-    return found

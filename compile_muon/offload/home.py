@@ -26,8 +26,7 @@ from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance
-from compile_muon.runtime.shards import host_mesh, local_tensor
-from compile_muon.runtime.states import as_state, row_state_shape
+from compile_muon.runtime.shards import as_state, host_mesh, local_tensor, row_state_shape
 from compile_muon.runtime.survey import not_finite
 
 __all__ = ["Home"]
@@ -142,15 +141,8 @@ class Home:
         if offload.device != "nvme" or not real:
             return MemoryStore(buckets, torch.device("cpu"), pin=pin)
         assert offload.nvme_path is not None
-        store: Store | None = None
-        failure: OffloadError | None = None
-        try:
-            store = FileStore(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin)
-        except OffloadError as error:
-            failure = error
-        self._agree(failure, "has no place for optimizer state: nothing was sharded")
-        assert store is not None
-        return store
+        with self._agreeing("has no place for optimizer state: nothing was sharded"):
+            return FileStore(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin)
 
     def _move_in(self, store: Store, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> None:
         arena = Arena(store, buckets, self._device, buffers=offload.buffer_count, real=real)
@@ -202,8 +194,7 @@ class Home:
 
     def names(self, account: Account) -> frozenset[str]:
         """Of its states that are away, as methods name them."""
-        kept = self._kept.get(account.name)
-        return frozenset() if kept is None else frozenset(kept.states)
+        return frozenset(self._kept.get(account.name, _Away()).states)
 
     def _state_of(self, account: Account) -> dict[str, Tensor]:
         """The optimizer's, which loading replaces."""
@@ -286,9 +277,13 @@ class Home:
             lent = [self._views(account, held) for account in own]
             yield own, lent
             for account, views in zip(own, lent, strict=True):
-                slots, names = self._state_of(account), self._kept[account.name].slots
-                slots.update({name: tensor for name, tensor in views.items() if name in slots and name not in names})
-            self._take_back(own, lent, held, step)
+                slots, kept = self._state_of(account), self._kept[account.name]
+                own_names = slots.keys() - kept.slots.keys()
+                slots.update({name: tensor for name, tensor in views.items() if name in own_names})
+                if MOMENTUM in views and kept.momentum:
+                    parts = {name: held[slot] for name, slot in kept.momentum.items()}
+                    self._codec.encode(views[MOMENTUM], parts, account.name, step)
+            self._look(own, lent)
             for bucket in buckets:
                 self._arenas[bucket].close(bucket)
             self._written += buckets
@@ -316,15 +311,6 @@ class Home:
             found.pop(MOMENTUM, None)
         return found
 
-    def _take_back(
-        self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]], held: Mapping[Slot, Tensor], step: int
-    ) -> None:
-        for account, views in zip(own, lent, strict=True):
-            if MOMENTUM in views and (momentum := self._kept[account.name].momentum):
-                parts = {name: held[slot] for name, slot in momentum.items()}
-                self._codec.encode(views[MOMENTUM], parts, account.name, step)
-        self._look(own, lent)
-
     def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]]) -> None:
         """Note which of these states are not finite."""
         by_label: dict[str, dict[Account, Tensor]] = {}
@@ -351,18 +337,11 @@ class Home:
         Raises:
             OffloadError: on every rank, if a disk of one failed.
         """
-        failure: OffloadError | None = None
-        try:
+        what = "could not keep optimizer state: weights and state are as they were"
+        with self._agreeing(what, meets=self._on_disk):
             yield
             for store in self._stores:
                 store.finish()
-        except OffloadError as error:
-            failure = error
-        except BaseException:
-            self._undo()
-            raise
-        if self._on_disk:
-            self._agree(failure, "could not keep optimizer state: weights and state are as they were")
         for store in self._stores:
             store.commit(self._written)
         self._written = []
@@ -372,10 +351,23 @@ class Home:
         if self._last is not None:
             self._read_ahead(self._last)
 
-    def _agree(self, failure: OffloadError | None, what: str) -> None:
-        """Raise on all ranks what failed on one, once all is as it was."""
+    @contextmanager
+    def _agreeing(self, what: str, *, meets: bool = True) -> Iterator[None]:
+        """Raise on all ranks what a disk of one failed in the block, once all is as it was.
+
+        Args:
+            meets: False where there is no disk, and nothing to hear of.
+        """
+        failure: OffloadError | None = None
+        try:
+            yield
+        except OffloadError as error:
+            failure = error
+        except BaseException:
+            self._undo()
+            raise
         failed = [failure is not None]
-        if self._group is not None:
+        if self._group is not None and meets:
             flags = torch.zeros(self._group.size(), device=self._device)
             flags[self._group.rank()] = float(failure is not None)
             dist.all_reduce(flags, group=self._group)
@@ -456,7 +448,7 @@ class Home:
         for account in self._accounts.values():
             kept, mesh = self._kept[account.name], None
             if isinstance(account.param, DTensor) and self._device.type != "cpu":
-                mesh = self._host_mesh(account.param.device_mesh)
+                mesh = host_mesh(account.param.device_mesh, self._meshes)
             found = self._shown.setdefault(account.name, {})
             for name, slot in kept.slots.items():
                 tensor = self._store(account, slot).current(slot)
@@ -468,11 +460,6 @@ class Home:
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
                 self._optimizer.state[account.param] = _Settled(self, slots)
         self._seen = self._edits()
-
-    def _host_mesh(self, trained_on: DeviceMesh) -> DeviceMesh:
-        if trained_on not in self._meshes:
-            self._meshes[trained_on] = host_mesh(trained_on, trained_on.get_all_groups())
-        return self._meshes[trained_on]
 
     def _store(self, account: Account, slot: Slot) -> Store:
         chunk = self._chunk_of[account.name]

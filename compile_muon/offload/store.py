@@ -17,8 +17,9 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,19 +67,27 @@ class Bucket:
         """In memory: slots begin with a page."""
         return sum(_up(slot.nbytes) for slot in self.slots)
 
+    def views(self, memory: Tensor) -> dict[Slot, Tensor]:
+        """The slots in ``memory``, which are bytes."""
+        found, begin = {}, 0
+        for slot in self.slots:
+            found[slot] = memory[begin : begin + slot.nbytes].view(slot.dtype).view(slot.shape)
+            begin += _up(slot.nbytes)
+        return found
 
-class Store(Protocol):
-    """What keeps state.
+
+class Store:
+    """What keeps state; nothing to do at most calls where it is in memory, written in place.
 
     Attributes:
         bytes_read, bytes_written: of a disk, so far.
     """
 
-    bytes_read: int
-    bytes_written: int
+    bytes_read = bytes_written = 0
 
     def start(self, bucket: Bucket) -> bool:
         """It will be asked for soon; whether there is room for it."""
+        return True
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """Its slots in host or device memory, until :meth:`leave` or :meth:`close`.
@@ -88,6 +97,7 @@ class Store(Protocol):
         Raises:
             OffloadError: it cannot be read.
         """
+        raise NotImplementedError
 
     def leave(self, bucket: Bucket) -> None:
         """What :meth:`open` gave was only read."""
@@ -106,24 +116,23 @@ class Store(Protocol):
         """What these were closed with, and is kept, is current from now on; what others were closed with is not."""
 
     def abort(self) -> None:
-        """Forget what was closed since the last commit."""
+        """Forget what was closed since the last commit; memory does not fail."""
 
     def discard(self) -> None:
         """Forget what is in buffers: someone wrote to :meth:`current`."""
 
     def current(self, slot: Slot) -> Tensor:
         """What is kept, in host memory or as mapped from a file, for whoever looks at all of it."""
+        raise NotImplementedError
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """In memory, beside the parameters or pinned on the host; written in place.
 
     Args:
         device: whose memory.
         pin: for copies that a GPU makes by itself.
     """
-
-    bytes_read = bytes_written = 0
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
         self._tensors = {
@@ -132,31 +141,9 @@ class MemoryStore:
             for slot in bucket.slots
         }
 
-    def start(self, bucket: Bucket) -> bool:
-        """Nothing to do."""
-        return True
-
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """The tensors themselves."""
         return {slot: self._tensors[slot] for slot in bucket.slots}
-
-    def leave(self, bucket: Bucket) -> None:
-        """Nothing to do."""
-
-    def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
-        """Nothing to do."""
-
-    def finish(self) -> None:
-        """Nothing to do."""
-
-    def commit(self, buckets: Collection[Bucket]) -> None:
-        """Nothing to do."""
-
-    def abort(self) -> None:
-        """Nothing to do: memory does not fail."""
-
-    def discard(self) -> None:
-        """Nothing to do."""
 
     def current(self, slot: Slot) -> Tensor:
         """The tensor itself."""
@@ -207,7 +194,7 @@ class _Held:
         return not all(request.done() for request in self.writing)
 
 
-class FileStore:
+class FileStore(Store):
     """In a file without a name.
 
     Args:
@@ -224,8 +211,7 @@ class FileStore:
         self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False, threads: int = 4
     ) -> None:
         self.folder = Path(folder)
-        starts = _starts(buckets)
-        self.nbytes = starts.pop()
+        *starts, self.nbytes = accumulate((bucket.nbytes for bucket in buckets), initial=0)
         self._file = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
         weakref.finalize(self, os.close, self._file)
         self._places: dict[Slot, _Place] = {}
@@ -241,7 +227,6 @@ class FileStore:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
-        self.bytes_read = self.bytes_written = 0
 
     def start(self, bucket: Bucket) -> bool:
         """Begin to read it, over what was used longest ago; never over what was read and not asked for."""
@@ -272,10 +257,13 @@ class FileStore:
             except OSError as error:
                 held.bucket, held.opened = None, False
                 raise self._failed("read", bucket, error) from error
-            return {slot: _view(held, slot, self._places[slot]) for slot in bucket.slots}
+            return bucket.views(held.memory)
 
     def _take(self, held: _Held, bucket: Bucket, *, read: bool) -> None:
-        self._settle(held)
+        self._finish(held)
+        for request in held.reading:
+            request.exception()
+        held.reading = []
         held.bucket, held.ahead = bucket, True
         if read:
             current = [self._places[slot].generation for slot in bucket.slots]
@@ -347,12 +335,6 @@ class FileStore:
         except OSError as error:
             raise self._failed("write", None, error) from error
 
-    def _settle(self, held: _Held) -> None:
-        self._finish(held)
-        for request in held.reading:
-            request.exception()
-        held.reading = []
-
     def _failed(self, what: str, bucket: Bucket | None, error: OSError) -> OffloadError:
         which = "" if bucket is None else f", {bucket.slots[0].name}"
         return OffloadError(
@@ -388,18 +370,6 @@ class FileStore:
             return torch.empty(slot.shape, dtype=slot.dtype)
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+", place, (slot.nbytes,))
         return torch.from_numpy(memory).view(slot.dtype).view(slot.shape)
-
-
-def _starts(buckets: Sequence[Bucket]) -> list[int]:
-    """Where each begins, and where the last ends."""
-    starts = [0]
-    for bucket in buckets:
-        starts.append(starts[-1] + bucket.nbytes)
-    return starts
-
-
-def _view(held: _Held, slot: Slot, place: _Place) -> Tensor:
-    return held.memory[place.begin : place.begin + slot.nbytes].view(slot.dtype).view(slot.shape)
 
 
 def _read(file: int, memory: np.ndarray, place: int) -> int:

@@ -39,8 +39,8 @@ class Candidate:
         return self.axes.get("sequence", 1)
 
     def config(self, config: Config) -> Config:
-        """``config`` with this stage; the mesh is given beside it."""
-        zero = replace(config.zero, stage=self.stage, check_replicas=None)
+        """``config`` with this stage and all state on the device; the mesh is given beside it."""
+        zero = replace(config.zero, stage=self.stage, check_replicas=None, offload=None)
         return with_sharing(replace(config, zero=zero, mesh=None), self.sharing)
 
 
@@ -104,9 +104,7 @@ def planned_for(config: Config, machine: Machine, name: str) -> Config:
 
 def with_sharing(config: Config, ranks: int) -> Config:
     """``config`` with so many ranks to a sequence, which compare nothing."""
-    shared = SequenceParallelConfig()
-    if ranks > 1:
-        shared = replace(config.sequence_parallel, size=ranks, check=False)
+    shared = replace(config.sequence_parallel, size=ranks, check=False) if ranks > 1 else SequenceParallelConfig()
     return replace(config, sequence_parallel=shared)
 
 

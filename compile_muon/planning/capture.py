@@ -26,13 +26,12 @@ from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives
-from compile_muon.passes.costs import Costs
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.recorder import Recorder
+from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.account import Account
@@ -41,10 +40,8 @@ from compile_muon.runtime.shards import local_tensor
 
 __all__ = [
     "Captured",
-    "Sharded",
     "capture_step",
     "captured",
-    "fresh_compiler",
     "run_micro_batches",
     "shard",
     "simulated_job",
@@ -76,7 +73,6 @@ class Captured:
         self,
         machine: Machine,
         *,
-        one_stream: bool = False,
         others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
     ) -> Timeline:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
@@ -87,7 +83,6 @@ class Captured:
             ranks=self.ranks,
             resident=self.resident,
             codegen=self.codegen,
-            one_stream=one_stream,
             others=others,
         )
 
@@ -124,40 +119,13 @@ def capture_step(
         ConfigError, UnsupportedModelError: as :class:`MuonZero`.
     """
     config = Config() if config is None else config
-    recorder, options = Recorder(), FrameOptions() if options is None else options
-    with simulated_job(world, rank), fresh_compiler():
-        sharded = shard(model_factory(), config, axes=axes, backend=backend, init=init)
-        run_micro_batches(sharded, batch, options, recorder)
-        accounts = sharded.accounts
-        trained = [account for account in accounts if account.param.grad is not None]
+    options = FrameOptions() if options is None else options
+    with simulated_job(world, rank):
+        optimizer = shard(model_factory(), config, axes=axes, backend=backend, init=init)
+        graphs = [(visit.played, visit.states) for visit in run_micro_batches(optimizer, batch, options)]
+        trained = [account for account in optimizer._ledger.accounts if account.param.grad is not None]
         ready = {account.name for account in trained if account.speculations.current is not None}
-        graphs = [(visit.played, visit.states) for visit in recorder.visits]
-        return captured(sharded, graphs, trained, ready, options)
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """A model as one rank has it.
-
-    Args:
-        model: it.
-        optimizer: its MuonZero.
-        mesh: the ranks; None for one.
-    """
-
-    model: nn.Module
-    optimizer: MuonZero
-    mesh: Mesh | None
-
-    @property
-    def accounts(self) -> list[Account]:
-        """One for each parameter."""
-        return self.optimizer._ledger.accounts
-
-    @property
-    def costs(self) -> Costs:
-        """What passes decide by."""
-        return self.optimizer._ledger.costs
+        return captured(optimizer, graphs, trained, ready, options)
 
 
 def shard(
@@ -167,8 +135,8 @@ def shard(
     axes: Mapping[str, int] | None,
     backend: str | None,
     init: Callable[..., Any] | None = None,
-) -> Sharded:
-    """``model``, sharded in place over the ranks of a :func:`simulated_job`; arguments as of :func:`capture_step`."""
+) -> MuonZero:
+    """Of ``model``, sharded in place over ranks of a :func:`simulated_job`; arguments as of :func:`capture_step`."""
     device = next(model.parameters()).device.type
     device = "cpu" if device == "meta" else device
     shape = {"shard": dist.get_world_size()} if axes is None else axes
@@ -176,7 +144,7 @@ def shard(
     mesh = Mesh.of(given)
     if mesh is not None:
         mesh = replace(mesh, backend=backend or ("gloo" if device == "cpu" else "nccl"))
-    return Sharded(model, MuonZero.from_config(model, config, mesh=mesh or given, init=init), mesh)
+    return MuonZero.from_config(model, config, mesh=mesh or given, init=init)
 
 
 @contextmanager
@@ -192,30 +160,25 @@ def simulated_job(world: int, rank: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def fresh_compiler() -> Iterator[None]:
-    """Compiled code of before is dropped, and so is what is compiled inside this block."""
+def run_micro_batches(
+    optimizer: MuonZero, batch: Sequence[Any] | Mapping[str, Any], options: FrameOptions
+) -> list[Visit]:
+    """Forward and backward as often as a step has them, none of whose graphs run; compiled code is dropped."""
+    model = optimizer._ownership.model
+    recorder = Recorder(fake_mode_of([account.local for account in optimizer._ledger.accounts]))
     torch.compiler.reset()
     try:
-        yield
+        compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
+        for _ in range(optimizer.config.zero.micro_batches):
+            result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
+            _loss(result).backward()
     finally:
         torch.compiler.reset()
-
-
-def run_micro_batches(
-    sharded: Sharded, batch: Sequence[Any] | Mapping[str, Any], options: FrameOptions, recorder: Recorder
-) -> None:
-    """Forward and backward as often as a step has them, none of whose graphs run."""
-    model = sharded.model
-    recorder.tensors = fake_mode_of([account.local for account in sharded.accounts])
-    compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
-    for _ in range(sharded.optimizer.config.zero.micro_batches):
-        result = compiled(**batch) if isinstance(batch, Mapping) else compiled(*batch)
-        _loss(result).backward()
+    return recorder.visits
 
 
 def captured(
-    sharded: Sharded,
+    optimizer: MuonZero,
     graphs: Sequence[tuple[Played, Mapping[int, str]]],
     trained: Sequence[Account],
     ready: Collection[str],
@@ -238,29 +201,28 @@ def captured(
         )
         for graph, states in graphs
     ]
-    played += step_graphs(sharded.optimizer, trained, ready, options)
-    accounts = sharded.accounts
-    states = [value for account in trained for value in sharded.optimizer.state[account.param].values()]
-    home = sharded.optimizer._steps.home
+    played += step_graphs(optimizer, trained, ready, options)
+    accounts, mesh, home = optimizer._ledger.accounts, optimizer._mesh, optimizer._steps.home
+    states = [value for account in trained for value in optimizer.state[account.param].values()]
     away = 0 if home is None else home.bytes_away - home.bytes_in_buffers
     resident = {
-        "parameters": sum(_nbytes(a.local) + _nbytes(a.replica) for a in accounts),
-        "optimizer": sum(_nbytes(local_tensor(state)) for state in states if state.ndim) - away,
+        "parameters": sum(x.nbytes for a in accounts for x in (a.local, a.replica) if x is not None),
+        "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,
     }
-    ranks = 1 if sharded.mesh is None else sharded.mesh.size
+    ranks = 1 if mesh is None else mesh.size
     return Captured(
-        tuple(played), _groups(accounts, played), ranks, resident, options.codegen, _states(sharded, trained)
+        tuple(played), _groups(accounts, played), ranks, resident, options.codegen, _states(optimizer, trained)
     )
 
 
-def _states(sharded: Sharded, trained: Sequence[Account]) -> dict[str, int]:
+def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
     found = {"momenta": 0, "moments": 0}
     for account in trained:
-        for slot, state in sharded.optimizer.state[account.param].items():
+        for slot, state in optimizer.state[account.param].items():
             if slot.startswith("momentum"):
-                found["momenta"] += _nbytes(local_tensor(state))
+                found["momenta"] += local_tensor(state).nbytes
             elif state.shape == account.param.shape and state.ndim:
-                found["moments"] += _nbytes(local_tensor(state))
+                found["moments"] += local_tensor(state).nbytes
     return found
 
 
@@ -274,14 +236,7 @@ def _awaits(played: Played, states: Mapping[int, str], number: Mapping[str, int]
 
 def _loss(result: Any) -> Tensor:
     floating = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
-    total = floating[0].sum()
-    for value in floating[1:]:
-        total = total + value.sum()
-    return total
-
-
-def _nbytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+    return sum((value.sum() for value in floating[1:]), floating[0].sum())
 
 
 def _groups(accounts: Sequence[Account], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:

@@ -151,10 +151,8 @@ def _axes(height: float) -> tuple[Figure, Axes]:
     axes = figure.add_subplot()
     axes.patch.set_visible(False)
     figure.patch.set_visible(False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for spine in axes.spines.values():
-        spine.set_color(_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[:].set_color(_INK)
     axes.tick_params(colors=_INK)
     axes.xaxis.label.set_color(_INK)
     return figure, axes

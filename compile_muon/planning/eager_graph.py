@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from compile_muon.passes.work import Work, note_work
 
@@ -33,9 +33,8 @@ class EagerGraph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._graph = Graph()
+        #: by the id of what each results in, which its meta keeps: no other tensor gets the same id
         self._nodes: dict[int, Node] = {}
-        self._kept: list[Tensor] = []  # so that no other tensor gets the same id
-        self._inputs: Node | None = None
         self._work: Work | None = None
 
     def done(self) -> GraphModule:
@@ -65,8 +64,8 @@ class EagerGraph(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":
-            given = tree_map(self._argument, (args, kwargs or {}))
-            self._add(func, given[0], given[1], results)
+            args, kwargs = tree_map_only(Tensor, self._node, (args, kwargs or {}))
+            self._add(func, args, kwargs, results)
         return results
 
     def _collective(self, func: Any, given: Mapping[str, Any]) -> None:
@@ -78,10 +77,8 @@ class EagerGraph(TorchDispatchMode):
             target, args = _functional.all_reduce_.default, (self._node(tensor), "sum")
         elif func is _c10d._allgather_base_.default:
             tensor = given["output_tensor"]
-            target, args = (
-                _functional.all_gather_into_tensor_out.default,
-                (self._node(given["input_tensor"]), group.size()),
-            )
+            target = _functional.all_gather_into_tensor_out.default
+            args = (self._node(given["input_tensor"]), group.size())
             kwargs = {"out": self._node(tensor)}
         elif func is _c10d.alltoall_base_.default:
             tensor, sent = given["output"], given["input"]
@@ -99,25 +96,18 @@ class EagerGraph(TorchDispatchMode):
         if self._work is not None:
             note_work(node, self._work)
         if isinstance(results, Tensor):
-            self._know(results, node)
+            self._nodes[id(results)] = node
         elif isinstance(results, (list, tuple)):
             for number, one in enumerate(results):
                 if isinstance(one, Tensor):
                     item = self._graph.call_function(operator.getitem, (node, number))
                     item.meta["val"] = one
-                    self._know(one, item)
-
-    def _argument(self, value: Any) -> Any:
-        return self._node(value) if isinstance(value, Tensor) else value
+                    self._nodes[id(one)] = item
 
     def _node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self._nodes:
             with self._graph.inserting_after():  # the beginning
-                node = self._graph.placeholder(f"input_{len(self._kept)}")
+                node = self._graph.placeholder(f"input_{len(self._nodes)}")
             node.meta["val"] = tensor
-            self._know(tensor, node)
+            self._nodes[id(tensor)] = node
         return self._nodes[id(tensor)]
-
-    def _know(self, tensor: Tensor, node: Node) -> None:
-        self._nodes[id(tensor)] = node
-        self._kept.append(tensor)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_muon.config import machine as reading
+from compile_muon.config.checks import check_mapping, check_real, check_share
 from compile_muon.errors import config_error
 from compile_muon.passes.costs import Costs, Table, divided, interpolated
 
@@ -133,27 +134,24 @@ def _device(path: str, value: object) -> str:
 
 
 def _host(path: str, value: object) -> dict[str, float]:
-    given = reading.mapping(path, value)
-    for kind, seconds in given.items():
-        if kind not in _HOST:
-            raise config_error(f"{path}.{kind}", seconds, "is nothing that is known", f"use some of {', '.join(_HOST)}")
-    return {kind: reading.number(f"{path}.{kind}", seconds) for kind, seconds in given.items()}
+    readers = dict.fromkeys(_HOST, check_real)
+    return reading.read_fields(f"{path}.", value, readers, problem="is nothing that is known")
 
 
 def _sources(path: str, value: object) -> dict[str, str]:
-    return {name: reading.text(f"{path}.{name}", said) for name, said in reading.mapping(path, value).items()}
+    return {name: reading.text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()}
 
 
 _READERS: dict[str, reading.Reader] = {
     "name": reading.text,
     "device": _device,
     "memory_bytes": reading.count,
-    "attention_fraction": lambda path, value: None if value is None else reading.fraction(path, value),
+    "attention_fraction": lambda path, value: None if value is None else check_share(path, value),
     "attention_rates": reading.tables,
-    "function_seconds": reading.number,
+    "function_seconds": check_real,
     "host_seconds": _host,
-    "late_seconds": reading.number,
-    "host_bandwidth": reading.number,
-    "disk_bandwidth": reading.number,
+    "late_seconds": check_real,
+    "host_bandwidth": check_real,
+    "disk_bandwidth": check_real,
     "sources": _sources,
 }

@@ -39,11 +39,10 @@ class Question:
     Args:
         subject: the model.
         batch: of a rank at a time.
-        config: as the plan is to follow it, see :func:`~.candidates.planned_for`.
+        config: as the plan is to follow it, see :func:`~.candidates.planned_for`; its offload is simulated by formula.
         options: of torch.compile.
         machine: that every rank has.
         worlds: numbers of ranks.
-        offload: of optimizer state, which :func:`make_plan` takes out of ``config``: graphs are the same without.
     """
 
     subject: Subject
@@ -52,7 +51,6 @@ class Question:
     options: FrameOptions
     machine: Machine
     worlds: Sequence[int]
-    offload: OffloadConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -178,10 +176,6 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
         ConfigError: settings that fit no world, or a model that cannot be traced.
     """
     began = time.perf_counter()
-    zero = question.config.zero
-    question = replace(
-        question, config=replace(question.config, zero=replace(zero, offload=None)), offload=zero.offload
-    )
     config, machine = question.config, question.machine
     chosen = {world: candidates(config, world, machine) for world in question.worlds}
     traced = cache(partial(_traced, question, progress))
@@ -195,11 +189,8 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
             played.append((figures, timeline))
             progress(f"{world} ranks, {figures.name}: {figures.step_seconds * 1e3:,.1f} ms simulated")
         answer = _world(world, [figures for figures, _ in played])
-        if (
-            answer.choice is None
-            and config.sequence_parallel.size == 1
-            and (shared := _shared(traced, question, world))
-        ):
+        unshared = config.sequence_parallel.size == 1
+        if answer.choice is None and unshared and (shared := _shared(traced, question, world)):
             answer = replace(answer, why=f"{answer.why}; {shared}")
         worlds.append(answer)
         timelines.append(played[worlds[-1].shown][1])
@@ -302,7 +293,7 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_exposed_seconds=exposed - plain_exposed,
         price_share=step.seconds / plain.seconds - 1,
     )
-    figures = with_offload(figures, question.offload, captured.states, machine.shared_by(world))
+    figures = with_offload(figures, question.config.zero.offload, captured.states, machine.shared_by(world))
     return _warned(figures, _remedy(figures, captured.states, machine.shared_by(world))), step
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +13,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compile_muon.passes import PassContext
-from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.torch_private import expected_size
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import account_of
-from compile_muon.runtime.frame import lower
+from compile_muon.runtime.frame import Lowered, lower
 
 __all__ = ["Recorder", "Visit"]
 
@@ -45,40 +43,36 @@ class Recorder:
     """A :data:`~compile_muon.runtime.frame.Lowering` that compiles nothing.
 
     Args:
-        visits: in the order they ran in.
         tensors: a context in which results are made: that of a fake mode makes fake ones.
+        visits: in the order they ran in.
     """
 
+    tensors: AbstractContextManager[Any]
     visits: list[Visit] = field(default_factory=list)
-    tensors: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
-    def __call__(
-        self, gm: GraphModule, inputs: Sequence[Any], ctx: PassContext
-    ) -> tuple[Callable[[list[Any]], Any], Traffic]:
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any], ctx: PassContext) -> Lowered:
         source = copy.deepcopy(gm)
         gm, traffic = lower(gm, ctx)
-        positions = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        placeholders = gm.graph.find_nodes(op="placeholder")
         (outputs,) = gm.graph.output_node().args
         played = Played.of(gm, ctx)
 
         def run(args: list[Any]) -> list[Any]:
             states = {i: account.name for i, value in enumerate(args) if (account := account_of(value)) is not None}
             self.visits.append(Visit(played, source, ctx, states))
-            given, results = list(args), []
-            with self.tensors:
-                for node in outputs:
-                    if isinstance(node, Node):
-                        results.append(given[positions[node]] if node in positions else _zeros(node.meta["val"]))
-                    else:
-                        results.append(node)
+            given = dict(zip(placeholders, args, strict=True))
             args.clear()
-            return results
+            with self.tensors:
+                return [given[n] if n in given else _zeros(n) for n in outputs]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run, traffic
 
 
-def _zeros(value: Any) -> Any:
+def _zeros(output: Any) -> Any:
+    if not isinstance(output, Node):
+        return output
+    value = output.meta["val"]
     if isinstance(value, Tensor):
         sizes, strides = map(expected_size, value.shape), map(expected_size, value.stride())
         made = torch.empty_strided(tuple(sizes), tuple(strides), dtype=value.dtype, device=value.device)

@@ -53,7 +53,7 @@ def step_graphs(
         found = [surveyed]
         late = [account for account in muon if account.name not in ready]
         if late:
-            step = Recorder(tensors=fake_mode_of([account.local for account in late]))
+            step = Recorder(fake_mode_of([account.local for account in late]))
             StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], options)
             found += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
             found.append(_check(survey, {account.name: directions[account.name] for account in late}))

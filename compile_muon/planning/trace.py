@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
+from compile_muon.optimizer import MuonZero
 from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
@@ -31,15 +32,13 @@ from compile_muon.passes.torch_private import fake_mode_of, fresh_context
 from compile_muon.planning.candidates import with_sharing
 from compile_muon.planning.capture import (
     Captured,
-    Sharded,
     capture_step,
     captured,
-    fresh_compiler,
     run_micro_batches,
     shard,
     simulated_job,
 )
-from compile_muon.planning.recorder import Recorder, Visit
+from compile_muon.planning.recorder import Visit
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
 
@@ -90,20 +89,47 @@ class Trace:
                 options=self.options, axes=target.axes, backend=target.backend,
             )  # fmt: skip
         with simulated_job(target.world, rank):
-            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
-            named = {account.name: account for account in sharded.accounts}
-            groups = {self.group: _sharing(sharded)}
+            optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
+            named = {account.name: account for account in optimizer._ledger.accounts}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
             for visit in self.visits:
                 request = _request(visit, named)
                 key = (id(visit.source), request)
                 if key not in known:
-                    known[key] = _lowered(visit, request, named, self.options, sharded.costs, groups)
+                    known[key] = self._lowered(visit, request, named, optimizer)
                 graphs.append((known[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
-            trained = [account for account in sharded.accounts if account.name in self.trained]
-            return captured(sharded, graphs, trained, ready, self.options)
+            trained = [account for account in named.values() if account.name in self.trained]
+            return captured(optimizer, graphs, trained, ready, self.options)
+
+    def _lowered(
+        self, visit: Visit, request: BackwardRequest | None, named: Mapping[str, Account], optimizer: MuonZero
+    ) -> Played:
+        """The graph of ``visit`` for the shards and specs of these accounts, and process groups of other names."""
+        gm = copy.deepcopy(visit.source)
+        groups = {self.group: _sharing(optimizer)}
+        for node, _ in collectives(gm):  # what the model itself sends
+            node.update_arg(len(node.args) - 1, groups[node.args[-1]])
+        inputs = gm.graph.find_nodes(op="placeholder")
+        states = {inputs[i]: named[name] for i, name in visit.states.items()}
+        for state, account in states.items():
+            _reshape(state, account.momentum)
+        for read in Unshard.all(gm):
+            account = states[read.state]
+            _reshape(read.shard, account.local)
+            if account.replica is not None and read.replica is not None:
+                _reshape(read.replica, account.replica)
+            replica = None if account.replica is None else read.replica
+            read.node.args = (read.shard, read.state, read.hyper, replica, account.text)
+        for reduction in ReduceGrad.all(gm):
+            account = states[reduction.state]
+            _reshape(reduction.node, account.local)
+            reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
+        ctx = replace(visit.ctx, options=self.options, costs=optimizer._ledger.costs, request=request, timings={})
+        values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
+        with fresh_context(fake_mode_of(values[:1])):
+            return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
 
     def owner_work(self, target: Target) -> list[float]:
         """Nanoseconds of Newton-Schulz that each rank has in a step, by formula."""
@@ -112,16 +138,16 @@ class Trace:
     def bucket_work(self, target: Target) -> list[list[float]]:
         """The same of each exchange: of each rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
-            sharded = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
-            named = {account.name: account for account in sharded.accounts}
+            ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)._ledger
+            named = {account.name: account for account in ledger.accounts}
             made: dict[str, None] = {}
             found = []
             for visit in self.visits:
                 chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
                 made |= dict.fromkeys(chosen)
-                found += self._work([named[name].spec for name in chosen], target.world, sharded.costs)
-            late = [a.spec for a in sharded.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
-            return found + self._work(late, target.world, sharded.costs)
+                found += self._work([named[name].spec for name in chosen], target.world, ledger.costs)
+            late = [a.spec for a in ledger.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
+            return found + self._work(late, target.world, ledger.costs)
 
     def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> list[list[float]]:
         """What each rank does of the directions that one graph makes, exchange by exchange."""
@@ -156,21 +182,19 @@ def trace_step(
         sharing: ranks that share a sequence.
     """
     options = FrameOptions() if options is None else options
-    config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard"), mesh=None)
+    config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard", offload=None), mesh=None)
     config = with_sharing(config, sharing)
     axes = {"shard": 2, **({"sequence": sharing} if sharing > 1 else {})}
-    recorder = Recorder()
-    with simulated_job(2 * sharing, 0), fresh_compiler():
-        sharded = shard(model_factory(), config, axes=axes, backend=None)
-        run_micro_batches(sharded, batch, options, recorder)
-        trained = frozenset(account.name for account in sharded.accounts if account.param.grad is not None)
-        group = _sharing(sharded)
-    return Trace(model_factory, batch, options, tuple(recorder.visits), trained, group)
+    with simulated_job(2 * sharing, 0):
+        optimizer = shard(model_factory(), config, axes=axes, backend=None)
+        visits = run_micro_batches(optimizer, batch, options)
+        trained = frozenset(a.name for a in optimizer._ledger.accounts if a.param.grad is not None)
+        return Trace(model_factory, batch, options, tuple(visits), trained, _sharing(optimizer))
 
 
-def _sharing(sharded: Sharded) -> str:
+def _sharing(optimizer: MuonZero) -> str:
     """The name of the group of ranks that share a sequence with this one; "" where none do."""
-    mesh = sharded.mesh
+    mesh = optimizer._mesh
     return mesh.sequence.group if mesh is not None and "sequence" in mesh.names else ""
 
 
@@ -200,39 +224,6 @@ def _request(visit: Visit, named: Mapping[str, Account]) -> BackwardRequest | No
         tuple(given and spec.layout.accumulates for given, spec in zip(asked.unreduced, specs, strict=True)),
         tuple(given and p is Purpose.SPECULATE for given, p in zip(asked.carried, purposes, strict=True)),
     )
-
-
-def _lowered(
-    visit: Visit,
-    request: BackwardRequest | None,
-    named: Mapping[str, Account],
-    options: FrameOptions,
-    costs: Costs,
-    groups: Mapping[str, str],
-) -> Played:
-    """The graph of ``visit`` for the shards and specs of these accounts, and process groups of other names."""
-    gm = copy.deepcopy(visit.source)
-    for node, _ in collectives(gm):  # what the model itself sends
-        node.update_arg(len(node.args) - 1, groups[node.args[-1]])
-    inputs = gm.graph.find_nodes(op="placeholder")
-    states = {inputs[i]: named[name] for i, name in visit.states.items()}
-    for state, account in states.items():
-        _reshape(state, account.momentum)
-    for read in Unshard.all(gm):
-        account = states[read.state]
-        _reshape(read.shard, account.local)
-        if account.replica is not None and read.replica is not None:
-            _reshape(read.replica, account.replica)
-        replica = None if account.replica is None else read.replica
-        read.node.args = (read.shard, read.state, read.hyper, replica, account.text)
-    for reduction in ReduceGrad.all(gm):
-        account = states[reduction.state]
-        _reshape(reduction.node, account.local)
-        reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
-    ctx = replace(visit.ctx, options=options, costs=costs, request=request, timings={})
-    values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
-    with fresh_context(fake_mode_of(values[:1])):
-        return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
 
 
 def _reshape(node: Node, like: torch.Tensor) -> None:

@@ -119,18 +119,11 @@ class Account:
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
         """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
         self.await_refresh()
-        ledger = copy.deepcopy(self.ledger, memo)
-        param, replica = copy.deepcopy(self.param, memo), copy.deepcopy(self.replica, memo)
-        momentum = self.momentum.detach().clone()
-        fresh: dict[str, Any] = {
-            "home": None,
-            "visits": Visits(),
-            "sums": UnreducedSums(),
-            "speculations": Speculations(),
-        }
-        fresh["handouts"] = copy.deepcopy(self.handouts, memo)
-        copied = replace(self, param=param, replica=replica, momentum=momentum, ledger=ledger, _watched=False, **fresh)
-        ledger.accounts.append(copied)
+        names = ("ledger", "param", "replica", "handouts")
+        own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
+        own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
+        copied = replace(self, momentum=self.momentum.detach().clone(), home=None, _watched=False, **own)
+        copied.ledger.accounts.append(copied)
         memo[id(self)] = copied
         return copied
 

@@ -47,11 +47,6 @@ class Matrices:
     scale: Callable[[int, int], float]
 
     @property
-    def accounts(self) -> list[Account]:
-        """Those with a gradient."""
-        return list(self.directions)
-
-    @property
     def plain(self) -> bool:
         """Whether all of it is one decay and one addition."""
         return self.method.after is None and not self.rates.get("cautious_decay", False)
@@ -90,14 +85,14 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | Non
         _Part(group, account, part)
         for group in groups
         if not group.plain
-        for account in group.accounts
+        for account in group.directions
         for part in account.spec.parts
     ]
     summed = list(zip(parts, _row_sums(parts), strict=True))
     for group in groups:
         if group.joint and beside:
             continue
-        for accounts, states in lend(group.accounts):
+        for accounts, states in lend(list(group.directions)):
             of = dict(zip(accounts, states, strict=True))
             own = [(part, sums) for part, sums in summed if part.group is group and part.account in of]
             found += _after(own, of, withheld)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -44,12 +45,14 @@ from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 
-__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "lower", "lower_and_compile"]
+__all__ = ["BackwardGraph", "Codegen", "ForwardGraph", "Lowering", "eager_codegen", "lower", "lower_and_compile"]
 
 #: (graph, example inputs) -> boxed callable
 Codegen = Callable[[GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
-#: (graph with markers, example inputs, what passes know) -> boxed callable, and what one run sends
-Lowering = Callable[[GraphModule, Sequence[Any], PassContext], tuple[Callable[[list[Any]], Any], Traffic]]
+#: boxed callable, and what one run sends
+Lowered = tuple[Callable[[list[Any]], Any], Traffic]
+#: (graph with markers, example inputs, what passes know) -> what they become
+Lowering = Callable[[GraphModule, Sequence[Any], PassContext], Lowered]
 
 #: lowerings of one backward graph that may speculate; a loop that asks for ever new ones gets gradients only
 _MAX_SPECULATING = 8
@@ -63,13 +66,16 @@ def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
     return gm, measure_traffic(gm, axes)
 
 
-def lower_and_compile(
-    gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen
-) -> tuple[Callable[[list[Any]], Any], Traffic]:
+def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen) -> Lowered:
     """:func:`lower`, and generate code."""
     gm, traffic = lower(gm, ctx)
     appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
     return below_autograd(codegen(gm, [*inputs, *appended])), traffic
+
+
+def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Run the graph as it stands."""
+    return make_boxed_func(gm.forward)
 
 
 def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]:
@@ -169,14 +175,6 @@ class ForwardGraph:
 
 
 @dataclass
-class _Variant:
-    """One compiled lowering of a backward graph."""
-
-    run: Callable[[list[Any]], Any]
-    traffic: Traffic
-
-
-@dataclass
 class BackwardGraph:
     """Boxed callable of a backward graph: picks a lowering at call time.
 
@@ -192,7 +190,7 @@ class BackwardGraph:
     ctx: PassContext
     lowering: Lowering
     grads: tuple[ReducedGrad, ...] = ()
-    _variants: dict[BackwardRequest, _Variant] = field(default_factory=dict)
+    _variants: dict[BackwardRequest, Lowered] = field(default_factory=dict)
     _context: SavedContext = field(default_factory=SavedContext)
     _boxed_call: bool = True
 
@@ -218,16 +216,25 @@ class BackwardGraph:
             f"{purpose.value} and add to .grad" if account.param.grad is not None else purpose.value
             for account, purpose in zip(accounts, request.purposes, strict=True)
         ]
-        variant = self._variant(request, accounts)
+        run, traffic = self._variant(request, accounts)
         taken = [accounts[i].sums.take(call) for i in request.unreduced_inputs]
         carried = [accounts[i].local_grad.detach() for i in request.carried_inputs]
         # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
         args.extend(tensor.contiguous() for tensor in (*taken, *carried))
-        results = list(variant.run(args))
-        self._hand_over(accounts, receives, request, call, results[self._outputs :])
+        results = list(run(args))
+        extras = request.split(results[self._outputs :])
+        for index, grad in extras.unreduced.items():
+            if receives[index]:
+                accounts[index].sums.keep(call, grad)
+        rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
+        for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
+            account = accounts[index]
+            edits = edits_of(account.momentum_buffer)
+            account.speculations.make(Speculation(direction, row, edits, account.factor, account.fetches))
+            account.ledger.counters.speculated += 1
         if accounts:
-            accounts[0].ledger.count(variant.traffic)
-        if variant.traffic.collectives:
+            accounts[0].ledger.count(traffic)
+        if traffic.collectives:
             _note("backward", self.ctx.frame, accounts, [*details, _buckets(self.ctx.options)])
         return results[: self._outputs]
 
@@ -245,11 +252,7 @@ class BackwardGraph:
         ]
         if not any(receives):  # autograd.grad() may have asked for some of them: they must be whole
             purposes = [Purpose.REDUCE] * len(purposes)
-        return self._with_priors(accounts, receives, purposes, call)
 
-    def _with_priors(
-        self, accounts: Sequence[Account], receives: Sequence[bool], purposes: Sequence[Purpose], call: int
-    ) -> BackwardRequest:
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
             both = list(zip(accounts, purposes, strict=True))
             return BackwardRequest(
@@ -267,32 +270,12 @@ class BackwardGraph:
             return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
         return wanted
 
-    def _variant(self, request: BackwardRequest, accounts: Sequence[Account]) -> _Variant:
+    def _variant(self, request: BackwardRequest, accounts: Sequence[Account]) -> Lowered:
         if request not in self._variants:
             ctx = replace(self.ctx, request=request, timings={})
             gm = copy.deepcopy(self.gm)
             with self._context.restored():
-                self._variants[request] = _Variant(*self.lowering(gm, self.inputs, ctx))
+                self._variants[request] = self.lowering(gm, self.inputs, ctx)
             if accounts:
                 accounts[0].ledger.counters.graphs += 1
         return self._variants[request]
-
-    @staticmethod
-    def _hand_over(
-        accounts: Sequence[Account],
-        receives: Sequence[bool],
-        request: BackwardRequest,
-        call: int,
-        extra: Sequence[Tensor],
-    ) -> None:
-        """Give each account what the graph returned beside the gradients."""
-        extras = request.split(extra)
-        for index, grad in extras.unreduced.items():
-            if receives[index]:
-                accounts[index].sums.keep(call, grad)
-        rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
-        for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
-            account = accounts[index]
-            edits = edits_of(account.momentum_buffer)
-            account.speculations.make(Speculation(direction, row, edits, account.factor, account.fetches))
-            account.ledger.counters.speculated += 1

@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,11 @@ class Handouts:
         if inside:
             seen = self._inspected[name] = self._inspected.get(name, 0) + 1
             watch = _Watch.over(name, copy, content=seen <= _INSPECTED)
-            weakref.finalize(copy, _died_in_forward, weakref.ref(self), watch).atexit = False
+            weakref.finalize(copy, _died, weakref.ref(self), Handouts._close_forward, watch).atexit = False
             return
         number = next(self._numbers)
         self._watches[number] = _Watch.over(name, copy, content=True)
-        weakref.finalize(copy, _died, weakref.ref(self), number).atexit = False
+        weakref.finalize(copy, _died, weakref.ref(self), Handouts._close, number).atexit = False
 
     def gave(self, name: str, value: object) -> bool:
         """Whether ``value`` is a copy of the parameter ``name`` that was handed out."""
@@ -183,14 +183,14 @@ class Handouts:
 
     def _close(self, number: int) -> None:
         """The copy is dying; its own hold on the memory still counts."""
-        watch = self._watches.get(number)
+        watch = self._watches.pop(number, None)
         if watch is None:
             return
         holders = storage_holders(watch.alias)
-        if holders <= watch.holders:
-            # Fewer, where the copy holds other memory now: `m.weight.data = x`.
+        if holders > watch.holders:
+            self._watches[number] = watch
+        else:  # fewer, where the copy holds other memory now: `m.weight.data = x`
             _note(self._edited, watch.name, holders < watch.holders or watch.differs())
-            del self._watches[number]
 
     def _close_forward(self, watch: _Watch) -> None:
         """The same of a copy that was read inside a forward."""
@@ -224,23 +224,12 @@ def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> lis
         return [name for name in list(noted) if (names is None or name in names) and bool(noted.pop(name))]
 
 
-def _died(owner: weakref.ref[Handouts], number: int) -> None:
+def _died(owner: weakref.ref[Handouts], close: Callable[[Handouts, Any], None], of: int | _Watch) -> None:
     """Finalizer of a copy: anywhere, at any time, so it must neither raise nor show in a graph that is being traced."""
-    handouts = owner()
-    if handouts is None:
-        return
-    try:
-        with unobserved():
-            handouts._close(number)
-    except Exception:
-        handouts._watches.pop(number, None)
-
-
-def _died_in_forward(owner: weakref.ref[Handouts], watch: _Watch) -> None:
     handouts = owner()
     if handouts is not None:
         with contextlib.suppress(Exception), unobserved():
-            handouts._close_forward(watch)
+            close(handouts, of)
 
 
 def _edited_copy(names: Sequence[str]) -> UnsupportedModelError:

@@ -27,7 +27,7 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.torch_private import current_backward
 from compile_muon.runtime.shards import user_attributes
 
-__all__ = ["ShardedParameter", "sharded_parameter"]
+__all__ = ["ShardedParameter", "of_frozen", "sharded_parameter"]
 
 
 class ShardedParameter(DTensor):
@@ -187,3 +187,41 @@ def _derived(result: Any, given: Sequence[Any]) -> Any:
     if source is not None:
         found.shown = weakref.ref(source) if source.shown is None else source.shown
     return found
+
+
+# ------------------------------------------------------------------------------------------- copies of frozen weights
+
+
+class _FrozenCopy(Tensor):
+    """A plain tensor but for ``requires_grad``, which is the parameter's: ``model.head.weight.requires_grad = True``.
+
+    Attributes:
+        source: the parameter.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    source: nn.Parameter
+
+    @property
+    def requires_grad(self) -> bool:
+        """Of the parameter."""
+        return self.source.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.source.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Set it of the parameter."""
+        self.source.requires_grad_(requires_grad)
+        return self
+
+
+def of_frozen(copy: Tensor, param: nn.Parameter) -> Tensor:
+    """The gathered copy that eager code reads, itself, as a tensor to unfreeze ``param`` by, where that is frozen."""
+    if param.requires_grad or type(copy) is not Tensor:
+        return copy
+    tensor: Any = copy
+    tensor.__class__ = _FrozenCopy  # the copy that is watched stays the one that is read
+    tensor.source = param
+    return tensor

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import ZeroConfig
-from compile_muon.errors import LedgerError, by_rank, config_error, join_errors
+from compile_muon.errors import LedgerError, by_rank, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 from compile_muon.runtime.heartbeat import backend_of, gather_objects
 from compile_muon.runtime.rank_status import RankStatus
@@ -124,11 +124,8 @@ class PipelineStages:
         values = {name: [facts[name] for facts in everyone] for name in _SHARED}
         # As text: None equals itself, and settings of several types meet here.
         differing = [name for name, column in values.items() if len(set(map(repr, column))) > 1]
-        if differing:
-            said = "differs between pipeline stages (their places in norm_group are called ranks here)"
-            raise join_errors(
-                [config_error(n, by_rank(values[n]), said, "give every stage the same") for n in differing]
-            )
+        said = "differs between pipeline stages (their places in norm_group are called ranks here)"
+        raise_all(config_error(n, by_rank(values[n]), said, "give every stage the same") for n in differing)
         if not any(matrices):
             remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
             raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)

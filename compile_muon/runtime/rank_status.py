@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from itertools import takewhile
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -166,11 +167,8 @@ def _holder(names: Sequence[str]) -> str:
     """
     if not names:
         return ""
-    shared: list[str] = []
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
+    modules = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, modules)]
     if not shared and len(names) > 1:
         return f" ({names[0]} to {names[-1]})"
     return f" ({'.'.join(shared) or names[0]})"

@@ -89,11 +89,8 @@ def gathers(accounts: Sequence[Account]) -> list[Gather]:
     By what all ranks know alike: they meet in this order.
     """
     place = {account: number for number, account in enumerate(accounts) if account.replica is not None}
-    alone: list[Account] = []
-    others: list[Account] = []
-    for account in place:
-        (alone if _gathered_alone(account) else others).append(account)
-    shared = buckets(others, lambda spec: spec.compute_dtype)
+    alone = {account for account in place if _gathered_alone(account)}
+    shared = buckets([account for account in place if account not in alone], lambda spec: spec.compute_dtype)
     found = sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
     return [Gather.of(bucket) for bucket in found]
 
@@ -106,8 +103,7 @@ def _latest_gathers(accounts: Sequence[Account]) -> list[Gather]:
     of = [(account, account.spec) for account in accounts]
     if ledger.gathers is None or ledger.gathers[0] != of:
         ledger.gathers = of, gathers(accounts)
-    found: list[Gather] = ledger.gathers[1]
-    return found
+    return ledger.gathers[1]
 
 
 def _gathered_alone(account: Account) -> bool:

@@ -1,22 +1,33 @@
-"""DTensors and their shards, one as the other."""
+"""DTensors and their shards, one as the other; states of a method beside the momentum, cut as the parameter is."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from compile_muon.passes.methods import State
+from compile_muon.passes.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.account import Account
 
 __all__ = [
+    "as_state",
     "contiguous_stride",
     "edits_of",
     "has_memory",
     "host_mesh",
     "like_parameter",
     "local_tensor",
+    "new_state",
+    "row_state_shape",
     "user_attributes",
 ]
 
@@ -42,14 +53,20 @@ def has_memory(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def host_mesh(trained_on: DeviceMesh, groups: list[ProcessGroup]) -> DeviceMesh:
+def host_mesh(
+    trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: ProcessGroup | None = None
+) -> DeviceMesh:
     """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
 
     Args:
-        groups: of these ranks, one for each dimension.
+        known: what was made before, and is not made again.
+        group: of these ranks, for a mesh of one dimension; None for the mesh's own.
     """
-    names = trained_on.mesh_dim_names
-    return DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
+    if trained_on not in known:
+        groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
+        names = trained_on.mesh_dim_names
+        known[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
+    return known[trained_on]
 
 
 def edits_of(tensor: Tensor) -> int:
@@ -76,3 +93,45 @@ def like_parameter(param: Tensor, shard: Tensor, mesh: DeviceMesh | None = None)
 def user_attributes(param: Tensor) -> dict[str, Any]:
     """What was put on a parameter from outside."""
     return {key: value for key, value in vars(param).items() if key not in _OF_DTENSORS}
+
+
+# ------------------------------------------------------------------------------------------- states beside the momentum
+
+
+def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.Size:
+    """Of ``width`` numbers for each row of the matrices in ``shape``, the parameter's or its shard's."""
+    return torch.Size([*shape[: 2 if spec.stacked else 1], width])
+
+
+def as_state(account: Account, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
+    """This rank's part of a state as the kind of tensor that the parameter is.
+
+    Args:
+        each: of :class:`~compile_muon.passes.methods.State`, "element" or "row".
+        mesh: of the same ranks, on the device of ``own``; None for that of the parameter.
+    """
+    param = account.param
+    if not isinstance(param, DTensor):
+        return own
+    last, shape = param.ndim, param.shape
+    if each == "row":
+        shape = row_state_shape(account.spec, shape, own.shape[-1])
+        last = len(shape) - 1
+    # Ranks that have other columns of the same rows have the same number of each row.
+    whole = [Replicate() if isinstance(p, Shard) and p.dim >= last else p for p in param.placements]
+    return DTensor.from_local(
+        own, mesh or param.device_mesh, whole, run_check=False, shape=shape, stride=contiguous_stride(tuple(shape))
+    )
+
+
+def new_state(account: Account, state: State) -> Tensor:
+    """Zeros, as the kind of tensor that the parameter is."""
+    local = account.local.detach()
+    if state.each == "parameter":
+        # Where torch's fused AdamW counts: on the GPU itself.
+        return torch.zeros((), device=local.device if local.is_cuda else "cpu")
+    own = local.shape
+    if state.each == "row":
+        view = account.spec.muon_settings.view
+        own = row_state_shape(account.spec, own, view.count if view is not None and view.dim == 1 else 1)
+    return as_state(account, local.new_zeros(own), state.each)  # in plans, fake

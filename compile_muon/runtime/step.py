@@ -32,9 +32,8 @@ from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
 from compile_muon.runtime.qk_clip import check_heads, clip_heads
 from compile_muon.runtime.replicas import start_refresh
-from compile_muon.runtime.shards import edits_of, local_tensor
+from compile_muon.runtime.shards import edits_of, local_tensor, new_state
 from compile_muon.runtime.speculation import Speculation
-from compile_muon.runtime.states import new_state
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
@@ -317,9 +316,7 @@ class Step:
         """Wait for the device, once; what the survey has found by now."""
         with self.ledger.range("step wait"):
             survey.wait()
-        held = frozenset[str]()
-        if self.ledger.speculating:
-            held = frozenset(survey.held(1 if self.group is None else self.group.size()))
+        held = survey.held() if self.ledger.speculating else frozenset[str]()
         return Facts(survey.numbers("gradient"), survey.spoiled(), held, frozenset(survey.names("direction")))
 
     # ------------------------------------------------------------------ directions

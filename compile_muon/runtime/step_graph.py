@@ -6,13 +6,12 @@ once per set of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
@@ -23,7 +22,7 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.frame import Codegen, Lowering, lower_and_compile
+from compile_muon.runtime.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
 
 __all__ = ["StepGraphs"]
 
@@ -68,7 +67,7 @@ class StepGraphs:
     """
 
     lowering: Lowering | None = None
-    _compiled: dict[tuple[object, ...], tuple[Callable[[list[Any]], Any], Traffic]] = field(default_factory=dict)
+    _compiled: dict[tuple[object, ...], Lowered] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -94,9 +93,7 @@ class StepGraphs:
         results = run([*grads, *(account.momentum for account in accounts), *_hypers(accounts)])
         return list(results), traffic
 
-    def _compile(
-        self, accounts: Sequence[Account], options: FrameOptions
-    ) -> tuple[Callable[[list[Any]], Any], Traffic]:
+    def _compile(self, accounts: Sequence[Account], options: FrameOptions) -> Lowered:
         fake = FakeTensorMode()
         with fresh_context(fake):
             gm, inputs = _build(accounts, fake)
@@ -105,11 +102,7 @@ class StepGraphs:
             return lowering(gm, inputs, ctx)
 
 
-def _inductor(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    return compile_fx_inner(gm, inputs, is_inference=True)
-
-
 _CODEGEN: dict[str, Codegen] = {
-    "inductor": _inductor,
-    "eager": lambda gm, inputs: make_boxed_func(gm.forward),
+    "inductor": partial(compile_fx_inner, is_inference=True),
+    "eager": eager_codegen,
 }

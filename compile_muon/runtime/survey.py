@@ -38,30 +38,23 @@ _Spans = tuple[tuple[str, int], ...]
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """2-norm of each tensor, ``[len(tensors)]`` fp32."""
-    # A norm that is returned in half precision would overflow where no entry does.
-    dtype = torch.float32 if tensors[0].dtype in _HALF else None
-    return torch.stack([norm.float() for norm in torch._foreach_norm(list(tensors), 2, dtype=dtype)])
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> Tensor:
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) <= 1:
-        return _norms(tensors)
     found: dict[int, Tensor] = {}
-    for kind in kinds:
+    for kind in {tensor.dtype for tensor in tensors}:
         chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
-        found.update(zip(chosen, _norms([tensors[i] for i in chosen]).unbind(), strict=True))
-    return torch.stack([found[i] for i in range(len(tensors))])
+        # A norm that is returned in half precision would overflow where no entry does.
+        norms = torch._foreach_norm([tensors[i] for i in chosen], 2, dtype=torch.float32 if kind in _HALF else None)
+        found.update(zip(chosen, norms, strict=True))
+    return torch.stack([found[i].float() for i in range(len(tensors))])
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norm of each tensor, ``[len(tensors)]`` fp32."""
-    return _by_dtype(tensors).square()
+    return _norms(tensors).square()
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
-    return (~torch.isfinite(_by_dtype(tensors))).float()
+    return (~torch.isfinite(_norms(tensors))).float()
 
 
 @dataclass
@@ -89,6 +82,7 @@ class Survey:
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._world = 1 if self.group is None else self.group.size()
         self.add_facts("refused", {"step": float(self.refusal is not None)})
 
     def add(self, what: str, names: Sequence[str], values: Tensor) -> None:
@@ -123,9 +117,8 @@ class Survey:
     def each(self, what: str) -> list[tuple[float, ...]]:
         """Every rank's numbers under ``what``."""
         numbers = list(self.numbers(what).values())
-        world = 1 if self.group is None else self.group.size()
-        width = len(numbers) // world
-        return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(world)]
+        width = len(numbers) // self._world
+        return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
     def add_gradients(self, accounts: Sequence[Account]) -> None:
         """Squared norms of all gradients (0 without one), and which are missing."""
@@ -140,8 +133,7 @@ class Survey:
             else:
                 values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
         self._spread("gradient", accounts, present, values)
-        missing = {account.name: float(account.param.grad is None) for account in accounts}
-        self.add_facts("missing", missing)
+        self.add_facts("missing", {account.name: float(account.param.grad is None) for account in accounts})
 
     def add_rate(self, name: str, rate: Any) -> None:
         """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
@@ -162,19 +154,16 @@ class Survey:
         """
         self.add_facts("ready", {account.name: float(account.name in ready) for account in accounts})
         present = [account for account in accounts if account.name in ready]
-        if present:
-            flags = differ([ready[account.name] for account in present], [account.local_grad for account in present])
-            self._spread("differs", accounts, present, flags)
-            flags = not_finite([ready[account.name].direction for account in present])
-            self._spread("direction", accounts, present, flags)
-        else:
-            self._spread("differs", accounts, (), None)
-            self._spread("direction", accounts, (), None)
+        made = [ready[account.name] for account in present]
+        differs = differ(made, [account.local_grad for account in present]) if present else None
+        self._spread("differs", accounts, present, differs)
+        wrong = not_finite([speculation.direction for speculation in made]) if present else None
+        self._spread("direction", accounts, present, wrong)
 
-    def held(self, world: int) -> set[str]:
-        """Names whose direction every one of ``world`` ranks has, made from the gradient it has."""
-        differs = self.names("differs")
-        return {name for name, count in self.numbers("ready").items() if count == world and name not in differs}
+    def held(self) -> frozenset[str]:
+        """Names whose direction every rank has, made from the gradient it has."""
+        ready = self.numbers("ready").items()
+        return frozenset(name for name, count in ready if count == self._world) - self.names("differs")
 
     def _spread(
         self, what: str, accounts: Sequence[Account], present: Sequence[Account], values: Tensor | None
@@ -220,13 +209,12 @@ class Survey:
 
         Nothing is waited for. The same on every rank.
         """
-        world = 1 if self.group is None else self.group.size()
         against = torch.zeros((), device=self.device)
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
-            wrong, of_all, first = _masks(spans, frozenset(self._each), world, self.device)
+            wrong, of_all, first = _masks(spans, frozenset(self._each), self._world, self.device)
             # inf and NaN stay what they are when multiplied by zero.
-            against = against + vector.sub(world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
+            against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
             if self._each:
                 against = against + (vector - vector[first]).abs_().sum()
         return (~(against == 0)).float()

@@ -10,7 +10,6 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from compile_muon.sequence.running import Running
 __all__ = ["accepts_any", "attends", "exchange_in", "has_causal_loss", "loss_of"]
 
 _NAME = "compile_muon_sequence"
+#: of a module of attention: the :class:`Running` of its stack, and the name of the function it had before
 _RECORD = "_sequence_attention"
 
 
@@ -56,14 +56,6 @@ def has_causal_loss(module: nn.Module) -> bool:
 # ------------------------------------------------------------------------------------------- attention
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """What a module of attention has: the function it had before."""
-
-    running: Running
-    inner: str
-
-
 class _OwnHeads:
     """A module of attention as functions of the interface see it: with what it has for the heads of this rank."""
 
@@ -80,10 +72,10 @@ class _OwnHeads:
 def _forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    record: _Attention = module.__dict__[_RECORD]
-    place, local = record.running.place, query.shape[2]
-    inner = _function(module, record.inner)
-    if record.running.alone:
+    running, name = module.__dict__[_RECORD]
+    place, local = running.place, query.shape[2]
+    inner = _function(module, name)
+    if running.alone:
         return inner(module, query, key, value, attention_mask, *args, **kwargs)
     padded_from = kwargs.pop(LENGTH, None)
     whole = local * place.size if padded_from is None else padded_from
@@ -110,14 +102,12 @@ def _forward(
     return from_heads(out, place, local), None
 
 
-def _function(module: Any, name: str) -> Callable[..., Any]:
+def _function(module: Any, name: str) -> Any:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if name == "eager":
-        found: Callable[..., Any] = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
-        return found
-    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-    return function
+        return sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
@@ -131,12 +121,11 @@ def exchange_in(module: Any, running: Running, configs: dict[int, Any]) -> None:
     if _NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(_NAME, _forward)
     config = module.config
-    inner = config._attn_implementation
     if id(config) not in configs:
         configs[id(config)] = copy.copy(config)
         configs[id(config)]._attn_implementation_internal = _NAME
     module.config = configs[id(config)]
-    module.__dict__[_RECORD] = _Attention(running, inner)
+    module.__dict__[_RECORD] = running, config._attn_implementation
 
 
 # ------------------------------------------------------------------------------------------- loss
@@ -156,10 +145,9 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
         if running.alone or running.batch.joins:
             from transformers.loss.loss_utils import ForCausalLMLoss
 
-            whole_loss: Tensor = ForCausalLMLoss(
+            return ForCausalLMLoss(
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
             )
-            return whole_loss
         given = labels if shift_labels is None else shift_labels
         own = running.batch.sharded and given.shape[1] == logits.shape[1]  # in a call by hand
         if shift_labels is None:

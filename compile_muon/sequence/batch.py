@@ -82,10 +82,8 @@ def note_batch(batch: Batch, place: Place, *, loss: bool, compares: bool) -> Cal
             args, kwargs = _whole(args, kwargs, place, loss=loss)
             if not torch.is_grad_enabled() and hasattr(config, "use_cache"):
                 kwargs["use_cache"] = False  # who reads one computes all positions
-            batch.latest = model, args, kwargs
-            return args, kwargs
         batch.latest = model, args, kwargs
-        if given and not reads:
+        if given and not (reads or batch.sharded):
             batch.digest = digest = _digest(given)
             most = torch.ops._c10d_functional.all_reduce(torch.stack((digest, -digest)), "max", place.group)
             most = torch.ops._c10d_functional.wait_tensor(most)

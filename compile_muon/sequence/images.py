@@ -50,9 +50,7 @@ def deal(running: Running) -> Callable[..., Any]:
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, (Tensor, list, tuple))]
         pixels = args[0] if args else kwargs.get("pixel_values")
         running.whole = 0
-        if len(given) > 1 or not running.deals:
-            return args, kwargs
-        if not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
+        if len(given) > 1 or not running.deals or not isinstance(pixels, Tensor) or pixels.ndim != _IMAGES:
             return args, kwargs
         running.whole = pixels.shape[0]
         own = running.place.cut(pixels, 0)
@@ -89,8 +87,7 @@ def add_own_positions(stack: Any, running: Running) -> None:
     def process(hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
         """As the model's: ``features`` are of those of all positions ``[B, S]`` where ``places`` is True."""
         if hidden.shape[1] == places.shape[1]:
-            added: Tensor = plain(hidden, places, features)
-            return added
+            return plain(hidden, places, features)
         everywhere = hidden.new_zeros(*places.shape, hidden.shape[-1])
         where = places.to(hidden.device)[..., None].expand_as(everywhere)
         return hidden + running.place.cut(everywhere.masked_scatter(where, features.to(hidden)))

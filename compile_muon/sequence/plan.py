@@ -121,7 +121,7 @@ class SequencePlan:
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
         stacks = [Running(around, self.batch) for _ in self.stacks]
         for stack, running in zip(self.stacks, stacks, strict=True):
-            blocks = list(_blocks(model, stack.path))
+            blocks: Any = model.get_submodule(stack.path)
             for number, block in enumerate(blocks):
                 hook = enter(running, block, first=number == 0, passes_on=stack.passes_on)
                 block.register_forward_pre_hook(hook, with_kwargs=True)
@@ -150,12 +150,6 @@ class SequencePlan:
 def plan_of(model: nn.Module) -> SequencePlan | None:
     """The plan that was applied to ``model``, or to what is compiled or wrapped in it."""
     return next((module.__dict__[_PLAN] for module in model.modules() if _PLAN in module.__dict__), None)
-
-
-def _blocks(model: nn.Module, path: str) -> nn.ModuleList:
-    found = model.get_submodule(path)
-    assert isinstance(found, nn.ModuleList)
-    return found
 
 
 def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequencePlan:

@@ -64,10 +64,7 @@ class Ranks:
 
     def mesh_like(self, trained_on: DeviceMesh) -> DeviceMesh:
         """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
-        if trained_on not in self._meshes:
-            groups = trained_on.get_all_groups() if self.group is None or trained_on.ndim > 1 else [self.group]
-            self._meshes[trained_on] = host_mesh(trained_on, groups)
-        return self._meshes[trained_on]
+        return host_mesh(trained_on, self._meshes, self.group)
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""

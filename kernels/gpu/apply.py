@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..averages import Averages
+from ..apply import Averages
 from .launch import Launch, cut
 from .model import ceildiv
 

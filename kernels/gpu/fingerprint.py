@@ -109,8 +109,8 @@ def fingerprint(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int)
     """
     sums = torch.zeros(len(xs), columns + 2, dtype=torch.int64, device=xs[0].device)
     out = torch.empty(len(xs), 2, dtype=torch.int64, device=xs[0].device)
-    settings = {"P": columns, "WIDTH": triton.next_power_of_2(columns), "GOLDEN": golden, "FACTOR": factor}
-    settings |= {"num_warps": WARPS}
+    width = triton.next_power_of_2(columns)
+    settings = {"P": columns, "WIDTH": width, "GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS}
     for part in cut(len(xs), MOST):
         chunk = xs[part]
         sizes = tuple(x.numel() * x.element_size() for x in chunk)

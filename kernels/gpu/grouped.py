@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..batching import Stack, chunked
 from ..call_plan import Plan
-from ..chunks import Stack, chunked
-from ..iterations import gram, standard
+from ..iterations import FORMS
 from . import newton_schulz
 from .arena import SMALL, Layout, Matrices, list_bytes
 from .grouped_product import grouped_product
@@ -101,9 +101,11 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     inputs = [_wide(x) for x in xs]
     outputs = [_wide(result) for result in results]
-    stacks = [Stack(len(x), _work_bytes(x, plan)) for x in inputs]
+    how = (plan.method, len(plan.steps), len(plan.restarts))
+    each = [list_bytes(x.shape[1], x.shape[2], *how, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
+    stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, each, strict=True)]
     for chunk in chunked(stacks, plan.memory_limit):
-        pairs = [(inputs[p.index][p.start : p.stop], outputs[p.index][p.start : p.stop]) for p in chunk]
+        pairs = [(inputs[i][piece], outputs[i][piece]) for i, piece in chunk]
         _orthogonalize_chunk(pairs, plan, products)
     return results
 
@@ -149,10 +151,7 @@ def _orthogonalize_pairs(pairs: list[Pair], plan: Plan, products: newton_schulz.
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
-        if plan.method == "standard":
-            standard(_normalized(pairs, out, plan), plan.steps, grouped, out=out)
-        else:
-            gram(_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out)
+        FORMS[plan.method](_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out)
 
 
 def _normalized(pairs: list[Pair], out: Matrices, plan: Plan) -> Matrices:
@@ -166,8 +165,3 @@ def _wide(x: Tensor) -> Tensor:
     """[..., m, n] as [b, k, l] with k ≤ l."""
     x = x.reshape(-1, *x.shape[-2:])
     return x.mT if x.shape[1] > x.shape[2] else x
-
-
-def _work_bytes(x: Tensor, plan: Plan) -> int:
-    _, k, l = x.shape  # noqa: E741
-    return list_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), x.dtype.itemsize, plan.dtype.itemsize)

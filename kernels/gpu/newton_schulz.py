@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..call_plan import Plan
-from ..iterations import gram, standard
+from ..iterations import FORMS
+from ..reference import Aten
 from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices
@@ -22,7 +23,7 @@ __all__ = ["Products", "orthogonalize_into", "products_on", "serves"]
 
 
 @dataclass(frozen=True)
-class Products:
+class Products(Aten):
     """The two matrix products of a device, with its tile table and number of multiprocessors."""
 
     table: Table
@@ -61,10 +62,6 @@ class Products:
     def _tile(self, tiles: tuple[Tile, ...], out: Tensor, depth: int, *, triangle: bool) -> Tile:
         matrices, rows, cols = out.shape
         return choose(tiles, self.table.device, ((matrices, rows, cols, depth),), self.processors, triangle=triangle)
-
-    def add_to_diagonal(self, x: Tensor, a: float) -> None:
-        """``x + aI``, in place."""
-        x.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
 @cache
@@ -108,10 +105,7 @@ def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -
     shape = "×".join(map(str, x.shape))
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
-        if plan.method == "standard":
-            standard(_normalized(x, plan), plan.steps, products, out=out)
-        else:
-            gram(_normalized(x, plan), plan.steps, plan.restarts, products, out=out)
+        FORMS[plan.method](_normalized(x, plan), plan.steps, plan.restarts, products, out=out)
 
 
 def _normalized(x: Tensor, plan: Plan) -> Tensor:

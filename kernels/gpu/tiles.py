@@ -42,21 +42,17 @@ class Table:
     product: tuple[Tile, ...]
     cublas: tuple[Tile, ...]
 
-    def triton_seconds(self, shapes: Sequence[Shape], processors: int) -> float:
-        """Expected time of one standard step, ``XXᵀ``, ``bA + cA²`` and ``aX + BX``, of all matrices in three launches.
+    def pays(self, shapes: Sequence[Shape], processors: int) -> bool:
+        """Whether Triton is expected to take no longer than cuBLAS for a step of these matrices, of the standard form.
 
-        Args:
-            shapes: of the matrices.
-            processors: of the device.
+        Triton makes ``XXᵀ``, ``bA + cA²`` and ``aX + BX`` of all of them in a launch each; on cuBLAS each shape has
+        three launches of its own, and squares are computed whole.
         """
-        return sum(
+        triton = sum(
             self._seconds(self.symmetric if triangle else self.product, results, processors, triangle=triangle)
             for results, triangle in _products_of(shapes)
         )
-
-    def cublas_seconds(self, shapes: Sequence[Shape], processors: int) -> float:
-        """The same on cuBLAS, where each shape has three launches of its own and squares are computed whole."""
-        return sum(
+        return triton <= sum(
             self._seconds(self.cublas, results, processors, triangle=False)
             for shape in shapes
             for results, _ in _products_of([shape])
@@ -78,17 +74,13 @@ def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bo
     Shapes of which a large batch would be are taken together, for they share launches, and each by itself where that
     does not pay.
     """
-
-    def pays(chosen: Sequence[Shape]) -> bool:
-        return table.triton_seconds(chosen, processors) <= table.cublas_seconds(chosen, processors)
-
     if not table.cublas:
         return tuple(True for _ in shapes)
-    worthwhile = tuple(pays([(_MANY, *shape[1:])]) for shape in shapes)
+    worthwhile = tuple(table.pays([(_MANY, *shape[1:])], processors) for shape in shapes)
     together = [shape for shape, worth in zip(shapes, worthwhile, strict=True) if worth]
-    if together and pays(together):
+    if together and table.pays(together, processors):
         return worthwhile
-    return tuple(pays([shape]) for shape in shapes)
+    return tuple(table.pays([shape], processors) for shape in shapes)
 
 
 def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], bool]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
     return flat.reshape(muon.rows, muon.cols) if muon.batch == 1 else flat.reshape(muon.batch, muon.rows, muon.cols)
 
 
-def orthogonalized(
-    matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None] | None = None
-) -> list[Tensor]:
+def orthogonalized(matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None]) -> list[Tensor]:
     """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
     opaque op, and what a method has around it.
 
@@ -37,24 +34,13 @@ def orthogonalized(
     """
     if not matrices:
         return []
-    views = views or [None] * len(matrices)
     parts = [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
-    run, whole = partial(_newton_schulz, settings), matrix_method(settings.algorithm).whole
+    whole = matrix_method(settings.algorithm).whole
+
+    def run(matrices: list[Tensor]) -> list[Tensor]:
+        return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings)
+
     flat = [part for several in parts for part in several]
     made = iter(run(flat) if whole is None else whole(flat, run))
     found = [[next(made) for _ in several] for several in parts]
     return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
-
-
-def _newton_schulz(settings: MuonSpec, matrices: list[Tensor]) -> list[Tensor]:
-    return torch.ops.muon_zero.newton_schulz(
-        matrices,
-        list(settings.coefficients),
-        settings.method,
-        settings.dtype,
-        settings.eps,
-        settings.safety,
-        list(settings.restarts),
-        settings.backend,
-        settings.memory_limit,
-    )

@@ -15,11 +15,10 @@ owner      2 S (W-1) / W**2 (all-to-all there and back)  each matrix once      t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 from torch import Tensor
 
-from ..fetch import fetch
+from ..holder import FETCH
 from ..methods import matrix_method
 from ..spec import ParamSpec
 from .local import local
@@ -39,7 +38,7 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     muon = spec.muon_settings
     layout = spec.layout
     ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
-    return (muon.exchange, repr(ranks), *map(repr, muon.kernel_settings))
+    return (muon.exchange, muon.algorithm, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def hops(spec: ParamSpec) -> int:
@@ -62,7 +61,7 @@ def orthogonalize_group(
         grads: averaged gradient of each shard, ``spec.layout.local_shape``, master dtype.
         momenta: EMA of the gradients before these, same shapes; empty where it is fetched.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
-        specs: static facts; all with ``muon`` set.
+        specs: static facts, of one :func:`route`; all with ``muon`` set.
         owners: of each parameter, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
@@ -75,17 +74,7 @@ def orthogonalize_group(
     for grad, momentum, hyper, spec in zip(grads, momenta, hypers, specs, strict=True):
         muon = spec.muon_settings
         if muon.fetched:
-            momentum = fetch(momentum, grad)
+            momentum = FETCH(momentum, grad)
         before = matrix_method(muon.algorithm).before
         updates.append(before(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
-
-    directions: list[Tensor] = list(updates)
-    keys = [route(spec) for spec in specs]
-    for _, members in groupby(sorted(range(len(specs)), key=lambda i: (keys[i], i)), key=lambda i: keys[i]):
-        indices = list(members)
-        chosen = [specs[i] for i in indices]
-        table = [owners[i] for i in indices]
-        outputs = STRATEGIES[chosen[0].muon_settings.exchange]([updates[i] for i in indices], chosen, table)
-        for i, output in zip(indices, outputs, strict=True):
-            directions[i] = output
-    return directions
+    return STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners)

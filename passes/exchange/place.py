@@ -108,7 +108,6 @@ class Place:
 
     def cut(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's positions of ``x``, which is whole; zeros past its end."""
-        dim %= x.ndim
         return self.positions(self.index).take(self.pad(x, dim), dim)
 
     def pad(self, x: Tensor, dim: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import bytes_sent, collectives, is_wait, matrices
-from ..inline import inline
+from ..edit import inline
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..ranges import NEWTON_SCHULZ, RANGE_POP, RANGE_PUSH
 from ..work import Work, work_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ..edit import replace
+from ..edit import inline, replace
 from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
-from ..inline import inline
 from ..markers import Orthogonalize
 from ..pipeline import PassContext
 from ..work import Category, Work, work_of
@@ -38,9 +37,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             grads, momenta, hypers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
             return orthogonalize_group(grads, momenta, hypers, [marker.spec for marker in chosen], table)
 
-        inputs = [marker.grad for marker in chosen]
-        inputs += [marker.state for marker in chosen]
-        inputs += [marker.hyper for marker in chosen]
+        inputs = [node for nodes in zip(*((m.grad, m.state, m.hyper) for m in chosen), strict=True) for node in nodes]
         first = chosen[0].spec
         work = Work(
             Category.EXCHANGE,

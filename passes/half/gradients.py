@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ..edit import append_inputs, insert_outputs, replace
+from ..edit import append_inputs, inline, insert_outputs, replace
 from ..exchange import transfers
-from ..inline import inline
 from ..markers import ReduceGrad
 from ..pipeline import PassContext, tensor_value
 from ..request import BackwardRequest, Purpose, ReducedGrad
@@ -60,7 +59,7 @@ def lower_gradients(gm: GraphModule, request: BackwardRequest, ctx: PassContext)
     insert_outputs(gm, kept, ahead_of_last=request.speculation_outputs)
 
 
-def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> tuple[Node, Node]:
+def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> list[Node]:
     """Zeros to return for the shard (AOTAutograd cannot return None for a DTensor leaf), and the gradient to keep."""
     spec = reduction.spec
 
@@ -68,8 +67,7 @@ def _keep_local(gm: GraphModule, reduction: ReduceGrad) -> tuple[Node, Node]:
         dtype = decode_dtype(spec.dtype)
         return [grad.new_zeros(spec.layout.local_shape, dtype=dtype), grad.to(dtype, copy=True)]
 
-    zeros, whole = inline(gm, reduction.node, kept, [reduction.grad])
-    return zeros, whole
+    return inline(gm, reduction.node, kept, [reduction.grad])
 
 
 def _reduce(

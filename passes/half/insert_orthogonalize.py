@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from ..edit import append_inputs, insert_outputs
+from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
 from ..fingerprint import fingerprint
-from ..inline import inline
 from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphPass, Half, PassContext, tensor_value
 from .gradients import reduced_grads

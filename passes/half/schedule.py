@@ -216,11 +216,8 @@ class _Order:
 
     def __init__(self, legs: Iterable[_Leg]) -> None:
         self.nodes: list[Node] = []
-        self._leg_of = {node: leg for leg in legs for node in leg.nodes}
+        self.leg_of = {node: leg for leg in legs for node in leg.nodes}
         self._placed: set[Node] = set()
-
-    def leg_of(self, node: Node) -> _Leg | None:
-        return self._leg_of.get(node)
 
     def placed(self, node: Node) -> bool:
         return node in self._placed or node.op == "placeholder"
@@ -240,7 +237,7 @@ class _Order:
             own = set(nodes)
             missing = [s for node in nodes for s in node.all_input_nodes if s not in own and not self.placed(s)]
             if missing:
-                stack.append(self._leg_of.get(missing[0], missing[0]))
+                stack.append(self.leg_of.get(missing[0], missing[0]))
                 continue
             self.nodes += nodes
             self._placed.update(nodes)
@@ -251,10 +248,10 @@ def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
     order = _Order(legs)
     moved = {leg for legs in (*plan.before.values(), *plan.after.values(), plan.end, plan.waits) for leg in legs}
     body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    last = max((i for i, node in enumerate(body) if (leg := order.leg_of(node)) and leg not in moved), default=-1)
+    last = max((i for i, node in enumerate(body) if (leg := order.leg_of.get(node)) and leg not in moved), default=-1)
     late = []
     for position, node in enumerate(body):
-        leg = order.leg_of(node)
+        leg = order.leg_of.get(node)
         if leg is None:
             if position > last and order.waits(node):
                 late.append(node)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from ..edit import replace
+from ..edit import inline, replace
 from ..exchange import transfers
-from ..inline import inline
 from ..joint.recompute import is_view_or_cast
 from ..markers import Unshard
 from ..pipeline import PassContext
@@ -55,10 +54,7 @@ def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
 def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
     """Stage 3: one gather, where the first of ``reads`` is."""
     specs = [read.spec for read in reads]
-
-    def weights(*slices: torch.Tensor) -> list[torch.Tensor]:
-        return transfers.gather(slices, specs)
-
     inputs = [read.shard if read.replica is None else read.replica for read in reads]
-    for read, weight in zip(reads, inline(gm, reads[0].node, weights, inputs, work), strict=True):
+    weights = inline(gm, reads[0].node, lambda *slices: transfers.gather(slices, specs), inputs, work)
+    for read, weight in zip(reads, weights, strict=True):
         replace(gm, read.node, weight)

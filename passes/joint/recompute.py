@@ -17,41 +17,38 @@ from torch.fx import GraphModule, Node
 from ..collectives import is_hop, is_wait
 from ..markers import Unshard
 from ..pipeline import GraphPass, Half, PassContext
-from ..torch_private import mark_recompute, mark_save
+from ..torch_private import mark_for_backward
 
-__all__ = ["RECOMPUTE", "VIEWS_AND_CASTS", "is_view_or_cast"]
+__all__ = ["RECOMPUTE", "is_view_or_cast"]
 
 _aten = torch.ops.aten
-VIEWS_AND_CASTS = frozenset(
-    packet
-    for packet in (
-        _aten.view,
-        _aten._unsafe_view,
-        _aten.reshape,
-        _aten.t,
-        _aten.permute,
-        _aten.transpose,
-        _aten.slice,
-        _aten.select,
-        _aten.expand,
-        _aten.squeeze,
-        _aten.unsqueeze,
-        _aten.as_strided,
-        _aten.alias,
-        _aten.clone,
-        _aten.detach,
-        _aten._to_copy,
-        _aten.split,
-        _aten.split_with_sizes,
-        _aten.unbind,
-        torch.ops.prims.convert_element_type,
-    )
-)
+_VIEWS_AND_CASTS = {
+    _aten.view,
+    _aten._unsafe_view,
+    _aten.reshape,
+    _aten.t,
+    _aten.permute,
+    _aten.transpose,
+    _aten.slice,
+    _aten.select,
+    _aten.expand,
+    _aten.squeeze,
+    _aten.unsqueeze,
+    _aten.as_strided,
+    _aten.alias,
+    _aten.clone,
+    _aten.detach,
+    _aten._to_copy,
+    _aten.split,
+    _aten.split_with_sizes,
+    _aten.unbind,
+    torch.ops.prims.convert_element_type,
+}
 
 
 def is_view_or_cast(node: Node) -> bool:
     """Whether ``node`` only reinterprets, slices, copies or casts its first argument."""
-    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in VIEWS_AND_CASTS
+    return node.target is operator.getitem or getattr(node.target, "overloadpacket", None) in _VIEWS_AND_CASTS
 
 
 def _of_forward(gm: GraphModule) -> set[Node]:
@@ -77,7 +74,7 @@ def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     pending = [read.node for read in reads] + list(hops - _of_forward(gm) if hops else ())
     while pending:
         node = pending.pop()
-        (mark_save if node in saved else mark_recompute)(node)
+        mark_for_backward(node, save=node in saved)
         views = (user for user in node.users if is_view_or_cast(user) and len(user.all_input_nodes) == 1)
         pending.extend((*views, *filter(is_wait, node.users)))
     return gm

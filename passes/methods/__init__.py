@@ -20,7 +20,6 @@ __all__ = [
     "Piece",
     "Rate",
     "State",
-    "element_method",
     "matrix_method",
     "method_names",
 ]
@@ -40,12 +39,3 @@ def matrix_method(name: str) -> MatrixMethod:
         KeyError: there is none.
     """
     return {method.name: method for method in METHODS if isinstance(method, MatrixMethod)}[name]
-
-
-def element_method(name: str) -> ElementMethod:
-    """The method for all else of this name.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return {method.name: method for method in METHODS if isinstance(method, ElementMethod)}[name]

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from traced import Trace, trace
 
 import compile_muon
-from compile_muon.passes.formulas import bytes_by_axis, weight_bytes_by_axis
+from compile_muon.passes.formulas import bytes_by_axis
 from compile_muon.runtime.survey import Survey
 
 EXPERTS = 4
@@ -318,8 +318,8 @@ def expected_bytes(everything: list[tuple[int, ...]], matrices: list[tuple[int, 
     """The formulas: bytes a rank sends, on average, for one reduction, one unshard and one exchange of everything."""
     rows = [padded(shape, world) for shape in everything]
     return {
-        "reduce_scatter": sum(_sent(weight_bytes_by_axis, "reduce_scatter", shape, world) for shape in rows),
-        "all_gather": sum(_sent(weight_bytes_by_axis, "all_gather", shape, world) for shape in rows),
+        "reduce_scatter": sum(_sent(bytes_by_axis, "reduce_scatter", shape, world) for shape in rows),
+        "all_gather": sum(_sent(bytes_by_axis, "all_gather", shape, world) for shape in rows),
         "exchange": sum(_sent(bytes_by_axis, "owner", shape, world) for shape in matrices),
     }
 

@@ -19,7 +19,7 @@ import torch
 from compile_muon.kernels import COEFFICIENTS, reference
 from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.dispatch import admissible_method
-from compile_muon.kernels.iterations import gram, standard
+from compile_muon.kernels.iterations import FORMS, gram
 from compile_muon.kernels.reference import orthogonalize
 
 ROWS, COLS, SEEDS = 64, 128, 3
@@ -234,11 +234,10 @@ def test_gram_multiplies_by_the_factors_that_it_has(batch, restarts):
 def test_the_last_product_goes_where_it_is_told(batch, form):
     x = normalized(*batch, 6, 9)
     out = torch.empty(*batch, 9, 6, dtype=torch.float64).mT
-    arguments = (COEFFICIENTS["you"].steps, (2,)) if form == "gram" else (COEFFICIENTS["you"].steps,)
-    iterate = gram if form == "gram" else standard
-    result = iterate(x, *arguments, reference.Aten(), out=out)
+    arguments = (x, COEFFICIENTS["you"].steps, (2,), reference.Aten())
+    result = FORMS[form](*arguments, out=out)
     assert result.data_ptr() == out.data_ptr()
-    torch.testing.assert_close(out, iterate(x, *arguments, reference.Aten()))
+    torch.testing.assert_close(out, FORMS[form](*arguments))
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

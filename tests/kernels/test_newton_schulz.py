@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype, resolve_method
-from compile_muon.kernels.dispatch import cheaper_method
+from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype
+from compile_muon.kernels.dispatch import admissible_method, cheaper_method
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 SETS = list(COEFFICIENTS)
@@ -281,9 +281,9 @@ def test_auto_takes_gram_above_an_aspect_ratio_of_one_and_a_half(name, dtype):
     if name == "polar_express" and dtype == torch.bfloat16:
         pytest.skip("less accurate, see below")
     chosen = COEFFICIENTS[name]
-    assert resolve_method("auto", 100, 150, dtype, chosen) == "standard"
-    assert resolve_method("auto", 100, 151, dtype, chosen) == "gram"
-    assert resolve_method("auto", 151, 100, dtype, chosen) == "gram"
+    assert cheaper_method(100, 150, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "standard"
+    assert cheaper_method(100, 151, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
+    assert cheaper_method(151, 100, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
 
 
 @pytest.mark.parametrize("restarts", [(), (2,), (1, 3), (2, 4)])
@@ -298,10 +298,10 @@ def test_where_gram_is_cheaper_does_not_depend_on_restarts(restarts):
 
 
 def test_auto_is_standard_where_gram_is_less_accurate():
-    assert resolve_method("auto", 100, 800, torch.float16, COEFFICIENTS["cans"]) == "standard"
-    assert resolve_method("auto", 100, 800, torch.float32, COEFFICIENTS["cans"]) == "gram"
-    assert resolve_method("auto", 100, 800, torch.bfloat16, COEFFICIENTS["polar_express"]) == "standard"
-    assert resolve_method("gram", 100, 800, torch.bfloat16, COEFFICIENTS["polar_express"]) == "gram"
+    assert admissible_method("auto", torch.float16, COEFFICIENTS["cans"]) == "standard"
+    assert admissible_method("auto", torch.float32, COEFFICIENTS["cans"]) == "auto"
+    assert admissible_method("auto", torch.bfloat16, COEFFICIENTS["polar_express"]) == "standard"
+    assert admissible_method("gram", torch.bfloat16, COEFFICIENTS["polar_express"]) == "gram"
 
 
 @pytest.mark.parametrize(

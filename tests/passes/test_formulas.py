@@ -23,7 +23,7 @@ def over_all_axes(by_axis, name, rows, cols, *, world, replicas=1, itemsize):
 
 
 bytes_sent = partial(over_all_axes, formulas.bytes_by_axis)
-weight_bytes = partial(over_all_axes, formulas.weight_bytes_by_axis)
+weight_bytes = partial(over_all_axes, formulas.bytes_by_axis)
 
 sizes = st.integers(1, 4096)
 worlds = st.integers(2, 512)

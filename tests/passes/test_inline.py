@@ -5,7 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes.inline import inline
+from compile_muon.passes.edit import inline
 
 
 @pytest.fixture

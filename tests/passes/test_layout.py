@@ -235,7 +235,7 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
     formula: Counter[str] = Counter()
     for shape in ((24, 36), (12, 24)):
         for collective in ("slice_gather", "all_gather") if stage < 3 else ("slice_gather",):
-            formula.update(formulas.weight_bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
+            formula.update(formulas.bytes_by_axis(collective, *shape, shards=3, replicas=2, itemsize=2))
     assert dict(sent.by_axis) == formula
     assert sent.bytes_sent == sum(formula.values())
 

@@ -10,6 +10,7 @@ import logging
 import math
 import pickle
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_compile_fx_calls_inner_compilers_and_the_partitioner(trains):
         return make_boxed_func(gm.forward)
 
     def backend(gm, inputs):
-        patches = {"custom_partitioner_fn": private.make_partitioner(partition, b"test")}
+        patches = {"custom_partitioner_fn": private.Partitioner(partition, b"test")}
         with private.autograd_cache_disabled():
             return private.compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
 
@@ -132,7 +133,7 @@ def test_autograd_cache_switch():
 def test_partitioner_object():
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    partitioner = private.make_partitioner(lambda gm, inputs, **kwargs: (gm, inputs), b"who")
+    partitioner = private.Partitioner(lambda gm, inputs, **kwargs: (gm, inputs), b"who")
     assert isinstance(partitioner, CustomPartitionerFn)
     assert partitioner("graph", "inputs", num_fwd_outputs=1) == ("graph", "inputs")
     assert partitioner.uuid() == b"who"
@@ -160,9 +161,9 @@ def test_decomposition_table():
     ("mark", "op", "in_backward"),
     [
         (None, torch.ops.aten.mm.default, 1),  # of the gradient: the most expensive op of forward is saved
-        (private.mark_recompute, torch.ops.aten.mm.default, 2),
+        (partial(private.mark_for_backward, save=False), torch.ops.aten.mm.default, 2),
         (None, torch.ops.aten.cos.default, 1),  # a cheap op is recomputed
-        (private.mark_save, torch.ops.aten.cos.default, 0),
+        (partial(private.mark_for_backward, save=True), torch.ops.aten.cos.default, 0),
     ],
 )
 def test_marks_are_obeyed_by_the_partitioner(mark, op, in_backward):

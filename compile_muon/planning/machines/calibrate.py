@@ -40,7 +40,7 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     console = console or Console()
     started = time.perf_counter()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        measured = _as_rank(quick, console)
+        measured = _as_rank(quick, console.print, int(os.environ["LOCAL_RANK"]))
     else:
         usual = torch.cuda.device_count() if torch.cuda.is_available() else min(4, 2 * cores())
         measured = _with_ranks(ranks or usual, quick, console)
@@ -53,17 +53,21 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     return 0
 
 
-def _as_rank(quick: bool, console: Console) -> Measured | None:
-    """What rank 0 measured, on rank 0."""
+def _as_rank(quick: bool, note: Callable[[str], None], local_rank: int, **group: Any) -> Measured | None:
+    """What rank 0 measured, on rank 0, which tells ``note`` what comes next.
+
+    Args:
+        group: of :func:`torch.distributed.init_process_group`; torchrun says it by environment variables.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mine = not dist.is_initialized()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(local_rank)
     if mine:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
     try:
         first = dist.get_rank() == 0
-        measured = measure(plan_for(device, quick), console.print if first else lambda text: None)
+        measured = measure(plan_for(device, quick), note if first else lambda text: None)
         return measured if first else None
     finally:
         if mine:
@@ -89,21 +93,9 @@ def _with_ranks(ranks: int, quick: bool, console: Console) -> Measured:
 
 
 def _rank(rank: int, world: int, store: str, quick: bool, queue: SimpleQueue[Any]) -> None:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=_TIMEOUT,
-    )
-    note: Callable[[str], None] = queue.put if rank == 0 else lambda text: None
-    measured = measure(plan_for(device, quick), note)
-    if rank == 0:
+    measured = _as_rank(quick, queue.put, rank, store=dist.FileStore(store, world), rank=rank, world_size=world)
+    if measured is not None:
         queue.put(measured)
-    dist.destroy_process_group()
 
 
 def report(measured: Measured, machine: Machine) -> Table:

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.optimizer import MuonZero
 from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
@@ -26,7 +29,6 @@ from compile_muon.planning.machines.samples import (
     Sample,
     StepSample,
 )
-from compile_muon.planning.machines.steps import training
 
 __all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
 
@@ -116,23 +118,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@dataclass
 class _Clock:
     """Times functions on this rank, at the same time as on the others of ``group``.
 
     Args:
         timer: of seconds; ``time.process_time`` for those that cores are at work for this rank.
+        runs: that every function has run on this rank, together.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        device: str,
-        group: dist.ProcessGroup | None,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.plan, self.device, self.group, self.timer = plan, device, group, timer
-        #: that every function has run on this rank, together
-        self.runs = 0
+    plan: Plan
+    device: str
+    group: dist.ProcessGroup
+    timer: Callable[[], float] = time.perf_counter
+    runs: int = 0
 
     def _once(self, run: Callable[[], object], times: int) -> float:
         self._finish()
@@ -151,8 +150,7 @@ class _Clock:
         """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others."""
         run()
         longest = torch.tensor([self._once(run, 3)], device=self.device)
-        if self.group is not None:
-            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
         times = max(1, min(1000, round(self.plan.round_seconds / longest.item())))
         return [self._once(run, times) for _ in range(self.plan.rounds)]
 
@@ -314,21 +312,43 @@ def _attention(clock: _Clock) -> Iterator[Sample]:
 
 def _steps(clock: _Clock, alone: dist.ProcessGroup) -> Iterator[Sample]:
     """Of each rank by itself, and of all that are at work together; in seconds of ``clock.timer``."""
-    assert clock.group is not None
     for layers, group in itertools.product(clock.plan.layers, (alone, clock.group)):
         if group is alone or group.size() > 1:
-            step, parameters, collectives = training(layers, group)
-            yield StepSample(
-                ranks=group.size(),
-                parameters=parameters,
-                collectives=collectives,
-                seconds=clock.seconds(step),
-                held_out=False,
-            )
+            step, made, sent = _training(layers, group)
+            yield StepSample(ranks=group.size(), parameters=made, collectives=sent, seconds=clock.seconds(step))
+
+
+def _training(layers: int, group: dist.ProcessGroup) -> tuple[Callable[[], None], int, int]:
+    """A step of ``layers`` linear layers with biases, compiled; their parameters, and the collectives of a step.
+
+    They compute next to nothing, so that what the host does is all that takes time.
+
+    Args:
+        group: the ranks that train together, at stage 3; one has stage 0.
+    """
+    several = group.size() > 1
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers)))
+    optimizer = MuonZero(model, stage=3 if several else 0, gradient_accumulation_steps=1, mesh=mesh)
+    compiled = torch.compile(model, backend="muon_zero")
+    batch = torch.randn(4, 32)
+
+    def step() -> None:
+        compiled(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sent() -> int:
+        return sum(count for _, count in optimizer.traffic.collectives)
+
+    step()
+    before = sent()
+    step()
+    # The survey of a step is one more, which is not among them.
+    return step, len(list(model.parameters())), sent() - before + several
 
 
 def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
-    assert clock.group is not None
     kinds = _kinds(clock.device, count, clock.group.group_name)
     sizes = list(enumerate(clock.plan.sent))
     rounds: dict[tuple[str, int], list[float]] = {}
@@ -356,7 +376,6 @@ def _collectives(clock: _Clock, count: int) -> Iterator[Sample]:
 
 def _late(clock: _Clock, count: int) -> Iterator[Sample]:
     """Work in stretches, with a collective behind each, and behind the last alone."""
-    assert clock.group is not None
     plan = clock.plan
     if not plan.stretch_seconds:
         return
@@ -387,7 +406,7 @@ def _late(clock: _Clock, count: int) -> Iterator[Sample]:
         for _ in range(plan.passes * plan.rounds)
     ]
     # Where it is lost in what else goes on, it is as good as nothing.
-    yield LateSample(ranks=count, seconds=max(1e-6, statistics.median(found)), held_out=False)
+    yield LateSample(ranks=count, seconds=max(1e-6, statistics.median(found)))
 
 
 def _part(kind: str, sent: int, count: int) -> int:

@@ -28,7 +28,7 @@ class Sample:
     """
 
     seconds: float
-    held_out: bool
+    held_out: bool = False
 
     #: what the report puts together
     group = ""

@@ -59,12 +59,9 @@ def _source(node: Node) -> Node | None:
         return source if isinstance(source, Node) else None
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if not any(result.alias_info for result in node.target._schema.returns):
-        return None
-    for argument, given in _arguments(node):
-        if argument.alias_info is not None and isinstance(given, Node):
-            return given
-    return None
+    shows = any(result.alias_info for result in node.target._schema.returns)
+    shown = [given for argument, given in _arguments(node) if argument.alias_info and isinstance(given, Node)]
+    return shown[0] if shows and shown else None
 
 
 def base(node: Node) -> Node:
@@ -82,6 +79,4 @@ def is_free(node: Node) -> bool:
         return True
     if getattr(node.target, "namespace", "") == "profiler":  # ranges
         return True
-    if not tensors(node) and not mutated(node):
-        return True
-    return _source(node) is not None and not mutated(node)
+    return not mutated(node) and (not tensors(node) or _source(node) is not None)

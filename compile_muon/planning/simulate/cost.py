@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
-from compile_muon.kernels.batching import batch_bytes
-from compile_muon.kernels.chunks import Stack, chunked
+from compile_muon.kernels.batching import Stack, batch_bytes, chunked
 from compile_muon.kernels.dispatch import cheaper_method
 from compile_muon.kernels.gpu.arena import list_bytes
-from compile_muon.kernels.iterations import gram, standard
+from compile_muon.kernels.iterations import FORMS
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.passes.torch_private import flop_formula
@@ -51,12 +50,8 @@ def operations(node: Node) -> float:
     formula = flop_formula(_SAME.get(packet, packet))
     if formula is None:
         return 0.0
-    args, kwargs = tree_map(_value, (node.args, node.kwargs))
+    args, kwargs = tree_map_only(Node, lambda source: source.meta["val"], (node.args, node.kwargs))
     return float(formula(*args, **kwargs, out_val=node.meta["val"]))
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def kernel_kind(root: Node) -> str:
@@ -148,21 +143,11 @@ class _Counted:
         self.found.append((x[0], x[0], x[1], True))
         return x[0], x[0]
 
-    def symmetric(
-        self, left: tuple[int, int], right: tuple[int, int], *, plus: object, beta: float, alpha: float = 1.0
-    ) -> tuple[int, int]:
+    def symmetric(self, left: tuple[int, int], right: tuple[int, int], **added: object) -> tuple[int, int]:
         self.found.append((left[0], right[1], left[1], True))
         return left[0], right[1]
 
-    def general(
-        self,
-        left: tuple[int, int],
-        right: tuple[int, int],
-        *,
-        plus: object = None,
-        beta: float = 0.0,
-        out: object = None,
-    ) -> tuple[int, int]:
+    def general(self, left: tuple[int, int], right: tuple[int, int], **added: object) -> tuple[int, int]:
         self.found.append((left[0], right[1], left[1], False))
         return left[0], right[1]
 
@@ -191,32 +176,19 @@ def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]
             yield (count, 1, rows, cols) if machine.device == "cpu" else (1, count, rows, cols)
 
 
-@dataclass(frozen=True)
 class _Call:
     """What a ``muon_zero::newton_schulz`` call asks for.
 
-    Args:
+    Attributes:
         symmetric: Triton makes it: one triangle of symmetric products, all matrices of a form together.
         limit: bytes that it may hold beside inputs and results.
     """
 
-    triples: tuple[tuple[float, float, float], ...]
-    method: str
-    dtype: str
-    restarts: Sequence[int]
-    symmetric: bool
-    limit: int
-
-    @classmethod
-    def of(cls, node: Node, machine: Machine) -> _Call:
-        _, coefficients, method, dtype, _, _, restarts, backend, limit, *_ = node.args
-        triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
-        symmetric = machine.device == "cuda" and dtype in _HALF and backend != "aten"
-        return cls(triples, method, dtype, restarts, symmetric, limit)
-
-    @property
-    def itemsize(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+    def __init__(self, node: Node, machine: Machine) -> None:
+        _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, self.limit, *_ = node.args
+        self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+        self.symmetric = machine.device == "cuda" and self.dtype in _HALF and backend != "aten"
+        self.itemsize: int = getattr(torch, self.dtype).itemsize
 
     def form(self, rows: int, cols: int) -> str:
         """ "standard" or "gram", of matrices of a shape."""
@@ -226,13 +198,10 @@ class _Call:
 
 
 def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows: int, cols: int) -> float:
-    call = _Call.of(node, machine)
+    call = _Call(node, machine)
     k, l = sorted((rows, cols))  # noqa: E741
     products = _Counted()
-    if call.form(rows, cols) == "gram":
-        gram((k, l), call.triples, call.restarts, products)
-    else:
-        standard((k, l), call.triples, products)
+    FORMS[call.form(rows, cols)]((k, l), call.triples, call.restarts, products)
     seconds = 0.0
     for m, n, inner, symmetric in products.found:
         n = -(-n // 2) if symmetric and call.symmetric else n
@@ -250,7 +219,7 @@ def launches(node: Node, machine: Machine) -> int:
     """
     if node.target is not _NEWTON_SCHULZ or machine.device == "cpu":
         return 1
-    call = _Call.of(node, machine)
+    call = _Call(node, machine)
     products: dict[Any, int] = {}
     stacks = list(_stacks(node, machine))
     for _, _, rows, cols in stacks:
@@ -265,7 +234,7 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
     On CPUs of one matrix X once more, and two of k x k. On GPUs of a chunk of matrices, as ``compile_muon.kernels``
     makes them: by Triton of all matrices of a form together, by aten of one shape.
     """
-    call = _Call.of(node, machine)
+    call = _Call(node, machine)
     if machine.device == "cpu":
         return max(
             ((rows * cols + 2 * min(rows, cols) ** 2) * call.itemsize for *_, rows, cols in _stacks(node, machine)),
@@ -289,4 +258,4 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
 
 def _largest_chunk(stacks: Sequence[Stack], limit: int) -> int:
     chunks = chunked(stacks, limit)
-    return max(sum((p.stop - p.start) * stacks[p.index].bytes_each for p in chunk) for chunk in chunks)
+    return max(sum((p.stop - p.start) * stacks[i].bytes_each for i, p in chunk) for chunk in chunks)

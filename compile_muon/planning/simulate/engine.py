@@ -2,7 +2,7 @@
 
 Nodes are issued in graph order. A kernel starts when the one before it is done; a collective when it is issued and its
 stream is free, and nothing is computed between a wait and the end of what it waits for. Each process group has a
-stream, as NCCL and Gloo serve them, or all have one.
+stream, as NCCL and Gloo serve them.
 
 Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
 same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
@@ -102,7 +102,6 @@ class Timeline:
         busy: of them, with the compute stream at work.
         exposed: of them, with the compute stream waiting, by what the wait is for, of which one is the "host"; with
             ``busy`` they are all.
-        graphs: seconds of each graph by its title.
         events: in order of their ends.
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
@@ -112,7 +111,6 @@ class Timeline:
     seconds: float
     busy: float
     exposed: Mapping[str, float]
-    graphs: Mapping[str, float]
     events: tuple[Event, ...]
     traffic: Traffic
     peak: Held
@@ -127,7 +125,6 @@ def simulate(
     ranks: int,
     resident: Mapping[str, int] | None = None,
     codegen: str = "inductor",
-    one_stream: bool = False,
     others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
 ) -> Timeline:
     """Play ``graphs`` one behind the other, as a step among others like it.
@@ -140,30 +137,25 @@ def simulate(
         ranks: of the job; on machines whose ranks share cores all are at work.
         resident: bytes by category that are live all the time: weights, optimizer state.
         codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
-        one_stream: all collectives one behind the other, whatever their groups.
         others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
             before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
     """
     machine = machine.shared_by(ranks)
-    player = _Player(machine, groups, one_stream, others or {})
+    player = _Player(machine, groups, others or {})
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
-    took: dict[str, float] = defaultdict(float)
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
         found = kernels(played.gm, "eager" if played.eager else codegen)
-        began = player.now
         player.run(played, found)
-        took[played.title] += player.now - began
         for category in played.drops:
             memory.drop(category)
         roots = {node: root for root, members in found.items() for node in members}
         memory.run(played.gm, played.half, played.frame, played.user_outputs, roots)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
-    player.finish_refreshes()
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
     issued = {group: tuple(times) for group, times in player.issued.items()}
-    return Timeline(player.now, player.busy, dict(player.exposed), dict(took), events, traffic, memory.peak, issued)
+    return Timeline(player.now, player.busy, dict(player.exposed), events, traffic, memory.peak, issued)
 
 
 @dataclass(eq=False)
@@ -186,10 +178,6 @@ class _Sent:
     end: float = math.nan
     everyone: float = 0.0
 
-    @property
-    def done(self) -> bool:
-        return not math.isnan(self.end)
-
 
 @dataclass
 class _Wires:
@@ -206,7 +194,7 @@ class _Wires:
 
     def advance(self, until: float, awaited: _Sent | None = None) -> None:
         """Let time pass to ``until``, or to the end of ``awaited`` if that comes before."""
-        while self.now < until and not (awaited is not None and awaited.done):
+        while self.now < until and (awaited is None or math.isnan(awaited.end)):
             heads = [queue[0] for queue in self.queues.values() if queue]
             sharing = Counter(head.link for head in heads if not head.hops)
             left = {head: head.hops or head.transfer * sharing[head.link] for head in heads}
@@ -226,14 +214,11 @@ class _Wires:
             self.now = ended
             for head in heads:
                 if not head.hops and not head.transfer:
-                    self._end(head)
-
-    def _end(self, sent: _Sent) -> None:
-        sent.end = self.now
-        queue = self.queues[sent.stream]
-        queue.popleft()
-        if queue:
-            self._begin(queue[0], self.now)
+                    head.end = self.now
+                    queue = self.queues[head.stream]
+                    queue.popleft()
+                    if queue:
+                        self._begin(queue[0], self.now)
 
     def _begin(self, sent: _Sent, now: float) -> None:
         """Its stream is free; where others have not come yet it sends nothing until they have."""
@@ -246,12 +231,10 @@ class _Player:
         self,
         machine: Machine,
         groups: Mapping[Axis, Sequence[int]],
-        one_stream: bool,
         others: Mapping[tuple[int, ...], Sequence[float]],
     ) -> None:
         self.machine = machine
         self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
-        self.one_stream = one_stream
         self.others = others
         self.issued: dict[tuple[int, ...], list[tuple[str, float]]] = defaultdict(list)
         self._graphs = 0
@@ -306,11 +289,6 @@ class _Player:
         for act in self._refreshes.pop(number, ()):
             act()
 
-    def finish_refreshes(self) -> None:
-        """Those that no forward has waited for."""
-        for number in list(self._refreshes):
-            self._finish_refresh(number)
-
     def _on_host(self, name: str, **counts: float) -> None:
         """As many of each kind of :attr:`Machine.host_seconds`; nothing on machines without them."""
         seconds = sum(count * self.machine.host_seconds.get(kind, 0.0) for kind, count in counts.items())
@@ -341,7 +319,6 @@ class _Player:
         hops, transfer = self.machine.collective_parts(kind, nbytes, ranks)
         work = work_of(node)
         name = f"{title} {_cause(work)}" + (f" {work.bucket}" if work else f" {node.name}")
-        stream = "collectives" if self.one_stream else axis.group
         issued = self.issued[ranks]
         if self._starts:
             self._on_host(name, collective=1)
@@ -349,7 +326,7 @@ class _Player:
         others = max(self.now, self.host, self.others[ranks][len(issued)] if ranks in self.others else self.now)
         # Frames are counted by process, and nodes of the model may have other names on other ranks.
         issued.append((f"graph {self._graphs} {_cause(work)}" + (f" {work.bucket}" if work else ""), self.now))
-        sent = _Sent(node, name, stream, self._link(ranks), hops, transfer, self.now, others)
+        sent = _Sent(node, name, axis.group, self._link(ranks), hops, transfer, self.now, others)
         self._wires.advance(self.now)
         self._wires.issue(sent)
         self._sent.append(sent)
@@ -373,6 +350,8 @@ class _Player:
         raise AssertionError("the last link of a machine joins all ranks")
 
     def finish(self) -> list[Event]:
+        for number in list(self._refreshes):  # those that no forward has waited for
+            self._finish_refresh(number)
         self._wires.advance(math.inf)
         for sent in self._sent:
             self._events.append(Event(sent.name, _cause(work_of(sent.node)), sent.stream, sent.start, sent.end))
@@ -402,15 +381,7 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
         for row, stream in enumerate(streams)
     ]
     for event in timeline.events:
-        rows.append(
-            {
-                "ph": "X",
-                "name": event.name,
-                "cat": event.category,
-                "pid": 0,
-                "tid": streams.index(event.stream),
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-            }
-        )
+        when = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+        row = {"pid": 0, "tid": streams.index(event.stream)}
+        rows.append({"ph": "X", "name": event.name, "cat": event.category, **row, **when})
     return {"traceEvents": rows}

@@ -20,50 +20,43 @@ from compile_muon.planning.simulate.aliases import base, is_free, mutated, nbyte
 __all__ = ["function_entries", "kernels", "moved_bytes"]
 
 _aten = torch.ops.aten
-#: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
-_ALSO_POINTWISE = frozenset(
-    (
-        _aten._to_copy,
-        _aten.full,
-        _aten.full_like,
-        _aten.zeros_like,
-        _aten.ones_like,
-        _aten.arange,
-        _aten.scalar_tensor,
-        _aten.constant_pad_nd,
-        torch.ops.prims.iota,
-        _aten.embedding,
-        _aten.index,
-        _aten.index_select,
-        _aten.gather,
-    )
-)
 #: of a table they read no more than they return
 _LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+#: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
+_ALSO_POINTWISE = {
+    _aten._to_copy,
+    _aten.full,
+    _aten.full_like,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.arange,
+    _aten.scalar_tensor,
+    _aten.constant_pad_nd,
+    torch.ops.prims.iota,
+    *_LOOKUPS,
+}
 #: of a few instructions an entry, where other pointwise ops have one
-_FUNCTIONS = frozenset(
-    (
-        _aten.exp,
-        _aten.exp2,
-        _aten.expm1,
-        _aten.log,
-        _aten.log2,
-        _aten.log1p,
-        _aten.tanh,
-        _aten.erf,
-        _aten.sigmoid,
-        _aten.sin,
-        _aten.cos,
-        _aten.pow,
-        _aten.gelu,
-        _aten.gelu_backward,
-        _aten.silu,
-        _aten.silu_backward,
-        _aten._softmax,
-        _aten._log_softmax,
-        _aten._log_softmax_backward_data,
-    )
-)
+_FUNCTIONS = {
+    _aten.exp,
+    _aten.exp2,
+    _aten.expm1,
+    _aten.log,
+    _aten.log2,
+    _aten.log1p,
+    _aten.tanh,
+    _aten.erf,
+    _aten.sigmoid,
+    _aten.sin,
+    _aten.cos,
+    _aten.pow,
+    _aten.gelu,
+    _aten.gelu_backward,
+    _aten.silu,
+    _aten.silu_backward,
+    _aten._softmax,
+    _aten._log_softmax,
+    _aten._log_softmax_backward_data,
+}
 
 
 def _tagged(node: Node, tag: torch.Tag) -> bool:

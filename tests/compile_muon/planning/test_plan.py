@@ -271,7 +271,7 @@ def test_names_are_escaped(written: dict[str, Path]) -> None:
     found = json.loads(written["json"].read_text())
     worlds = [World(**{**w, "candidates": [Figures(**f) for f in w["candidates"]]}) for w in found.pop("worlds")]
     del found["simulated"]
-    timeline = Timeline(1.0, 1.0, {}, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), Held(), {})
+    timeline = Timeline(1.0, 1.0, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), Held(), {})
     plan = Plan(**{**found, "model": "</script><b>&"}, worlds=worlds, timelines=[timeline])
     parsed = Page(page(plan))
     assert not {"b", "i"} & parsed.tags

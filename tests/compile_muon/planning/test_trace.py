@@ -140,8 +140,8 @@ def test_nothing_is_given_memory(name: str) -> None:
 def test_nor_is_optimizer_state(given: dict[str, Any]) -> None:
     with simulated_job(2, 0):
         model = load_subject("tiny_gpt:GPT", Batch(16, 8)).build()
-        sharded = shard(model, config_from_kwargs(**given), axes=None, backend=None)
-        states = [local_tensor(x) for slots in sharded.optimizer.state.values() for x in slots.values() if x.ndim]
+        optimizer = shard(model, config_from_kwargs(**given), axes=None, backend=None)
+        states = [local_tensor(x) for slots in optimizer.state.values() for x in slots.values() if x.ndim]
         assert states and all(isinstance(state, FakeTensor) for state in states)
 
 

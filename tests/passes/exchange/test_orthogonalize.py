@@ -203,25 +203,6 @@ def test_directions_are_those_of_the_whole_matrices(size, stage, pairwise, threa
     assert matrices == len(SHAPES)
 
 
-def test_matrices_of_several_settings_share_a_call(threads):
-    """Each route goes its own way; results come back in the order of the parameters."""
-    kinds = [("owner", JORDAN), ("owner", JORDAN), ("owner", JORDAN[:9]), ("local", JORDAN), ("owner", JORDAN)]
-
-    def body(rank, group):
-        specs = []
-        for shape, (exchange, coefficients) in zip(SHAPES, kinds, strict=True):
-            world = 1 if exchange == "local" else 2
-            specs.append(spec(shape, world, rank % world, group, exchange, coefficients=coefficients))
-        return made(shards(gradients(), specs), shards(momenta(), specs), specs), specs
-
-    expected = unsharded()
-    third = gradients()[2].lerp(momenta()[2].lerp(gradients()[2], 0.05), 0.95)
-    expected[2] = newton_schulz(third, dtype="float32", method="standard", steps=3)
-    for directions, specs in threads(2, body):
-        for got, want in zip(directions, shards(expected, specs), strict=True):
-            torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("exchange", sorted(STRATEGIES))
 @pytest.mark.parametrize("stage", [0, 2])
