@@ -12,6 +12,7 @@ from compile_muon.config import Config
 from compile_muon.kernels.operations import standard_flops
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
+from compile_muon.passes.exchange.shares import shares
 from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
@@ -124,7 +125,11 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
         names |= {"shard": layout.shard.name, "replicate": layout.replicate.name}
     itemsize = decode_dtype(muon.dtype).itemsize
     found = bytes_by_axis(strategy, muon.rows, muon.cols, shards=shards, replicas=replicas, itemsize=itemsize)
-    return {names[axis]: muon.batch * sent for axis, sent in found.items()}
+    # What lies whole on a rank stays there, and is only handed round.
+    sent_to_owners = [share for share in shares(spec) if share.home is None]
+    part = sum(map(math.prod, (n for share in sent_to_owners for n in share.matrices))) / (muon.rows * muon.cols)
+    parts = {"all" if layout.cut_twice else "shard": part}
+    return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in found.items()}
 
 
 def _row(account: Account, assignment: Assignment, config: Config) -> Row:

@@ -290,15 +290,15 @@ class Costs:
 # ------------------------------------------------------------------------------------------------ of one parameter
 
 
-def owned_work(muon: MuonSpec, costs: Costs) -> float:
-    """Nanoseconds that a parameter takes its owner."""
+def owned_work(muon: MuonSpec, costs: Costs, matrices: Sequence[tuple[int, int, int]]) -> float:
+    """Nanoseconds that ``(count, rows, cols)`` of a parameter's matrices take their owner."""
     restarts = len(muon.restarts) if muon.method == "gram" else None
 
     def seconds(rows: int, cols: int) -> float:
         return costs.newton_schulz_seconds(rows, cols, steps=muon.steps, dtype=muon.dtype, restarts=restarts)
 
     # To the nanosecond, which is less than the libraries of two machines can differ by.
-    return sum(count * round(seconds(rows, cols) * 1e9) for count, rows, cols in muon.matrices)
+    return sum(count * round(seconds(rows, cols) * 1e9) for count, rows, cols in matrices)
 
 
 def exchange_start(layout: Layout, costs: Costs) -> int:

@@ -200,7 +200,7 @@ class Layout:
             (data * self.expert.size + expert) * self.tensor.size + tensor
             for expert in range(self.expert.size)
             for tensor in range(parts)
-            for data in self._data_holders
+            for data in self.data_holders
         )
 
     @property
@@ -251,13 +251,17 @@ class Layout:
         data, tensor = self._owner_group_place(place)
         return self._piece_shape(self._part_shape(tensor), data)
 
+    def owner_group_rows(self, place: int) -> tuple[int, int]:
+        """``(start, stop)`` of the rows that ``place`` along :attr:`owner_group` has, where that joins no columns."""
+        return self._rows(self.shape[0], place) if self.sharded else (0, self.shape[0])
+
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """A matrix, or stack, :attr:`joined_shape`, of flat pieces by place along :attr:`owner_group`."""
         if not self.joined:
-            return torch.cat([pieces[data] for data in self._data_holders]).view(self.joined_shape)
+            return torch.cat([pieces[data] for data in self.data_holders]).view(self.joined_shape)
         parts = []
         for tensor in range(self.tensor.size):
-            rows = [pieces[data * self.tensor.size + tensor] for data in self._data_holders]
+            rows = [pieces[data * self.tensor.size + tensor] for data in self.data_holders]
             parts.append(torch.cat(rows).view(self._part_shape(tensor)))
         assert self.tensor_dim is not None
         return torch.cat(parts, dim=self.tensor_dim)
@@ -314,7 +318,7 @@ class Layout:
         return same * (self.replicate.size if self.sharded else self.everyone.size)
 
     @property
-    def _data_holders(self) -> tuple[int, ...]:
+    def data_holders(self) -> tuple[int, ...]:
         """Ranks of :attr:`everyone` whose pieces are what this rank's model has, in the order of the rows."""
         if not self.sharded:
             return (0,)

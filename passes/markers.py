@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .exchange import transfers
 from .exchange.orthogonalize import orthogonalize_group
+from .exchange.shares import shares
 from .holder import holder_of
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype
@@ -61,7 +62,8 @@ def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
 
 @torch.library.custom_op("muon_zero::orthogonalize", mutates_args=())
 def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
-    (direction,) = orthogonalize_group([grad], [state], [hyper], [ParamSpec.decode(spec)], [0])
+    facts = ParamSpec.decode(spec)
+    (direction,) = orthogonalize_group([grad], [state], [hyper], [facts], [0] * len(shares(facts)))
     return _no_alias(direction, grad, state)
 
 

@@ -62,7 +62,7 @@ def orthogonalize_group(
         momenta: EMA of the gradients before these, same shapes; empty where it is fetched.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
         specs: static facts, of one :func:`route`; all with ``muon`` set.
-        owners: of each parameter, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
+        owners: of each share, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous.

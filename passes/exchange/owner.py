@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..costs import Costs, owned_work
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
-from .local import here
-from .matrices import as_matrices, orthogonalized
+from .matrices import orthogonalized
 from .packing import pack, unpack
+from .shares import Share, shares
 from .transfers import all_to_all, hand_round
 
 __all__ = ["assign_owners", "owner"]
 
 
 def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Owner of each parameter among all ranks that hold a piece.
+    """Owners among all ranks that hold a piece: of each share (:func:`~.shares.shares`), parameter by parameter.
 
     How many of which matrices a rank gets is by longest processing time first, over all of them. Which ones is then
     decided bucket by bucket, to the rank that has had least so far: one that is ahead of others waits for them in the
@@ -40,20 +40,26 @@ def assign_owners(specs: Sequence[ParamSpec], costs: Costs, buckets: Sequence[Se
         ValueError: a parameter without ``muon``.
     """
     found: dict[tuple[object, ...], _Places] = {}
-    tasks = []
-    for spec in specs:
+    tasks, parameter_of = [], []
+    for number, spec in enumerate(specs):
         layout = spec.layout
-        kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
-        if kind not in found:
-            count = layout.owner_group.size * layout.replica_group.size
-            found[kind] = _Places(layout.owner_group.size, tuple(map(layout.owner_ranks, range(count))))
-        tasks.append(_Task(owned_work(spec.muon_settings, costs), found[kind]))
+        for share in shares(spec):
+            kind = (layout.company, layout.owner_group, layout.replica_group, layout.joined, share.home)
+            if kind not in found:
+                count = layout.owner_group.size * layout.replica_group.size
+                ranks = tuple(map(layout.owner_ranks, range(count)))
+                found[kind] = _Places(layout.owner_group.size, ranks, share.home)
+            tasks.append(_Task(owned_work(spec.muon_settings, costs, share.matrices), found[kind]))
+            parameter_of.append(number)
     longest_first = sorted(range(len(tasks)), key=lambda i: (-tasks[i].work, i))
-    as_many_as_may_be = {task: [len(tasks)] * len(task.places.ranks) for task in tasks}
+    as_many_as_may_be = {
+        task: [len(tasks) * task.places.may(i) for i in range(len(task.places.ranks))] for task in tasks
+    }
     quotas = {task: [0] * len(task.places.ranks) for task in tasks}
     for index, owner in _dealt(tasks, longest_first, {}, as_many_as_may_be).items():
         quotas[tasks[index]][owner] += 1
-    bucket_of = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    of_parameter = {index: number for number, bucket in enumerate(buckets) for index in bucket}
+    bucket_of = {i: of_parameter[number] for i, number in enumerate(parameter_of) if number in of_parameter}
     owners = _dealt(tasks, sorted(longest_first, key=lambda i: bucket_of.get(i, -1)), bucket_of, quotas)
     return tuple(owners[index] for index in range(len(tasks)))
 
@@ -65,10 +71,16 @@ class _Places:
     Args:
         width: how many of them are one company.
         ranks: that each is, one or (for experts) several.
+        home: the only one of each company that it may be; None for any.
     """
 
     width: int
     ranks: tuple[tuple[int, ...], ...]
+    home: int | None
+
+    def may(self, owner: int) -> bool:
+        """Whether the owner may be there."""
+        return self.home is None or owner % self.width == self.home
 
 
 class _Task(NamedTuple):
@@ -121,63 +133,72 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     Args:
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
-        owners: owner of each.
+        owners: of each share, parameter by parameter.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
     layout = specs[0].layout
     width, here = layout.owner_group.size, layout.replica_group.index
+    dealt = [share for spec in specs for share in shares(spec)]
+    pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
-    made = _among([updates[i] for i in mine], [specs[i] for i in mine], [owners[i] % width for i in mine])
-    if layout.replica_group.alone:
-        return made
-    found = hand_round(
-        made,
-        [owner // width for owner in owners],
-        [spec.layout.local_numel for spec in specs],
-        layout.replica_group.serving(Category.EXCHANGE),
-        layout.pairwise,
-        like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
-    )
-    return [piece.view(spec.layout.local_shape) for piece, spec in zip(found, specs, strict=True)]
+    made = _among([pieces[i] for i in mine], [dealt[i] for i in mine], [owners[i] % width for i in mine])
+    if not layout.replica_group.alone:
+        made = hand_round(
+            made,
+            [owner // width for owner in owners],
+            [piece.numel() for piece in pieces],
+            layout.replica_group.serving(Category.EXCHANGE),
+            layout.pairwise,
+            like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
+        )
+    parts = iter([part.view(piece.shape) for part, piece in zip(made, pieces, strict=True)])
+    found = []
+    for spec in specs:
+        own = [next(parts) for _ in shares(spec)]
+        found.append((own[0] if len(own) == 1 else torch.cat(own, shares(spec)[0].dim)).view(spec.layout.local_shape))
+    return found
 
 
-def _among(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
+def _among(pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int]) -> list[Tensor]:
     """All-to-all pieces to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
 
     Args:
         owners: places along ``layout.owner_group``.
+    Returns:
+        Flat, like ``pieces``.
     """
-    if not updates:  # for nobody in this company
+    if not pieces:  # for nobody in this company
         return []
-    axis = specs[0].layout.owner_group.serving(Category.EXCHANGE)
+    settings = dealt[0].spec.muon_settings
+    axis = dealt[0].spec.layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
-        return here(updates, specs)
+        whole = [share.join([piece.reshape(-1)]) for piece, share in zip(pieces, dealt, strict=True)]
+        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt])]
     ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[axis.index]
-    numels = {(i, r): math.prod(specs[i].layout.owner_group_shape(r)) for i in mine for r in ranks}
-    own = [math.prod(spec.layout.local_shape) for spec in specs]
+    numels = {(i, r): dealt[i].numel(r) for i in mine for r in ranks}
+    own = [piece.numel() for piece in pieces]
     sent = [sum(own[i] for i in owned[r]) for r in ranks]
     received = [sum(numels[i, r] for i in mine) for r in ranks]
 
     by_owner = [i for r in ranks for i in owned[r]]
     outbound = [own[i] for i in by_owner]
-    wire = updates[0].dtype
-    inbox = all_to_all(pack([updates[i] for i in by_owner], outbound, dtype=wire), received, sent, axis.group)
+    wire = pieces[0].dtype
+    inbox = all_to_all(pack([pieces[i] for i in by_owner], outbound, dtype=wire), received, sent, axis.group)
     whole = []
     if mine:
         sizes = [numels[i, r] for r in ranks for i in mine]
-        pieces = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
-        joined = [specs[i].layout.join(pieces[k :: len(mine)]) for k, i in enumerate(mine)]
-        whole = [as_matrices(matrix, specs[i].muon_settings) for matrix, i in zip(joined, mine, strict=True)]
-    directions = orthogonalized(whole, specs[0].muon_settings, [specs[i].muon_settings.view for i in mine])
-    dtype = decode_dtype(specs[0].muon_settings.dtype)
+        arrived = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
+        whole = [dealt[i].join(arrived[k :: len(mine)]) for k, i in enumerate(mine)]
+    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine])
+    dtype = decode_dtype(settings.dtype)
     if mine:
-        cut = [specs[i].layout.cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]
+        cut = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]
         back = pack(cut, [piece.numel() for piece in cut], dtype=dtype)
     else:
-        back = updates[0].new_empty(0, dtype=dtype)
+        back = pieces[0].new_empty(0, dtype=dtype)
     outbox = all_to_all(back, sent, received, axis.group)
     found = dict(zip(by_owner, unpack(outbox, outbound, outbound), strict=True))
-    return [found[i].view(spec.layout.local_shape) for i, spec in enumerate(specs)]
+    return [found[i] for i in range(len(pieces))]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from ..costs import Costs, exchange_start, gather_start, reduce_start
 from ..exchange.matrices import wire_dtype
 from ..exchange.orthogonalize import route
+from ..exchange.shares import shares
 from ..formulas import bucket_bytes
 from ..spec import ParamSpec, decode_dtype
 
@@ -114,29 +115,32 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
         if ranks > 1:
             count = max(least, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))
         fewest = copies if ranks > copies > 1 else ranks
-        filling = fewest * max(1, round(costs.fill_entries * len(members) / sum(entries)))
-        count = min(count, max(len(members) // filling, _EXCHANGES, least))
+        dealt = [len(shares(specs[i])) for i in members]
+        filling = fewest * max(1, round(costs.fill_entries * sum(dealt) / sum(entries)))
+        count = min(count, max(sum(dealt) // filling, _EXCHANGES, least))
         if first.muon_settings.fetched:
             count = max(count, _FETCHES)
-        count = max(min(count, len(members) // fewest), 1)
-        buckets += _cut(members, sizes, count, fewest)
+        count = max(min(count, sum(dealt) // fewest), 1)
+        buckets += _cut(members, sizes, count, dealt, fewest)
     return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
-def _cut(members: Sequence[int], sizes: Sequence[float], count: int, fewest: int) -> list[list[int]]:
+def _cut(
+    members: Sequence[int], sizes: Sequence[float], count: int, dealt: Sequence[int], fewest: int
+) -> list[list[int]]:
     """``members`` in their order, in ``count`` parts of about the same size, or less where large ones leave no
-    ``fewest`` for each."""
-    total, before = sum(sizes), 0.0
+    ``fewest`` of what is ``dealt`` for each."""
+    total, before, held = sum(sizes), 0.0, 0
     parts: list[list[int]] = []
     begun = -1
-    for index, size in zip(members, sizes, strict=True):
+    for index, size, owned in zip(members, sizes, dealt, strict=True):
         number = min(int(count * (before + size / 2) / total), count - 1) if total else 0
-        if not parts or (number > begun and len(parts[-1]) >= fewest):
+        if not parts or (number > begun and held >= fewest):
             parts.append([])
-            begun = number
+            begun, held = number, 0
         parts[-1].append(index)
-        before += size
-    if len(parts) > 1 and len(parts[-1]) < fewest:
+        before, held = before + size, held + owned
+    if len(parts) > 1 and held < fewest:
         short = parts.pop()
         parts[-1] += short
     return parts

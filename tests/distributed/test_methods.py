@@ -190,24 +190,35 @@ def test_views_on_replicas(ranks: Callable[[int], Ranks], way: str, view: str) -
     check(ranks(4).run(trained_in_parts, way=way, view=view, stage=3, update="step", mesh=(2, 2)))
 
 
-def sent_for(views: dict[str, Any]) -> tuple[dict[str, str], int]:
-    """Exchange of each matrix, and the bytes of a step."""
+def sent_for(views: dict[str, Any]) -> tuple[dict[str, str], int, dict[str, float]]:
+    """Exchange of each matrix, the bytes of a step, and those of each matrix by formula."""
     torch.manual_seed(0)
     model = Fused()
     optimizer = compile_muon.MuonZero(model, stage=2, update="step", muon_views=views, ns_dtype="float32")
     loss(model, data(0, 0, 0)).backward()
     before = optimizer.traffic.bytes_sent
     optimizer.step()
-    exchanges = {row.name: row.exchange for row in optimizer.summary().rows if row.exchange != "-"}
-    return exchanges, optimizer.traffic.bytes_sent - before
+    rows = [row for row in optimizer.summary().rows if row.exchange != "-"]
+    sent = {row.name: row.bytes_sent.get("shard", 0.0) for row in rows}
+    return {row.name: row.exchange for row in rows}, optimizer.traffic.bytes_sent - before, sent
 
 
 def test_matrices_that_lie_whole_on_their_ranks_send_nothing(ranks: Callable[[int], Ranks]) -> None:
-    whole, sent = ranks(2).run(sent_for, views={})[0]
-    heads, less = ranks(2).run(sent_for, views={"qkv*": {"heads": 8}, "gates*": {"split": [11, 11]}})[0]
+    whole, sent, _ = ranks(2).run(sent_for, views={})[0]
+    heads, less, _ = ranks(2).run(sent_for, views={"qkv*": {"heads": 8}, "gates*": {"split": [11, 11]}})[0]
     assert set(whole.values()) == {"owner"}
     assert heads == {**whole, "qkv.weight": "local", "gates.weight": "local"}
     assert 0 < less < sent
+
+
+def test_only_heads_that_straddle_ranks_travel(ranks: Callable[[int], Ranks]) -> None:
+    """24 rows on 3 ranks, 8 each: of 8 heads of 3 rows two are on two ranks."""
+    whole = ranks(3).run(sent_for, views={})
+    heads = ranks(3).run(sent_for, views={"qkv*": {"heads": 8}})
+    assert heads[0][2]["qkv.weight"] == whole[0][2]["qkv.weight"] / 4
+    # 16 rows of 8 numbers went to an owner and back; now 2 of 3 rows at most, twice
+    saved = sum(sent for _, sent, _ in whole) - sum(sent for _, sent, _ in heads)
+    assert saved >= 2 * (16 - 2 * 3) * 8 * 4
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

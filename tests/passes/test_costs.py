@@ -178,7 +178,9 @@ def test_starting_takes_as_long_as_sending_that_much(kind: str, ranks: range) ->
 def test_by_default_collectives_start_at_once_and_an_operation_takes_a_nanosecond() -> None:
     layout = Layout((64, 32), 3, Axis("shard", 8, 0, "s"))
     assert gather_start(layout, Costs()) == reduce_start(layout, Costs()) == 0
-    assert owned_work(matrix("standard", 4096), Costs()) == 3 * standard_flops(1024, 4096, 5)
+    assert owned_work(matrix("standard", 4096), Costs(), matrix("standard", 4096).matrices) == 3 * standard_flops(
+        1024, 4096, 5
+    )
 
 
 def matrix(method: str, rows: int) -> MuonSpec:
@@ -198,7 +200,9 @@ def test_an_owner_takes_what_the_products_of_its_matrices_take(
     """At a rate and a start that are the same for all of them; also where all of them are square."""
     flat = Costs(rates={"bfloat16": ((1.0, 1e12),)}, product_starts={"bfloat16": 1e-6})
     seconds = flops(1024, rows, 5) / 1e12 + products * 1e-6
-    assert owned_work(matrix(method, rows), flat) == pytest.approx(3 * seconds * 1e9, rel=1e-6)
+    assert owned_work(matrix(method, rows), flat, matrix(method, rows).matrices) == pytest.approx(
+        3 * seconds * 1e9, rel=1e-6
+    )
 
 
 def test_a_square_matrix_does_not_care_which_way_it_lies() -> None:
