@@ -21,7 +21,7 @@ from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
-from compile_muon.model.support import check_modules
+from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import Home
 from compile_muon.passes.methods import MatrixMethod
@@ -103,12 +103,11 @@ def assemble(
     group = None if ranks is None else ranks.everyone
     roles, spread = planned_roles(model, ranks, experts)
     sequence = plan_sequence(model, config.sequence_parallel) if config.sequence_parallel.size > 1 else None
+    check_supported(model, meta=meta, dtensors=ranks is not None)
     assignments = assign(
         model,
         config.muon_params,
         use_muon=config.algorithm == "muon",
-        meta=meta,
-        dtensors=ranks is not None,
         partial=norm_group is not None,
         chosen=chosen_methods(config, model),
         methods=(config.method, config.auxiliary),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from compile_muon.errors import CheckpointError
 
@@ -15,22 +15,14 @@ class Background:
     """Runs jobs one after the other; what one raised, :meth:`wait` raises, or the end of the program."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # A program that ends waits for its threads, and so for what it saved last.
+        self._thread = ThreadPoolExecutor(1, "compile_muon checkpoint")
+        self._job: Future[None] | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in a thread; nothing may be running."""
-
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: a program that ends waits for what it saved last.
-        self._thread = threading.Thread(target=run, name="compile_muon checkpoint")
+        """Run ``job`` in the thread; nothing may be running."""
         atexit.register(self.wait)
-        self._thread.start()
+        self._job = self._thread.submit(job)
 
     def wait(self) -> None:
         """Return when the job is done.
@@ -38,11 +30,11 @@ class Background:
         Raises:
             CheckpointError: it failed; said once.
         """
-        if self._thread is None:
+        if self._job is None:
             return
-        self._thread.join()
+        error = self._job.exception()
         atexit.unregister(self.wait)
-        error, self._thread, self._error = self._error, None, None
+        self._job = None
         if isinstance(error, CheckpointError):
             raise error
         if error is not None:

@@ -10,8 +10,10 @@ import copy
 import hashlib
 import json
 import os
+import random
+import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.checkpoint.background import Background
-from compile_muon.checkpoint.contents import Contents, Fit, HostCopies, contents_of, described, empty_like, fit
+from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, described, empty_like, fit
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
-from compile_muon.checkpoint.randomness import random_state, set_random_state
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.errors import CheckpointError, DamagedError, ranks_named, warn_user
@@ -39,23 +40,6 @@ __all__ = ["Checkpointer"]
 #: further problems of a checkpoint that does not fit are counted, not told
 _TOLD = 30
 _SHARE = "use a folder that all ranks share"
-
-
-@dataclass
-class _Snapshot:
-    """What one rank contributes to a checkpoint.
-
-    Args:
-        tensors: on the CPU; what other ranks hold too is theirs and ours alike.
-        values: of rank 0 what all ranks have, of others what they have differently.
-        own: this rank's alone.
-        manifest: all but the files.
-    """
-
-    tensors: dict[str, Tensor]
-    values: Values
-    own: Values
-    manifest: Manifest
 
 
 class Checkpointer:
@@ -124,52 +108,49 @@ class Checkpointer:
         ranks = self._ranks_of(optimizer)
         doing = f"checkpoint of step {step} was not saved"
         with ranks.together(doing):
-            snapshot = self._snapshot(step, ranks, model, optimizer, scheduler, loader, extra)
-        digests = ranks.gather((step, snapshot.values.digests()))
+            contents = contents_of(model, optimizer)
+            tensors = dict(contents.tensors)
+            values, own = Values(), Values()
+            for name, value in extra.items():
+                values.put(f"extra.{name}", value)
+            for name, target in (("scheduler", scheduler), ("loader", loader)):
+                if target is not None:
+                    values.put(name, target.state_dict())
+            for name, value in contents.module_state.items():
+                values.put(f"module.{name}", value)
+            for name, group in contents.groups.items():
+                values.put(f"group.{name}", group)
+            own.put("random", _random_state())
+            for key in contents.buffers:  # they may come of a rank's own batches
+                values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
+            if self._copies is None:
+                self._copies = HostCopies(ranks, keep=self._background is not None)
+            tensors, manifest = self._copies.take(tensors), _manifest(step, ranks, contents, optimizer)
+        digests = ranks.gather((step, values.digests()))
         others = sorted({other for other, _ in digests} - {step})
         ranks.agree(doing, CheckpointError(f"step = {step}: other ranks save step {others[0]}") if others else None)
         for name, digest in digests[ranks.rank][1].items():
             known = name.startswith("buffer.") if ranks.rank == 0 else digests[0][1].get(name) == digest
             if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
-                snapshot.values.drop(name)
-        job = partial(self._write, doing, ranks, snapshot)
+                values.drop(name)
+        job = partial(self._write, doing, ranks, tensors, values, own, manifest)
         if self._background is None:
             job()
         else:
             self._background.start(job)
 
-    def _snapshot(
-        self,
-        step: int,
-        ranks: Ranks,
-        model: nn.Module,
-        optimizer: MuonZero,
-        scheduler: Any,
-        loader: Any,
-        extra: dict[str, Any],
-    ) -> _Snapshot:
-        contents = contents_of(model, optimizer)
-        values, own = Values(), Values()
-        for name, value in extra.items():
-            values.put(f"extra.{name}", value)
-        if scheduler is not None:
-            values.put("scheduler", scheduler.state_dict())
-        if loader is not None:
-            values.put("loader", loader.state_dict())
-        for name, value in contents.module_state.items():
-            values.put(f"module.{name}", value)
-        for name, group in contents.groups.items():
-            values.put(f"group.{name}", group)
-        own.put("random", random_state())
-        tensors = dict(contents.tensors)
-        for key in contents.buffers:  # they may come of a rank's own batches
-            values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
-        if self._copies is None:
-            self._copies = HostCopies(ranks, keep=self._background is not None)
-        return _Snapshot(self._copies.take(tensors), values, own, _manifest(step, ranks, contents, optimizer))
+    def _write(
+        self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
+    ) -> None:
+        """Write what this rank contributes.
 
-    def _write(self, doing: str, ranks: Ranks, snapshot: _Snapshot) -> None:
-        folder, step = self._folder, snapshot.manifest.step
+        Args:
+            tensors: on the CPU; what other ranks hold too is theirs and ours alike.
+            values: of rank 0 what all ranks have, of others what they have differently.
+            own: this rank's alone.
+            manifest: all but the files.
+        """
+        folder, step = self._folder, manifest.step
         place = folder.unfinished(step)
         token = ""
         with ranks.together(doing):
@@ -183,9 +164,9 @@ class Checkpointer:
         with ranks.together(doing):
             if ranks.rank == 0:
                 (place / token).unlink()
-            files = write_tensors(place / TENSORS, snapshot.tensors, ranks.group)
-            files += snapshot.values.write(place / STATE / _values_of(ranks.rank))
-            files += snapshot.own.write(place / STATE / f"own-{ranks.rank:05}")
+            files = write_tensors(place / TENSORS, tensors, ranks.group)
+            files += values.write(place / STATE / _values_of(ranks.rank))
+            files += own.write(place / STATE / f"own-{ranks.rank:05}")
             for path in files:
                 facts[path.relative_to(place).as_posix()] = describe_file(path)
         everything = ranks.gather(facts)
@@ -195,7 +176,7 @@ class Checkpointer:
                 for name, fact in files_of_all.items():
                     if (place / name).stat().st_size != fact.size:
                         raise CheckpointError(f"{place / name}: has another size than when it was written")
-                replace(snapshot.manifest, files=files_of_all).write(place)
+                replace(manifest, files=files_of_all).write(place)
                 folder.commit(step)
         if ranks.rank == 0:
             self._prune(step)
@@ -252,17 +233,17 @@ class Checkpointer:
         doing = f"{place}: was not loaded"
         with ranks.together(doing):
             contents = contents_of(model, optimizer)
-            fitting = fit(contents, manifest)
+            sources, problems = fit(contents, manifest)
             values = self._values(place, manifest, ranks)
-            problems = [*fitting.problems, *_unsaved(values, scheduler, loader)]
+            problems += _unsaved(values, scheduler, loader)
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
-            staged = {source: empty_like(contents.tensors[key], ranks) for key, source in fitting.sources.items()}
+            staged = {source: empty_like(contents.tensors[key], ranks) for key, source in sources.items()}
             read_tensors(place / TENSORS, staged)
-            self._own_buffers(staged, fitting, contents, values)
+            self._own_buffers(staged, sources, contents, values)
             extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
             groups = {name: values.get(f"group.{name}") for name in contents.groups if f"group.{name}" in values}
-            random = values.get("random") if "random" in values else None
+            generators = values.get("random") if "random" in values else None
         with ExitStack() as undo:
             with ranks.together(doing):  # other people's code: the last that can fail
                 for what, target in (("scheduler", scheduler), ("loader", loader)):
@@ -272,7 +253,7 @@ class Checkpointer:
                 self._set_module_state(model, contents, values, undo)
             undo.pop_all()
         with torch.no_grad():
-            for key, source in fitting.sources.items():
+            for key, source in sources.items():
                 local_tensor(contents.tensors[key]).copy_(local_tensor(staged[source]))
         for group in optimizer.param_groups:
             group.update(groups.get(group["name"], {}))
@@ -284,8 +265,8 @@ class Checkpointer:
                 f"{place}: was saved by {manifest.world} ranks and loaded on {ranks.world}: the loader of a rank goes "
                 "on where that of the same rank was, and where there was none, as rank 0's did"
             )
-        if random is not None:
-            set_random_state(random)
+        if generators is not None:
+            _set_random_state(generators)
         else:
             warn_user(
                 f"{place}: was saved by {manifest.world} ranks: rank {ranks.rank} keeps its random numbers, and of "
@@ -344,9 +325,9 @@ class Checkpointer:
         return values
 
     @staticmethod
-    def _own_buffers(staged: dict[str, Tensor], fitting: Fit, contents: Contents, values: Values) -> None:
+    def _own_buffers(staged: dict[str, Tensor], sources: dict[str, str], contents: Contents, values: Values) -> None:
         for key in contents.buffers:
-            source = fitting.sources.get(key)
+            source = sources.get(key)
             if source is not None and f"buffer.{source}" in values:
                 own = values.get(f"buffer.{source}")
                 if (own.shape, own.dtype) != (staged[source].shape, staged[source].dtype):
@@ -394,6 +375,27 @@ def _our_version() -> str:
         return version("compile_muon")
     except PackageNotFoundError:  # a source tree on the path
         return "unknown"
+
+
+def _random_state() -> dict[str, Any]:
+    """Of each generator of this rank (Python's, NumPy's if it was imported, torch's on CPU and current GPU)."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    """Go on from there; a generator that is not here is left out."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _values_of(rank: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import named_state
 
-__all__ = ["Contents", "Fit", "HostCopies", "contents_of", "described", "empty_like", "fit"]
+__all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]
 
 
 @dataclass
@@ -49,11 +49,8 @@ class Contents:
 
     def placements(self) -> dict[str, str]:
         """How this optimizer's ranks hold each parameter."""
-        found = {}
-        for name in self.algorithms:
-            tensor = self.tensors[f"model/{name}"]
-            found[name] = _cuts(tensor) if isinstance(tensor, DTensor) else "whole"
-        return found
+        tensors = {name: self.tensors[f"model/{name}"] for name in self.algorithms}
+        return {name: _cuts(tensor) if isinstance(tensor, DTensor) else "whole" for name, tensor in tensors.items()}
 
 
 def _cuts(tensor: DTensor) -> str:
@@ -160,31 +157,24 @@ def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:
 # ------------------------------------------------------------------------------------------ does it fit
 
 
-@dataclass
-class Fit:
-    """What of a checkpoint fits.
+def fit(contents: Contents, manifest: Manifest) -> tuple[dict[str, str], list[str]]:
+    """Compare names, shapes, dtypes and algorithms.
 
-    Args:
-        sources: key of a tensor here to its key in the checkpoint.
-        problems: what does not fit, one sentence each.
+    Returns:
+        Key of each tensor here that fits to its key in the checkpoint, and what does not fit, one sentence each.
     """
-
-    sources: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-
-def fit(contents: Contents, manifest: Manifest) -> Fit:
-    """Compare names, shapes, dtypes and algorithms."""
-    found = Fit()
+    sources: dict[str, str] = {}
+    problems: list[str] = []
     ours, theirs = contents.facts(), manifest.tensors
     used = set()
     for name in [key.removeprefix("model/") for key in ours if key.startswith("model/")]:
         # Weights that were tied, under any of their names, still are where a checkpoint of them is.
-        further = [alias for alias, first in contents.aliases.items() if first == name]
-        stored = next((n for n in _names(name, further, manifest) if f"model/{n}" in theirs), None)
+        names = [name, *(alias for alias, first in contents.aliases.items() if first == name)]
+        names += [manifest.aliases[n] for n in names if n in manifest.aliases]
+        stored = next((n for n in names if f"model/{n}" in theirs), None)
         what = "parameter" if name in contents.algorithms else "buffer"
         if stored is None:
-            found.problems.append(f"{name}: the checkpoint has no such {what}")
+            problems.append(f"{name}: the checkpoint has no such {what}")
             continue
         used.add(stored)
         wanted, saved = ours[f"model/{name}"], theirs[f"model/{stored}"]
@@ -193,29 +183,23 @@ def fit(contents: Contents, manifest: Manifest) -> Fit:
                 mine, other = getattr(wanted, field_name), getattr(saved, field_name)
                 if mine != other:
                     mine, other = (list(x) if isinstance(x, tuple) else x for x in (mine, other))
-                    found.problems.append(f"{name}: {field_name} is {other} in the checkpoint, {mine} in the model")
+                    problems.append(f"{name}: {field_name} is {other} in the checkpoint, {mine} in the model")
             continue
-        found.sources[f"model/{name}"] = f"model/{stored}"
+        sources[f"model/{name}"] = f"model/{stored}"
         trained, now = manifest.algorithms.get(stored), contents.algorithms.get(name)
         if trained != now:
-            found.problems.append(f"{name}: was {trained or 'a buffer'} in the checkpoint, is {now or 'a buffer'} now")
+            problems.append(f"{name}: was {trained or 'a buffer'} in the checkpoint, is {now or 'a buffer'} now")
             continue
         slots = [key.rpartition("/")[2] for key in ours if key.rpartition("/")[0] == f"optimizer/{name}"]
         for slot in slots:
             mine, other = f"optimizer/{name}/{slot}", f"optimizer/{stored}/{slot}"
             if theirs.get(other) == ours[mine]:
-                found.sources[mine] = other
+                sources[mine] = other
             else:
-                found.problems.append(f"{name}: its {slot} in the checkpoint is {theirs.get(other)}, not {ours[mine]}")
+                problems.append(f"{name}: its {slot} in the checkpoint is {theirs.get(other)}, not {ours[mine]}")
     stored_names = [key.removeprefix("model/") for key in theirs if key.startswith("model/")]
-    found.problems += [f"{name}: is not in the model" for name in stored_names if name not in used]
-    return found
-
-
-def _names(name: str, aliases: Iterable[str], manifest: Manifest) -> list[str]:
-    """Names a weight may be stored under."""
-    candidates = [name, *aliases]
-    return candidates + [manifest.aliases[n] for n in candidates if n in manifest.aliases]
+    problems += [f"{name}: is not in the model" for name in stored_names if name not in used]
+    return sources, problems
 
 
 def described(settings: Any) -> Any:

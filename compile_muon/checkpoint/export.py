@@ -8,13 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from compile_muon.checkpoint.folder import TENSORS
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.storage.boxes import TensorFacts, read_tensors
+from compile_muon.storage.boxes import read_tensors
 from compile_muon.weights.files import FILE, TensorFile, batches, nbytes, ordered
 
 __all__ = ["export"]
@@ -45,14 +44,10 @@ def export(checkpoint: Path, out: Path) -> tuple[int, int]:
     unfinished = out / f"{FILE}.tmp"
     file = TensorFile(unfinished, facts)
     for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
-        for tensor in _read(checkpoint, {name: weights[name] for name in batch}, facts).values():
-            file.write(tensor.reshape(-1).view(torch.uint8))
+        staged = {weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n in batch}
+        read_tensors(checkpoint / TENSORS, staged)
+        for name in batch:
+            file.write(staged[weights[name]].reshape(-1).view(torch.uint8))
     file.close()
     unfinished.rename(out / FILE)
     return len(facts), file.size
-
-
-def _read(checkpoint: Path, sources: dict[str, str], facts: dict[str, TensorFacts]) -> dict[str, Tensor]:
-    staged = {key: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n, key in sources.items()}
-    read_tensors(checkpoint / TENSORS, staged)
-    return {name: staged[key] for name, key in sources.items()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -81,12 +80,10 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:
                 groups = _checked(optimizer, slots, saved)
-        plan = [groups]
-        if optimizer._group is not None:
-            dist.broadcast_object_list(plan, group=optimizer._group, group_src=0)
+        groups = ranks.gather(groups)[0]
         for name, slot, entry in slots:
             wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
-        for (_, group), settings in zip(_named(optimizer), plan[0], strict=True):
+        for (_, group), settings in zip(_named(optimizer), groups, strict=True):
             group.update(settings)
         optimizer.loaded()
 

@@ -37,7 +37,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from compile_muon.errors import config_error
 from compile_muon.model.heads import output_heads, word_set, words
-from compile_muon.model.support import check_supported
 from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.views import View
 
@@ -107,24 +106,18 @@ def assign(
     muon_params: MuonParams = None,
     *,
     use_muon: bool = True,
-    meta: bool = False,
-    dtensors: bool = False,
     partial: bool = False,
     chosen: Mapping[str, tuple[Method, str]] | None = None,
     methods: tuple[str, str] = ("muon", "adamw"),
-    sharded: bool = False,
 ) -> dict[str, Assignment]:
     """Decide for every parameter of ``model``, in the order and under the names of ``model.named_parameters()``.
 
     Tied parameters appear once; every module that holds them is looked at. The model is not changed. With
-    ``use_muon=False`` everything trainable goes to AdamW. ``meta`` allows parameters on the meta device; ``dtensors``
-    what tensor and expert parallelism make of them; ``partial`` a model that is a part of another, in which nothing may
-    be for Muon. ``chosen`` is the method of some parameters, and why, ahead of all rules but the first; ``methods``
-    what matrices and all else have by the rules, in place of Muon and AdamW. ``sharded``: the model is MuonZero's
-    already, which has looked at it.
+    ``use_muon=False`` everything trainable goes to AdamW. ``partial`` allows a model that is a part of another, in
+    which nothing may be for Muon. ``chosen`` is the method of some parameters, and why, ahead of all rules but the
+    first; ``methods`` what matrices and all else have by the rules, in place of Muon and AdamW.
 
     Raises:
-        UnsupportedModelError: naming the parameter or module that cannot be sharded or orthogonalized.
         ConfigError: for a ``use_muon`` that is no bool or sits on a vector, a pattern that matches nothing, or a model
             in which nothing gets Muon.
 
@@ -132,8 +125,6 @@ def assign(
     >>> [(a.name, a.algorithm) for a in assign(model).values() if a.algorithm == "muon"]
     [('1.weight', 'muon')]
     """
-    if not sharded:
-        check_supported(model, meta=meta, dtensors=dtensors)
     uses = _uses(model)
     parameters = dict(model.named_parameters())
     if use_muon:
@@ -164,11 +155,8 @@ def _by_group(name: str, param: nn.Parameter, uses: Sequence[_Use], method: Meth
     if not isinstance(method, MatrixMethod):
         return Assignment(name, method.name, reason, None)
     if param.ndim < 2 or not param.numel():
-        problem, remedy = (
-            f"is for matrices, and {reason} holds {name}, {list(param.shape)}",
-            "leave it out of the group",
-        )
-        raise config_error("method", method.name, problem, remedy)
+        problem = f"is for matrices, and {reason} holds {name}, {list(param.shape)}"
+        raise config_error("method", method.name, problem, "leave it out of the group")
     return Assignment(name, method.name, reason, _matrix(param, uses))
 
 
@@ -228,9 +216,8 @@ def _decide(
 
     matrix = _matrix(param, uses)
     reasons = (_elementwise(uses), _embedding(uses), heads.get(id(param)), _table(param, uses), _vector(param, matrix))
-    for reason in reasons:
-        if reason:
-            return adamw(reason)
+    if reason := next(filter(None, reasons), None):
+        return adamw(reason)
     return Assignment(name, "muon", _hidden(matrix, uses), matrix)
 
 
@@ -318,16 +305,12 @@ def _raise_no_muon(result: Mapping[str, Assignment], muon_params: MuonParams) ->
         raise config_error(
             "model", sorted(result)[:4], "has no trainable parameter", "set requires_grad, before compile_muon sees it"
         )
-    field = "muon_params" if muon_params is not None else "model"
     matrices = {
         a.name: a.reason for a in result.values() if a.algorithm != "frozen" and a.reason not in ("vector", "scalar")
     }
-    raise config_error(
-        field,
-        muon_params if muon_params is not None else matrices,
-        "no parameter would be trained by Muon",
-        "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW",
-    )
+    field, value = ("model", matrices) if muon_params is None else ("muon_params", muon_params)
+    remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
+    raise config_error(field, value, "no parameter would be trained by Muon", remedy)
 
 
 # ----------------------------------------------------------------------------------------- selection

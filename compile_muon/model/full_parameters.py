@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             ``write``; its shape, dtype, device or requires_grad changed; a parameter was added, removed or untied, or a
             module with parameters added. The sharded model is as before then.
     """
-    held = [Held.of(path, inner) for path, inner in module.named_modules()]
+    held = [Held(path, inner) for path, inner in module.named_modules()]
     accounts = list({id(account): account for each in held for account in each.accounts.values()}.values())
     for account in accounts:
         if account.name in account.handouts.whole:
@@ -99,28 +98,19 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         for each, now in zip(held, children, strict=True):
             each.module._modules.clear()
             each.module._modules.update(now)
-        _write(accounts, [local_tensor(whole[id(account)]).detach() for account in accounts])
+        _write(accounts, whole)
 
 
-@dataclass(frozen=True)
 class Held:
     """A module as it was before: its class, and what it held; and the dtypes that it was then given."""
 
-    path: str
-    module: nn.Module
-    cls: type
-    parameters: dict[str, nn.Parameter | None]
-    children: dict[str, nn.Module | None]
-    accounts: dict[str, Account]
-    trained: dict[str, bool]
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-
-    @staticmethod
-    def of(path: str, module: nn.Module) -> Held:
-        accounts = accounts_of(module)
-        parameters, children = dict(module._parameters), dict(module._modules)
-        trained = {name: account.param.requires_grad for name, account in accounts.items()}
-        return Held(path, module, type(module), parameters, children, accounts, trained)
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.prefix = f"{path}." if path else ""
+        self.module, self.cls = module, type(module)
+        self.parameters, self.children = dict(module._parameters), dict(module._modules)
+        self.accounts = accounts_of(module)
+        self.trained = {name: account.param.requires_grad for name, account in self.accounts.items()}
+        self.dtypes: dict[str, torch.dtype] = {}
 
     def open(self, whole: dict[int, Any]) -> None:
         """Let the module hold whole parameters."""
@@ -151,19 +141,19 @@ class Held:
             among: ids of the accounts whose parameters are looked at; default: all.
         """
         now = self.module._parameters
-        where = self.path + "." if self.path else ""
-        found = [f"{where}{name}: was added" for name in now if name not in self.parameters and now[name] is not None]
+        added = [name for name in now if name not in self.parameters and now[name] is not None]
+        found = [f"{self.prefix}{name}: was added" for name in added]
         for name, account in self.accounts.items():
             problem = self._problem(name, account, now.get(name))
             if problem and (among is None or id(account) in among):
-                found.append(f"{where}{name}: {problem}")
+                found.append(f"{self.prefix}{name}: {problem}")
         return found
 
     def rearranged(self) -> list[str]:
         """Modules that were added, taken out or replaced."""
-        where, now = self.path + "." if self.path else "", self.module._modules
+        now = self.module._modules
         return [
-            f"{where}{name}: a module was added, removed or replaced"
+            f"{self.prefix}{name}: a module was added, removed or replaced"
             for name in {**self.children, **now}
             if self.children.get(name) is not now.get(name)
         ]
@@ -188,7 +178,7 @@ def _came(held: Sequence[Held]) -> list[str]:
     """Modules with parameters that nobody has sharded."""
     known = {id(each.module) for each in held}
     return [
-        f"{each.path + '.' if each.path else ''}{name}: a module with parameters was added"
+        f"{each.prefix}{name}: a module with parameters was added"
         for each in held
         for name, child in each.module._modules.items()
         if child is not None and id(child) not in known and next(child.parameters(), None) is not None
@@ -197,7 +187,7 @@ def _came(held: Sequence[Held]) -> list[str]:
 
 def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
     return [
-        f"{each.path + '.' if each.path else ''}{name}: is tied to {account.name}, but one of them was replaced alone"
+        f"{each.prefix}{name}: is tied to {account.name}, but one of them was replaced alone"
         for each in held
         for name, account in each.accounts.items()
         if each.module._parameters[name] is not whole[id(account)]
@@ -206,8 +196,7 @@ def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
 
 def _parameter(account: Account, full: Tensor) -> nn.Parameter:
     param = nn.Parameter(account.as_read(full), requires_grad=account.param.requires_grad)
-    for key, value in user_attributes(account.param).items():
-        setattr(param, key, value)
+    vars(param).update(user_attributes(account.param))
     return param
 
 
@@ -267,13 +256,12 @@ def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]
 
 
 @torch.no_grad()
-def _write(accounts: Sequence[Account], values: Sequence[Tensor]) -> None:
+def _write(accounts: Sequence[Account], values: dict[int, Any]) -> None:
     """The values of the first rank that has the same part of the model, into the shards of all."""
-    value_of = {id(account): value for account, value in zip(accounts, values, strict=True)}
     # Slices and copies along tensor may share a gather, but not what crosses tensor.
     kinds = [[account for account in accounts if account.spec.layout.joined is joined] for joined in (True, False)]
     for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
-        parts = [value_of[id(account)] for account in bucket]
+        parts = [local_tensor(values[id(account)]).detach() for account in bucket]
         layout = bucket[0].spec.layout
         axes = [axis for axis in (layout.everyone, *([] if layout.joined else [layout.tensor])) if not axis.alone]
         if axes:

@@ -108,7 +108,7 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
             if not decays and "weight_decay" in own:
                 rates["weight_decay"] = 0.0
             label = method.name if given is None else given.name
-            if given is not None and _several(given, members, trained):
+            if len({trained[n].algorithm for n, group in members.items() if group is given}) > 1:
                 label += f"_{method.name}"
             groups[key] = Group(label if decays else f"{label}_no_decay", method, rates, key[0])
         groups[key].members.append(name)
@@ -130,17 +130,13 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
     return [groups[key] for key in sorted(groups, key=order)]
 
 
-def _several(given: GroupConfig, members: Mapping[str, GroupConfig], trained: Mapping[str, Assignment]) -> bool:
-    return len({trained[name].algorithm for name, group in members.items() if group is given}) > 1
-
-
 def _defaults(config: Config, method: Method) -> dict[str, Any]:
     """The rates of a method where no group says otherwise: the configuration's, then its own."""
     half = config.muon if isinstance(method, MatrixMethod) else config.adamw
     found, said = {}, dict(config.rates)
     for rate in method.rates:
         own = getattr(half, rate.name, rate.default)
-        default = type(half).__dataclass_fields__[rate.name].default if hasattr(half, rate.name) else own
+        default = getattr(type(half), rate.name, own)
         if rate.default is not None and own == default:  # the configuration says nothing of it
             own = said.get(rate.name, rate.default)
         found[rate.name] = own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -41,7 +40,12 @@ def output_heads(model: nn.Module) -> dict[int, str]:
         for param in module.parameters():
             found.setdefault(id(param), reason)
 
-    tops = dict(_tops(model))
+    wrapped = [model]
+    while (inner := _only_child(wrapped[-1])) is not None:
+        wrapped.append(inner)
+    # The modules whose children may be heads by a weak name: the model, what it wraps, and Hugging Face models.
+    faces = (each for each in model.modules() if callable(getattr(each, "get_output_embeddings", None)))
+    tops = {id(module) for module in (*wrapped, *faces)}
     for name, module in model.named_modules():
         for head in _declared_heads(module):
             add(_last_layer(head, "head") or head, f"output head (get_output_embeddings of {type(module).__name__})")
@@ -55,7 +59,7 @@ def output_heads(model: nn.Module) -> dict[int, str]:
         for leaf, param in module.named_parameters(recurse=False):
             if leaf in _HEAD_ANYWHERE or (top and _is_head_name(leaf)):
                 found.setdefault(id(param), f"output head (named {leaf})")
-    layer = _sequential_head(_unwrap(model))
+    layer = _sequential_head(wrapped[-1])
     if layer is not None:
         add(layer, "output head (last layer of the nn.Sequential)")
     return found
@@ -68,17 +72,6 @@ def _is_head_name(name: str) -> bool:
     return bool(parts) and parts[-1] in _HEAD_LAST_WORD and parts[0] != "pre"  # DistilBert's hidden `pre_classifier`
 
 
-def _tops(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The modules whose children may be heads by a weak name: the model, what it wraps, and Hugging Face models."""
-    module: nn.Module | None = model
-    while module is not None:
-        yield id(module), module
-        module = _only_child(module)
-    for inner in model.modules():
-        if callable(getattr(inner, "get_output_embeddings", None)):
-            yield id(inner), inner
-
-
 def _only_child(module: nn.Module) -> nn.Module | None:
     """What ``module`` merely wraps: its one child with parameters, if it has none itself and is no container."""
     own = next(module.parameters(recurse=False), None)
@@ -86,12 +79,6 @@ def _only_child(module: nn.Module) -> nn.Module | None:
         return None
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
     return children[0] if len(children) == 1 else None
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    while (inner := _only_child(model)) is not None:
-        model = inner
-    return model
 
 
 def _declared_heads(module: nn.Module) -> list[nn.Module]:
@@ -109,13 +96,12 @@ def _declared_heads(module: nn.Module) -> list[nn.Module]:
 
 def _last_layer(module: nn.Module, named: str) -> nn.Module | None:
     """The layer of a head that makes the output: itself, or the last one of a container that is clearly a head."""
-    children = [child for child in module.children() if _has_matrix(child)]
+    children = [(name, child) for name, child in module.named_children() if _has_matrix(child)]
     if not children:
         return module if _has_matrix(module) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
     if named in _HEAD_IF_LAYER and not isinstance(module, nn.Sequential):
         return None
-    names = [name for name, child in module.named_children() if child is children[-1]]
-    last, last_name = children[-1], names[0]
+    last_name, last = children[-1]
     is_layer = next(last.children(), None) is None
     if is_layer or isinstance(last, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or _is_head_name(last_name):
         return _last_layer(last, named="head")

@@ -240,16 +240,12 @@ class Mesh:
 
     def placements(self, layout: Layout, role: Role = DENSE) -> list[Placement]:
         """Of a DTensor with that layout, one for each dimension of :meth:`device_mesh`."""
-        shard = Shard(0) if layout.sharded else Replicate()
-        found: list[Placement] = []
-        for names in self._order(role):
-            if names == ("tensor",):
-                found.append(Replicate() if role.tensor_dim is None else Shard(role.tensor_dim))
-            elif names == ("replicate",):
-                found.append(Shard(0) if layout.cut_twice else Replicate())
-            else:
-                found.append(Shard(0) if names == ("expert",) and role.expert else shard)
-        return found
+        cuts: dict[tuple[str, ...], int | None] = {("tensor",): role.tensor_dim}
+        cuts["replicate",] = 0 if layout.cut_twice else None
+        if role.expert:
+            cuts["expert",] = 0
+        dims = [cuts.get(names, 0 if layout.sharded else None) for names in self._order(role)]
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
 
 def target_device(mesh: DeviceMesh | Mesh | None, process_group: dist.ProcessGroup | None) -> torch.device:
@@ -295,10 +291,7 @@ def resolve_mesh(
         ConfigError: dimensions that are not known, sizes that do not fit the ranks there are, two of the arguments, or
             several processes without a process group.
     """
-    backend = None
-    if isinstance(mesh, Mesh):
-        backend = mesh.backend
-        mesh = mesh.given
+    backend, mesh = (mesh.backend, mesh.given) if isinstance(mesh, Mesh) else (None, mesh)
     if mesh is not None and process_group is not None:
         raise config_error("process_group", process_group, "contradicts mesh", "give one of the two")
     if mesh is not None and sizes is not None:

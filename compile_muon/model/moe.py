@@ -162,8 +162,7 @@ def _slice(stack: nn.Parameter, mesh: DeviceMesh, rank: int, size: int) -> nn.Pa
     rows = stack.detach()[rank * count : (rank + 1) * count]
     own = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device).copy_(rows)
     new = nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False), requires_grad=stack.requires_grad)
-    for key, value in vars(stack).items():
-        setattr(new, key, value)
+    vars(new).update(vars(stack))
     return new
 
 

@@ -73,13 +73,6 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
     )
 
 
-def _master_dtype(param: Tensor, config: Config) -> torch.dtype:
-    """Of what is trained float32 at least, unless another one is asked for; what is frozen stays as it is."""
-    if not param.requires_grad:
-        return param.dtype
-    return config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
-
-
 def describe(
     param: Tensor,
     assignment: Assignment,
@@ -99,9 +92,12 @@ def describe(
         shape = (shape[0] * mesh.axis("expert").size, *shape[1:])
     layout = Layout(shape, stage) if mesh is None else mesh.layout(shape, stage, role)
     compute = config.zero.param_dtype if config.zero.param_dtype and param.is_floating_point() else param.dtype
+    master = param.dtype
+    if param.requires_grad:  # float32 at least, unless another one is asked for; what is frozen stays as it is
+        master = config.zero.master_dtype or torch.promote_types(param.dtype, torch.float32)
     return ParamSpec(
         layout,
-        dtype=encode_dtype(_master_dtype(param, config)),
+        dtype=encode_dtype(master),
         compute_dtype=encode_dtype(compute),
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
         muon=muon_spec(assignment, config, device, layout),

@@ -376,11 +376,9 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
         raise _stays_here(self, "compiled by torch.jit")
 
     body: dict[str, Any] = {name: _reader(name) for name in names}
-    body |= {"__new__": __new__, "__setattr__": __setattr__, "__delattr__": __delattr__}
-    body |= {"register_parameter": register_parameter, "_apply": apply_}
-    body |= {"_load_from_state_dict": _load_from_state_dict, "_save_to_state_dict": _save_to_state_dict}
-    body |= {"__deepcopy__": __deepcopy__, "__copy__": __copy__, "__reduce_ex__": __reduce_ex__}
-    body |= {"__prepare_scriptable__": __prepare_scriptable__}
+    own: list[Any] = [__new__, __setattr__, __delattr__, register_parameter, _load_from_state_dict]
+    own += [_save_to_state_dict, __copy__, __deepcopy__, __reduce_ex__, __prepare_scriptable__]
+    body |= {function.__name__: function for function in own} | {"_apply": apply_}
     body |= {_ORIGINAL: cls, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     swapped: Any = type(cls.__name__, (cls,), body)
     return swapped

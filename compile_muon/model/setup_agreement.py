@@ -54,12 +54,11 @@ def _fields(record: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    named = list(model.named_parameters())
     found = {
         name: f"{tuple(p.shape)} {p.dtype}{' frozen' if not p.requires_grad else ''}".replace("torch.", "")
-        for name, p in named
+        for name, p in model.named_parameters()
     }
-    return found | {_ORDER: _digest([name for name, _ in named]).hex()[:8]}
+    return found | {_ORDER: _digest([*found]).hex()[:8]}
 
 
 def _layouts(specs: Mapping[str, ParamSpec], algorithms: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -124,12 +124,9 @@ def _split(
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
     """A parameter of these values; attributes users put on ``param`` (use_muon, tags of other libraries) stay on it."""
-    if isinstance(values, DTensor):
-        new = sharded_parameter(values, requires_grad=param.requires_grad)
-    else:
-        new = nn.Parameter(values, requires_grad=param.requires_grad)
-    for key, value in user_attributes(param).items():
-        setattr(new, key, value)
+    make: Callable[..., nn.Parameter] = sharded_parameter if isinstance(values, DTensor) else nn.Parameter
+    new = make(values, requires_grad=param.requires_grad)
+    vars(new).update(user_attributes(param))
     return new
 
 

@@ -83,12 +83,9 @@ def plan_unfrozen(
         model,
         config.muon_params,
         use_muon=config.algorithm == "muon",
-        meta=True,
-        dtensors=True,
         partial=partial,
         chosen=chosen_methods(config, model),
         methods=(config.method, config.auxiliary),
-        sharded=True,
     )
     assignments = with_views(config, assignments, model)
     groups = [

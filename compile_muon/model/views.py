@@ -90,10 +90,7 @@ def _of_patterns(
 
 #: last part of a projection's name, by whose heads it has
 _QUERIES = ("q_proj", "query", "q_lin", "q", "wq", "to_q")
-_KEYS_AND_VALUES = (
-    *("k_proj", "v_proj", "key", "value", "k_lin", "v_lin"),
-    *("k", "v", "wk", "wv", "to_k", "to_v"),
-)
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "k", "v", "wk", "wv", "to_k", "to_v")
 #: fused ones: q, k and v one behind the other, and taking turns by key head
 _FUSED = ("qkv_proj", "Wqkv", "qkv")
 _INTERLEAVED = ("query_key_value",)

@@ -77,7 +77,7 @@ def _names(weights: Weights, adapter: str) -> dict[str, str | None]:
     hollow = {
         name: torch.empty(entry.shape, dtype=entry.tensor.dtype, device="meta")
         for key, entry in weights.entries.items()
-        for name in weights.names(key)
+        for name in weights.names[key]
     }
     found = get_peft_model_state_dict(module, state_dict=hollow, adapter_name=adapter)
     by_id = {id(tensor): name for name, tensor in hollow.items()}

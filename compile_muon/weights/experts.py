@@ -54,22 +54,19 @@ def boxes(blocks: Iterable[Block], region: Sequence[slice], local: Tensor) -> It
         yield Box(block.stored, offsets[1:], target[0]) if block.expert else Box(block.stored, offsets, target)
 
 
-@dataclass
 class Experts:
     """The single experts that make one stack.
 
     Args:
         patterns: the table's, in their order: gate and up, say.
         dim: of the stack, along which those lie one behind the other; ignored for one pattern.
+    Attributes:
         stored: names in the folder by number, for each pattern.
     """
 
-    patterns: tuple[str, ...]
-    dim: int
-    stored: list[dict[int, str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stored = [{} for _ in self.patterns]
+    def __init__(self, patterns: tuple[str, ...], dim: int) -> None:
+        self.patterns, self.dim = patterns, dim
+        self.stored: list[dict[int, str]] = [{} for _ in patterns]
 
     def blocks(
         self, shape: tuple[int, ...], facts: Mapping[str, TensorFacts]
@@ -131,23 +128,6 @@ class Origins:
     unused: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Transformers' for one model.
-
-    Args:
-        rename: a stored name to the model's, and the pattern of the converter that made it; None of none.
-        prepare: a stored name to what converters see.
-        converters: by pattern.
-        order: of names, in which a group of renamings expects them.
-    """
-
-    rename: Callable[[str], tuple[str, str | None]]
-    prepare: Callable[[str], str]
-    converters: dict[str, Any]
-    order: Callable[[str], Any]
-
-
 def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Origins:
     """Find what in a folder makes which tensor of a model; nothing is read.
 
@@ -160,13 +140,12 @@ def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Ori
     stored = list(stored)
     expected = _expected(module)
     unused = [name for name in stored if name not in known]
-    table = _table(module, known) if unused else None
-    if table is None:
+    renamed = _renamed(module, stored, known) if unused else None
+    if renamed is None:
         return Origins({name: name for name in stored if name in known}, unused=list(filterfalse(expected, unused)))
     found = Origins()
     unreadable: dict[str, tuple[Any, list[str]]] = {}
-    for name in sorted(stored, key=table.order):
-        target, pattern = table.rename(name)
+    for name, target, pattern, converter, seen in renamed:
         if target not in known and name in known:  # as Transformers decides
             target, pattern = name, None
         if target not in known:
@@ -174,8 +153,7 @@ def origins_of(module: nn.Module, stored: Iterable[str], known: set[str]) -> Ori
         elif pattern is None:
             _claim(found, target, name)
         else:
-            converter = table.converters[pattern]
-            match = _number(pattern, table.prepare(name)) if _stacks(converter) else None
+            match = _number(pattern, seen) if _stacks(converter) else None
             if match is None:
                 unreadable.setdefault(target, (converter, []))[1].append(name)
                 first, *others = converter.target_patterns
@@ -229,8 +207,16 @@ def _twice(found: Origins, target: str, problem: str) -> None:
 # ------------------------------------------------------------------------------------------ Transformers
 
 
-def _table(module: nn.Module, known: set[str]) -> _Table | None:
-    """None for other models, and where Transformers has none; it is not imported for the question."""
+def _renamed(
+    module: nn.Module, stored: Iterable[str], known: set[str]
+) -> list[tuple[str, str, str | None, Any, str]] | None:
+    """By Transformers' table, in the order in which a group of renamings expects names.
+
+    Returns:
+        Of each stored name: itself, the model's, the pattern and converter that made it, and what that sees of it; the
+        pattern is None where it was none. None for other models, and where Transformers has no table; it is not
+        imported for the question.
+    """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not isinstance(module, modeling.PreTrainedModel):
         return None
@@ -244,15 +230,13 @@ def _table(module: nn.Module, known: set[str]) -> _Table | None:
     converters = [each for each in table if isinstance(each, WeightConverter)]
     prefix = module.base_model_prefix or None
     names = dict.fromkeys(known, True)  # of which Transformers asks only whether they are there
-
-    def rename(name: str) -> tuple[str, str | None]:
-        return rename_source_key(name, renamings, converters, prefix, names)
-
-    def prepare(name: str) -> str:
-        return rename_source_key(name, renamings, [], None, None)[0]
-
-    patterns = {pattern: each for each in converters for pattern in each.source_patterns}
-    return _Table(rename, prepare, patterns, dot_natural_key)
+    made_by = {pattern: each for each in converters for pattern in each.source_patterns}
+    found = []
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, names)
+        seen = rename_source_key(name, renamings, [], None, None)[0] if pattern else ""
+        found.append((name, target, pattern, made_by.get(pattern), seen))
+    return found
 
 
 def _stacks(converter: Any) -> bool:

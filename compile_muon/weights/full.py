@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,13 +47,13 @@ def gather(weights: Weights, ranks: Ranks, doing: str, names: Collection[str] | 
     wanted = {
         name: entry
         for name, entry in weights.entries.items()
-        if names is None or any(alias in names for alias in weights.names(name))
+        if names is None or any(alias in names for alias in weights.names[name])
     }
     found, error = wire.whole(wanted)
     ranks.agree(doing, error)
-    whole: dict[str, Any] = {}
     if wire.rank != 0:
-        return whole
+        return {}
+    whole: dict[str, Any] = {}
     for key in weights.module.state_dict(keep_vars=True):  # tied names stand where they always do
         name = key.replace("_orig_mod.", "")
         if names is None or name in names:
@@ -81,22 +80,20 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
     with weights.status.at("load_full_state_dict"):
         ranks = weights.meet("load_full_state_dict", strict)
         wire = Wire(weights.group, weights.device)
+        mapping = {} if mapping is None or wire.rank != 0 else mapping
         sources: dict[str, str] = {}
         with ranks.together("nothing was loaded"):
             weights.check_live()
             if wire.rank == 0:
-                sources = _sources(weights, {} if mapping is None else mapping, strict)
-        given = set(mapping or ()) if wire.rank == 0 else set()
-        plan = [sources, {n: mapping[n] for n in weights.others if mapping is not None and n in given}]
-        if weights.group is not None:
-            dist.broadcast_object_list(plan, group=weights.group, group_src=0)
-        sources, others = plan
+                sources = _sources(weights, mapping, strict)
+        given = set(mapping)  # `in` of a Mapping may read a tensor
+        others = {n: mapping[n] for n in weights.others if n in given}
+        sources, others = ranks.gather((sources, others))[0]
         error: Exception | None = None
         for name in (n for n in weights.entries if n in sources):
             entry, whole = weights.entries[name], None
             if wire.rank == 0:
                 try:
-                    assert mapping is not None
                     whole = _checked(entry, sources[name], mapping[sources[name]])
                 except Exception as failed:
                     error = failed
@@ -134,8 +131,8 @@ def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict
     problems: list[str] = []
     known, given = set(weights.others), set(mapping)  # `in` of a Mapping may read a tensor
     for name, entry in weights.entries.items():
-        known |= set(weights.names(name))
-        stored = next((n for n in weights.names(name) if n in given), None)
+        known |= set(weights.names[name])
+        stored = next((n for n in weights.names[name] if n in given), None)
         if stored is not None:
             sources[name] = stored
             try:

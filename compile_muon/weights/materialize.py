@@ -200,7 +200,7 @@ def _run(
     What the modules inside it hold is on the meta device meanwhile. If it is written to after all (GPT-2's attention
     initializes its ``c_proj.weight`` anew), it is made whole too, and ``init`` run again on the same random numbers.
     """
-    held = [Held.of(paths[id(inner)], inner) for inner in module.modules()]
+    held = [Held(paths[id(inner)], inner) for inner in module.modules()]
     accounts = {id(account): account for each in held for account in each.accounts.values()}
     wanted = {id(account) for account in held[0].accounts.values()}
     begun = _random_state(device)
@@ -211,11 +211,8 @@ def _run(
         gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
         for key, account in accounts.items():
             shape, dtype = account.spec.layout.whole, dtypes.get(account.name, account.param.dtype)
-            values = gathered.get(key)
-            if values is not None:
-                values = values.to(dtype)
-            else:
-                values = torch.empty(shape, dtype=dtype, device=device if key in wanted else "meta")
+            place = device if key in wanted else "meta"
+            values = gathered[key].to(dtype) if key in gathered else torch.empty(shape, dtype=dtype, device=place)
             whole[key] = nn.Parameter(values, requires_grad=account.param.requires_grad)
         edits = _Edits({key: value.detach() for key, value in whole.items() if key not in wanted})
         for each in held:

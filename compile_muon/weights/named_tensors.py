@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,11 +44,6 @@ class Entry:
         return tuple(self.tensor.shape)
 
     @property
-    def nbytes(self) -> int:
-        """Of the whole tensor, in master dtype."""
-        return self.tensor.numel() * self.tensor.element_size()
-
-    @property
     def local(self) -> Tensor:
         """What this rank holds of it."""
         return local_tensor(self.tensor).detach()
@@ -80,6 +74,7 @@ class Weights:
         group: the process group that shares them; None for one process.
         status: of their optimizer, for errors.
         device: of the parameters.
+        names: all names of each entry.
     """
 
     module: nn.Module
@@ -90,16 +85,12 @@ class Weights:
     group: dist.ProcessGroup | None
     status: RankStatus
     device: torch.device
-    _names: dict[str, list[str]] = field(init=False)
+    names: dict[str, list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._names = {name: [name] for name in self.entries}
+        self.names = {name: [name] for name in self.entries}
         for alias, name in self.aliases.items():
-            self._names[name].append(alias)
-
-    def names(self, name: str) -> Sequence[str]:
-        """All names of the entry ``name``."""
-        return self._names[name]
+            self.names[name].append(alias)
 
     def meet(self, doing: str, *facts: object) -> Ranks:
         """The ranks, once all have come to do the same with the same model; collective.

@@ -17,7 +17,7 @@ from torch import nn
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.replicas import start_refresh_by_owner
-from compile_muon.storage.boxes import Box, TensorFacts
+from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
@@ -132,7 +132,7 @@ def _files_entries(weights: Weights) -> dict[str, Entry]:
     tied = tied_names(weights.module)
     found = {}
     for name, entry in weights.entries.items():
-        names = weights.names(name)
+        names = weights.names[name]
         # Of tied weights, the name that is not made from another one when the model is built.
         kept = next((n for n in names if not any(re.search(pattern, n) for pattern in tied)), name)
         if not ignored & set(names):
@@ -211,7 +211,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
                 # Headers are looked through at each reading, and a file is mapped while it is read.
                 for batch in batches(_boxes(weights, blocks, ranks.rank), lambda box: box.target.nbytes, _BATCH_BYTES):
-                    stored.read(batch)
+                    read_boxes(batch, stored.reader)
         finally:
             start_refresh_by_owner(weights.accounts)
 
@@ -223,13 +223,13 @@ def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> di
         CheckpointError: listing all that does not fit.
     """
     ignored = set(getattr(weights.module, "_keys_to_ignore_on_save", None) or ())
-    known = {alias for name in weights.entries for alias in weights.names(name)}
+    known = {alias for name in weights.entries for alias in weights.names[name]}
     origins = origins_of(weights.module, facts, known)
     found: dict[str, list[Block]] = {}
     problems: list[str] = []
     unused = list(origins.unused)
     for name, entry in weights.entries.items():
-        names = weights.names(name)
+        names = weights.names[name]
         if origins.refused & set(names):
             continue
         origin = next((origins.of[n] for n in names if n in origins.of), None)

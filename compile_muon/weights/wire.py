@@ -8,7 +8,7 @@ they stand in a file, and need no more memory there than a piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -28,10 +28,6 @@ K = TypeVar("K")
 def _bytes(tensor: Tensor) -> Tensor:
     """The elements of a tensor as bytes, a copy where it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _numel(region: Sequence[slice]) -> int:
-    return math.prod(part.stop - part.start for part in region)
 
 
 class Wire:
@@ -78,7 +74,7 @@ class Wire:
 
     def _from(self, source: int, entry: Entry, layout: Layout) -> Iterator[Tensor]:
         """The bytes of another rank's piece on rank 0, which it sends; nothing elsewhere."""
-        size = _numel(layout.region(source)) * entry.tensor.element_size()
+        size = math.prod(part.stop - part.start for part in layout.region(source)) * entry.tensor.element_size()
         if self.rank == source:
             for piece in _bytes(entry.local).split(_PIECE):
                 if piece.numel():
@@ -115,7 +111,7 @@ class Wire:
             flat = None
             if self.rank == 0:
                 try:
-                    flat = torch.empty(entry.nbytes, dtype=torch.uint8)
+                    flat = torch.empty(entry.tensor.nbytes, dtype=torch.uint8)
                 except RuntimeError as failed:  # no memory
                     error = failed
             if not self.goes_on(error):
@@ -139,15 +135,13 @@ class Wire:
         if whole is not None:
             whole = whole.detach().to(entry.tensor.dtype)
         if entry.spec is None:
-            self._write(entry, self._broadcast(entry.nbytes, None if whole is None else _bytes(whole)))
+            self._write(entry, self._broadcast(entry.tensor.nbytes, None if whole is None else _bytes(whole)))
             return
         layout = entry.spec.layout
         for target in range(self.world):
-            region = layout.region(target)
-            part = None if whole is None else _bytes(whole[region])
+            part = None if whole is None else _bytes(whole[layout.region(target)])
             if self.rank == target:
-                received = self._receive(_numel(region) * entry.tensor.element_size()) if part is None else part
-                self._write(entry, received)
+                self._write(entry, self._receive(entry.local.nbytes) if part is None else part)
             elif part is not None:
                 for piece in part.split(_PIECE):
                     if piece.numel():
