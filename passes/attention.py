@@ -145,10 +145,17 @@ _hands_on(note_maxima)
 
 @dataclass(frozen=True)
 class _Source:
-    """What projects queries or keys: the state of its weight, and the dim that outputs lie along."""
+    """What projects queries or keys.
+
+    Args:
+        state: of its weight.
+        dim: of the weight, that outputs lie along.
+        cut: which of how many parts of them this rank has (tensor parallelism).
+    """
 
     state: Node
     dim: int
+    cut: tuple[int, int]
 
 
 def note_attention(gm: GraphModule, part: int = 0, parts: int = 1) -> None:
@@ -216,7 +223,8 @@ def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
         if len(weights) != 1:
             raise UnknownAttention(f"{what} come from {len(weights)} weights, where the rows of one are scaled")
     sources = [*queries, *keys]
-    heads = (part, parts) if _exchanged(query) else (0, 1)
+    (slice_of, slices), of_sequence = sources[0].cut, (part, parts) if _exchanged(query) else (0, 1)
+    heads = slice_of * of_sequence[1] + of_sequence[0], slices * of_sequence[1]
     return (*(source.state for source in sources), size, [source.dim for source in sources], own, *heads)
 
 
@@ -299,8 +307,13 @@ def _sources(start: Node) -> Iterator[_Source]:
     for node in _way(start):
         if node.target in _PRODUCTS:
             for arg in node.all_input_nodes:
-                if (found := _weight(arg)) is not None and len(ParamSpec.decode(found[0].args[-1]).layout.shape) > 1:
-                    yield _Source(found[0].args[1], int(found[1] == (node.target in _LINEAR)))
+                if (found := _weight(arg)) is None:
+                    continue
+                unshard, turned = found
+                layout, dim = ParamSpec.decode(unshard.args[-1]).layout, int(turned == (node.target in _LINEAR))
+                if len(layout.shape) > 1:
+                    cut = (layout.tensor.index, layout.tensor.size) if layout.tensor_dim == dim else (0, 1)
+                    yield _Source(unshard.args[1], dim, cut)
             continue
         weighs = node.target not in _SUMS and any(_weight(arg) is not None for arg in node.all_input_nodes)
         if weighs or any(word in str(node.target) for word in ("norm", "rsqrt")):
@@ -313,7 +326,7 @@ def _weight(node: Node) -> tuple[Any, bool] | None:
     while node.target not in _UNSHARDS:
         if node.target in _TURNS:
             turned = not turned
-        elif node.target not in _CASTS:
+        elif node.target not in _CASTS and "from_local" not in str(node.target):  # of a tensor-parallel weight
             return None
         node = node.all_input_nodes[0]
     return node, turned

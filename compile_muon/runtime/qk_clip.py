@@ -63,6 +63,7 @@ def _heads(account: Account, dim: int, first: int, count: int, size: int, of: sl
     numbers = torch.full((layout.whole[dim],), count)
     rows = order[first : first + count * size].view(count, size)[:, of]
     numbers[rows] = torch.arange(count)[:, None].expand_as(rows)
+    numbers = numbers[layout.part[dim]]
     if dim == 0 and layout.sharded:
         numbers = numbers[layout.local_rows]
     return _Heads(dim, numbers.to(account.local.device), count)
@@ -83,8 +84,8 @@ def _scaled(account: Account, noted: Attention, alpha: float) -> list[tuple[Acco
     fits = rows == (heads + 2 * keys if fused else heads) * size and (fused or key_rows == keys * size)
     if latent:  # values lie behind a head's own part of a key
         fits = not fused and rows == heads * size and key_rows % heads == 0 and key_rows // heads >= own
-    if account.spec.layout.joined or key.spec.layout.joined:
-        remedy = "leave qk_clip out: heads on tensor-parallel ranks are not scaled"
+    if fused and account.spec.layout.joined:
+        remedy = "leave qk_clip out: heads of fused projections on tensor-parallel ranks are not scaled"
     elif not fits or keys < 1 or heads % keys:
         remedy = f"leave qk_clip out: its {heads} heads of {size} are not all of its rows"
     elif fused and (muon is None or muon.view is None):
@@ -110,8 +111,8 @@ def check_heads(accounts: Sequence[Account], alpha: float) -> None:
         accounts: of all matrices.
         alpha: ``qk_clip_alpha``.
     Raises:
-        UnsupportedModelError: heads are not all rows of a weight, or lie on tensor-parallel ranks; or no attention was
-            noted.
+        UnsupportedModelError: heads are not all rows of a weight, or of a fused one on tensor-parallel ranks; or no
+            attention was noted.
     """
     if not any(account.attention for account in accounts):
         raise UnsupportedModelError(

@@ -14,6 +14,8 @@ import torch
 from harness import Ranks
 from reference import full, world_and_rank
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
 
@@ -241,8 +243,12 @@ def test_latent_attention_scales_what_is_of_a_head(
     ranks(2).run(clipped_latent, low_rank=low_rank, stage=stage)
 
 
-def clipped_in_parts(stage: int) -> None:
-    """Two ranks share each sequence: each sees the logits of two of four heads, of which two share a key head."""
+def clipped_in_parts(stage: int, over: str) -> None:
+    """Two ranks see the logits of two of four heads each, of which two share a key head.
+
+    Args:
+        over: "sequence" where they share sequences, "tensor" where each has a part of the weights.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -258,10 +264,14 @@ def clipped_in_parts(stage: int) -> None:
     threshold, after = float(seen.median()), []
     for clip in (None, threshold):
         model: Any = copy.deepcopy(whole)
-        config = config_from_kwargs(stage=stage, ns_dtype="float32", qk_clip=clip, qk_clip_alpha=0.3)
-        optimizer = compile_muon.MuonZero.from_config(
-            model, dataclasses.replace(config, sequence_parallel=SequenceParallelConfig(2))
-        )
+        config, mesh = config_from_kwargs(stage=stage, ns_dtype="float32", qk_clip=clip, qk_clip_alpha=0.3), None
+        if over == "sequence":
+            config = dataclasses.replace(config, sequence_parallel=SequenceParallelConfig(2))
+        else:
+            mesh = init_device_mesh("cpu", (world_and_rank()[0] // 2, 2), mesh_dim_names=("shard", "tensor"))
+            plan = {f"{part}_proj": ColwiseParallel() for part in "qkv"} | {"o_proj": RowwiseParallel()}
+            parallelize_module(model.model.layers[0].self_attn, mesh["tensor"], plan)
+        optimizer = compile_muon.MuonZero.from_config(model, config, mesh=mesh)
         run = model if clip is None else torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
         run(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
@@ -278,7 +288,12 @@ def clipped_in_parts(stage: int) -> None:
 
 
 def test_ranks_that_share_sequences_see_some_of_the_heads(ranks: Callable[[int], Ranks]) -> None:
-    ranks(2).run(clipped_in_parts, stage=2)
+    ranks(2).run(clipped_in_parts, stage=2, over="sequence")
+
+
+@pytest.mark.parametrize(("world", "stage"), [(4, 3), pytest.param(2, 0, marks=pytest.mark.full)])
+def test_tensor_parallel_ranks_have_some_of_the_heads(ranks: Callable[[int], Ranks], world: int, stage: int) -> None:
+    ranks(world).run(clipped_in_parts, stage=stage, over="tensor")
 
 
 def test_logits_that_would_explode_stay_and_the_loss_falls() -> None:
