@@ -28,7 +28,13 @@ __all__ = ["run", "write_machine"]
 _TIMEOUT = timedelta(minutes=5)
 
 
-def run(out: Path, ranks: int | None = None, quick: bool = False, console: Console | None = None) -> int:
+def run(
+    out: Path,
+    ranks: int | None = None,
+    quick: bool = False,
+    disk: Path | None = None,
+    console: Console | None = None,
+) -> int:
     """Measure, print what was measured beside what the description says, write it; 0.
 
     Under torchrun the ranks are those that it started, and the first one prints and writes. Else they are started here.
@@ -36,14 +42,15 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     Args:
         out: file to write; its name without the suffix is the machine's.
         ranks: None for as many as there are GPUs, or twice as many as cores and no more than 4.
+        disk: a folder on the disk that offload would use; None to leave it out.
     """
     console = console or Console()
     started = time.perf_counter()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        measured = _as_rank(quick, console.print, int(os.environ["LOCAL_RANK"]))
+        measured = _as_rank(quick, disk, console.print, int(os.environ["LOCAL_RANK"]))
     else:
         usual = torch.cuda.device_count() if torch.cuda.is_available() else min(4, 2 * cores())
-        measured = _with_ranks(ranks or usual, quick, console)
+        measured = _with_ranks(ranks or usual, quick, disk, console)
     if measured is None:
         return 0
     machine = fit(measured, out.stem)
@@ -53,7 +60,9 @@ def run(out: Path, ranks: int | None = None, quick: bool = False, console: Conso
     return 0
 
 
-def _as_rank(quick: bool, note: Callable[[str], None], local_rank: int, **group: Any) -> Measured | None:
+def _as_rank(
+    quick: bool, disk: Path | None, note: Callable[[str], None], local_rank: int, **group: Any
+) -> Measured | None:
     """What rank 0 measured, on rank 0, which tells ``note`` what comes next.
 
     Args:
@@ -67,18 +76,19 @@ def _as_rank(quick: bool, note: Callable[[str], None], local_rank: int, **group:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT, **group)
     try:
         first = dist.get_rank() == 0
-        measured = measure(plan_for(device, quick), note if first else lambda text: None)
+        measured = measure(plan_for(device, quick), note if first else lambda text: None, disk)
         return measured if first else None
     finally:
         if mine:
             dist.destroy_process_group()
 
 
-def _with_ranks(ranks: int, quick: bool, console: Console) -> Measured:
+def _with_ranks(ranks: int, quick: bool, disk: Path | None, console: Console) -> Measured:
     queue = mp.get_context("spawn").SimpleQueue()
     measured = None
     with tempfile.TemporaryDirectory() as folder, console.status("starting ranks") as status:
-        context = mp.spawn(_rank, (ranks, str(Path(folder, "store")), quick, queue), nprocs=ranks, join=False)
+        given = (ranks, str(Path(folder, "store")), quick, disk, queue)
+        context = mp.spawn(_rank, given, nprocs=ranks, join=False)
         finished = False
         while not finished or not queue.empty():
             finished = finished or context.join(timeout=0.1)
@@ -92,8 +102,9 @@ def _with_ranks(ranks: int, quick: bool, console: Console) -> Measured:
     return measured
 
 
-def _rank(rank: int, world: int, store: str, quick: bool, queue: SimpleQueue[Any]) -> None:
-    measured = _as_rank(quick, queue.put, rank, store=dist.FileStore(store, world), rank=rank, world_size=world)
+def _rank(rank: int, world: int, store: str, quick: bool, disk: Path | None, queue: SimpleQueue[Any]) -> None:
+    group = {"store": dist.FileStore(store, world), "rank": rank, "world_size": world}
+    measured = _as_rank(quick, disk, queue.put, rank, **group)
     if measured is not None:
         queue.put(measured)
 

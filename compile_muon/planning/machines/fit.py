@@ -20,7 +20,9 @@ from compile_muon.planning.machines.samples import (
     LateSample,
     MoveSample,
     ProductSample,
+    Sample,
     StepSample,
+    TransferSample,
 )
 
 __all__ = ["fit"]
@@ -55,6 +57,8 @@ def fit(measured: Measured, name: str) -> Machine:
         late_seconds=_late([s for s in seen if isinstance(s, LateSample)], measured.cores),
         collectives=kinds,
         cores=measured.cores,
+        host_bandwidth=_away("host", seen),
+        disk_bandwidth=_away("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
     functions = [sample for sample in seen if isinstance(sample, FunctionSample)]
@@ -68,6 +72,11 @@ def fit(measured: Measured, name: str) -> Machine:
         },
         host_seconds=_host([s for s in seen if isinstance(s, StepSample)], collectives),
     )
+
+
+def _away(way: str, samples: Sequence[Sample]) -> float:
+    """Bytes/s of a rank, each way; 0 where it was not measured."""
+    return max((s.nbytes / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
 
 
 def _operations(sample: ProductSample) -> float:

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from compile_muon.planning.machines.samples import (
     Sample,
     StepSample,
 )
+from compile_muon.planning.machines.transfers import transfers
 
 __all__ = ["Measured", "Plan", "cores", "measure", "plan_for"]
 
@@ -49,6 +51,7 @@ class Plan:
         layers: of the models whose steps show what the host does.
         moved: bytes of the kernels, every other one held out.
         sent: bytes that a rank sends in a collective, every other one held out.
+        offloaded: bytes that go to host memory or a disk and back; all but the first are held out.
         stretch_seconds: of work ahead of the collective that shows how late ranks come; 0 where they share no cores.
         rounds: of which the median is taken.
         passes: over all collectives, each with so many rounds: what disturbs them lasts longer than a round.
@@ -61,6 +64,7 @@ class Plan:
     layers: tuple[int, ...]
     moved: tuple[int, ...]
     sent: tuple[int, ...]
+    offloaded: tuple[int, ...]
     stretch_seconds: float
     rounds: int
     passes: int
@@ -99,18 +103,20 @@ def _halves(low: int, high: int) -> tuple[int, ...]:
 def plan_for(device: str, quick: bool) -> Plan:
     """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
     if quick:
-        few = _powers(12, 18, 2)
-        return Plan((32, 64), (48,), (32, 64), (1,), few, few, 1e-3, rounds=3, passes=1, round_seconds=1e-3)
+        few, away = _powers(12, 18, 2), (2**22, 2**20)
+        return Plan((32, 64), (48,), (32, 64), (1,), few, few, away, 1e-3, rounds=3, passes=1, round_seconds=1e-3)
+    away = (2**28, 2**26)
     if device == "cuda":
         sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
         sequences = _halves(9, 13)
         # Kernels do not wait for the host.
-        return Plan(sizes, (96, 384, 1536, 6144), sequences, (), moved, sent, 0, rounds=7, passes=3, round_seconds=3e-3)
+        sizes_between = (96, 384, 1536, 6144)
+        return Plan(sizes, sizes_between, sequences, (), moved, sent, away, 0, rounds=7, passes=3, round_seconds=3e-3)
     between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
     moved, sent = _halves(12, 26), _powers(10, 24)
     # Behind a quarter of it ranks come less late, behind twice as much no later.
-    stretch = 8e-3
-    return Plan(_powers(4, 9), between, sequences, (2, 8), moved, sent, stretch, rounds=7, passes=3, round_seconds=3e-3)
+    stretch, sizes = 8e-3, _powers(4, 9)
+    return Plan(sizes, between, sequences, (2, 8), moved, sent, away, stretch, rounds=7, passes=3, round_seconds=3e-3)
 
 
 def cores() -> int:
@@ -159,11 +165,14 @@ class _Clock:
         return statistics.median(self.rounds(run))
 
 
-def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
+def measure(plan: Plan, note: Callable[[str], None], disk: Path | None = None) -> Measured:
     """Collective over the default process group; what every rank returns is its own, and rank 0's is the result.
 
     Args:
         note: is told what comes next.
+        disk: a folder on the disk that offload would use; None to leave it out.
+    Raises:
+        OffloadError: the disk has no room, or the folder is not there.
     """
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -183,6 +192,8 @@ def measure(plan: Plan, note: Callable[[str], None]) -> Measured:
         samples += [*_moves(clock, kernel_seconds), *_functions(clock, kernel_seconds)]
         note("attention")
         samples += _attention(clock)
+        note("what offload goes by")
+        samples += transfers(clock.seconds, device, plan.offloaded, disk, busy)
         if plan.layers:
             note("training steps")
             samples += _steps(_Clock(plan, device, together, timer=time.process_time), alone)

@@ -15,6 +15,7 @@ __all__ = [
     "ProductSample",
     "Sample",
     "StepSample",
+    "TransferSample",
 ]
 
 
@@ -158,6 +159,29 @@ class LateSample(Sample):
 
     def predicted(self, machine: Machine) -> float:
         return machine.shared_by(self.ranks).late_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSample(Sample):
+    """``nbytes`` from host memory to a device, or from a disk to memory, and as many back beside them.
+
+    Args:
+        way: "host" or "disk".
+        ranks: that do so at a time.
+    """
+
+    way: str
+    nbytes: int
+    ranks: int
+
+    group = "offload"
+
+    def __str__(self) -> str:
+        return f"{self.nbytes:,} bytes to the {self.way} and back, {self.ranks} ranks"
+
+    def predicted(self, machine: Machine) -> float:
+        own = machine.shared_by(self.ranks)
+        return self.nbytes / (own.host_bandwidth if self.way == "host" else own.disk_bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True)

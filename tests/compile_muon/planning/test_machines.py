@@ -253,12 +253,13 @@ def test_ranks_that_never_met_have_a_machine_too() -> None:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_calibrate_writes_a_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int) -> None:
     out = tmp_path / "here.json"
-    assert cli.main(["calibrate", "--out", str(out), "--ranks", str(ranks), "--quick"]) == 0
+    assert cli.main(["calibrate", "--out", str(out), "--ranks", str(ranks), "--quick", "--disk", str(tmp_path)]) == 0
     machine = load_machine(out)
+    assert machine.disk_bandwidth > 0 and machine.host_bandwidth == 0
     assert (machine.name, machine.device) == ("here", "cpu")
     assert machine.rates.keys() == {"float32", "bfloat16"}
     printed = capsys.readouterr().out
-    assert "products, held out" in printed and "kernels, held out" in printed
+    assert all(f"{group}, held out" in printed for group in ("products", "kernels", "offload"))
     assert ("collectives, held out" in printed) == (ranks > 1)
     if ranks > 1:
         assert all(machine.collective_seconds(kind, 1e6, range(2)) > 1e-6 for kind in COLLECTIVES)
