@@ -109,14 +109,14 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def by_rank(values: Sequence[object]) -> str:
-    """Which ranks have which value, the rarest first.
+def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> str:
+    """Which ranks have which value, the rarest first; these numbers of ranks, or from 0.
 
     >>> by_rank([2, 3, 2])
     '3 on rank 1, 2 on ranks 0, 2'
     """
     ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
+    for rank, value in zip(numbers or range(len(values)), values, strict=True):
         ranks.setdefault(str(value), []).append(rank)
     rarest = sorted(ranks.items(), key=lambda item: len(item[1]))
     return ", ".join(f"{value} on {ranks_named(who)}" for value, who in rarest)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from compile_muon.errors import config_error
+from compile_muon.errors import by_rank, config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import join
 from compile_muon.passes.torch_private import group_named
@@ -44,9 +45,10 @@ def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
     shapes = tuple(tuple(x.shape) for x in given)
     if shapes in batch.shapes:
         return
-    everyone = gather_objects(shapes, group_named(place.group))
-    if different := sorted(set(everyone) - {shapes}):
-        problem = f"ranks share a sequence, and others of the group were given {[list(x) for x in different[0]]}"
+    group = group_named(place.group)
+    everyone = [[list(shape) for shape in each] for each in gather_objects(shapes, group)]
+    if any(each != everyone[0] for each in everyone):
+        problem = f"ranks share a sequence and were given {by_rank(everyone, dist.get_process_group_ranks(group))}"
         shown = [list(x) for x in shapes]
         raise config_error("batch", shown, problem, "give the ranks of a group the same batch (optimizer.data_place)")
     batch.shapes.add(shapes)

@@ -1,0 +1,85 @@
+"""What MuonClip costs a step: the same model with and without ``qk_clip``, in turns, at several lengths.
+
+    python benchmarks/qk_clip.py                     one process
+    python benchmarks/qk_clip.py --contexts 256 2048
+
+No head is over the threshold, so both train alike: what is timed is to find the largest logits, and to look at them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from gpt import GPT, PRESETS, read_corpus, sample_batch
+from rich.console import Console
+from rich.table import Table
+
+import compile_muon
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+class Run:
+    """One way to train a model of a length."""
+
+    def __init__(self, args: argparse.Namespace, context: int, threshold: float | None) -> None:
+        torch.manual_seed(0)
+        self.shape = replace(PRESETS[args.preset], context=context, batch=max(1, args.tokens // context))
+        model = GPT(self.shape)
+        views = {"*.qkv.weight": {"split": [self.shape.width] * 3}}
+        self.optimizer = compile_muon.MuonZero(model, stage=0, muon_views=views, qk_clip=threshold)
+        self.model = torch.compile(model, backend="muon_zero")
+        self.generator, self.corpus = torch.Generator().manual_seed(1), read_corpus()
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """One, timed."""
+        batch = sample_batch(self.corpus, self.shape, self.generator)
+        began = time.perf_counter()
+        self.model(*batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - began)
+
+
+def measure(args: argparse.Namespace, context: int) -> dict[str, float]:
+    """Seconds of a step without it, and how many times as long it is with it."""
+    plain, split, clipped = Run(args, context, None), Run(args, context, None), Run(args, context, 1e9)
+    for _ in range(args.steps + args.warmup):
+        for run in (plain, clipped, split):
+            run.step()
+    of = {name: run.seconds[args.warmup :] for name, run in (("plain", plain), ("again", split), ("clipped", clipped))}
+    ratios = {name: statistics.median(b / a for a, b in zip(of["plain"], of[name], strict=True)) for name in of}
+    return {"context": context, "seconds": statistics.median(of["plain"]), **ratios}
+
+
+def main() -> None:
+    """Measure, print, and write a result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=_RESULTS / "qk_clip.json")
+    args = parser.parse_args()
+    found = [measure(args, context) for context in args.contexts]
+    table = Table("context", "step without, ms", "the same again", "with qk_clip", title=f"{args.preset}, one process")
+    for row in found:
+        ratios = (f"{row[name]:.2f}" for name in ("again", "clipped"))
+        table.add_row(f"{row['context']:,}", f"{row['seconds'] * 1e3:,.0f}", *ratios)
+    Console().print(table)
+    command = f"python benchmarks/qk_clip.py {shlex.join(sys.argv[1:])}".strip()
+    args.out.write_text(json.dumps({"command": command, "torch": torch.__version__, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
