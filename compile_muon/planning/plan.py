@@ -293,18 +293,23 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_exposed_seconds=exposed - plain_exposed,
         price_share=step.seconds / plain.seconds - 1,
     )
-    figures = with_offload(figures, question.config.zero.offload, captured.states, machine.shared_by(world))
-    return _warned(figures, _remedy(figures, captured.states, machine.shared_by(world))), step
+    given = captured.states, machine.shared_by(world), config.zero.micro_batches
+    figures = with_offload(figures, question.config.zero.offload, *given)
+    return _warned(figures, _remedy(figures, *given)), step
 
 
 def with_offload(
-    figures: Figures, offload: OffloadConfig | None, states: Mapping[str, int], machine: Machine
+    figures: Figures,
+    offload: OffloadConfig | None,
+    states: Mapping[str, int],
+    machine: Machine,
+    micro_batches: int = 1,
 ) -> Figures:
     """The figures with optimizer state elsewhere, by formula.
 
     A step's writes wait for what they read: state comes in once for them, over the slower of the two ways. What
-    directions of backward fetch, and what goes back, travels beside other work; momenta in a file need no more than
-    that.
+    directions of backward fetch, and what goes back, travels beside the last micro-batch's backward, two thirds of it,
+    and is waited for as far as it takes longer; momenta in a file need no more than that.
     """
     if offload is None:
         return figures
@@ -315,8 +320,11 @@ def with_offload(
         left = away
     peak = figures.peak_bytes - away + left
     memory = {**figures.memory, "optimizer": max(figures.memory.get("optimizer", 0) - away, 0), "offload buffers": left}
-    waited = away * states["moments"] / total if offload.device == "nvme" and total else away
-    seconds = waited / rate if (rate := _rate(offload.device, machine)) else 0.0
+    moments = math.ceil(away * states["moments"] / total) if total else 0
+    seconds = 0.0
+    if rate := _rate(offload.device, machine):
+        late = (away - moments) / rate - 2 / 3 * figures.step_seconds / micro_batches
+        seconds = (moments if offload.device == "nvme" else away) / rate + max(late, 0.0)
     step = figures.step_seconds + seconds
     return replace(
         figures,
@@ -339,13 +347,14 @@ def _rate(device: str, machine: Machine) -> float:
     return min((way for way in ways if way), default=0.0)
 
 
-def _remedy(figures: Figures, states: Mapping[str, int], machine: Machine) -> str:
+def _remedy(figures: Figures, states: Mapping[str, int], machine: Machine, micro_batches: int = 1) -> str:
     """The smallest offload that makes it fit, in words; empty where it fits, or none does."""
     if figures.fits or figures.offloaded_bytes:
         return ""
     for device in ("cpu", "nvme"):
         for tenths in range(1, 11):
-            found = with_offload(figures, OffloadConfig(device, "/", ratio=tenths / 10), states, machine)
+            offload = OffloadConfig(device, "/", ratio=tenths / 10)
+            found = with_offload(figures, offload, states, machine, micro_batches)
             if found.fits:
                 share = "" if tenths == 10 else f", ratio {tenths / 10}"
                 slower = found.step_seconds / figures.step_seconds - 1

@@ -453,6 +453,14 @@ def test_offload_takes_state_away_and_makes_a_step_wait(
     assert plans.with_offload(before, None, {}, machine) is before
 
 
+def test_momenta_that_take_longer_than_backward_are_waited_for() -> None:
+    """4 s of step, in each of two micro-batches 4/3 s of backward; at 2 GB/s momenta take 5 s and moments 10."""
+    given = {"momenta": 10 * GB, "moments": 20 * GB}, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=2 * GB)
+    offload = plans.OffloadConfig("nvme", "/")
+    found = [plans.with_offload(figures(2, 4000, 120), offload, *given, many).offload_seconds for many in (1, 2)]
+    assert found == pytest.approx([10 + 5 - 8 / 3, 10 + 5 - 4 / 3])
+
+
 def test_the_smallest_offload_that_fits_is_named() -> None:
     states, machine = {"momenta": 10 * GB, "moments": 20 * GB}, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=GB)
     said = plans._remedy(figures(2, 4000, 110), states, machine)
