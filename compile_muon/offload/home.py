@@ -189,7 +189,7 @@ class Home:
         self._optimizer = optimizer
         self._accounts = {account.name: account for account in accounts if account.name in self._kept}
         for account in self._accounts.values():
-            account.home = self
+            account.keep_at(self)
         self._show()
 
     def names(self, account: Account) -> frozenset[str]:

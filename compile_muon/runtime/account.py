@@ -161,6 +161,30 @@ class Account:
             self.momentum_buffer = like_parameter(self.param, self.momentum)
             hold(self.momentum, self)
 
+    def keep_at(self, home: Lender) -> None:
+        """States are there from now on, and graphs fetch the momentum from it."""
+        self.home = home
+
+    def use_factor(self, factor: float) -> None:
+        """:attr:`hyper` holds this momentum from now on."""
+        self.factor = factor
+
+    def begin_refresh(self, refresh: Refresh) -> None:
+        """The replica will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
+        assert self.replica is not None
+        self.refresh, self.refreshed_at = refresh, edits_of(self.param)
+        torch.autograd.graph.increment_version(self.replica)
+
+    def end_refresh(self) -> None:
+        """It has come."""
+        self.refresh = None
+
+    def place_gradient(self) -> None:
+        """``.grad`` as the parameter is placed, which a gradient of eager code may not be; collective then."""
+        param, grad = self.param, self.param.grad
+        if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+            param.grad = grad.redistribute(placements=param.placements)
+
     def add_gradient(self, shard: Tensor) -> None:
         """Add an averaged gradient of the shard to ``.grad``."""
         if self.param.grad is not None:

@@ -171,11 +171,7 @@ class Refresh:
         work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
         found = cls(gather, name, work, sending, received)
         for account in accounts:
-            account.refresh = found
-            account.refreshed_at = edits_of(account.param)
-            assert account.replica is not None
-            # What autograd has saved of it is not what it was, from here on.
-            torch.autograd.graph.increment_version(account.replica)
+            account.begin_refresh(found)
         return found
 
     @torch.no_grad()
@@ -187,7 +183,7 @@ class Refresh:
             if not self.gather.alone:
                 self._unpack()
             for account in self.gather.accounts:
-                account.refresh = None
+                account.end_refresh()
 
     def _unpack(self) -> None:
         world = self.gather.axis.size

@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config
@@ -161,7 +160,7 @@ class Step:
                 # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
                 accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
                 for account in accounts:
-                    account.factor = momentum
+                    account.use_factor(momentum)
 
     @torch.no_grad()
     def own_momenta(self) -> None:
@@ -287,9 +286,7 @@ class Step:
         Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
         """
         for account in self.ledger.accounts:
-            grad = account.param.grad
-            if isinstance(grad, DTensor) and grad.placements != cast("DTensor", account.param).placements:
-                account.param.grad = grad.redistribute(placements=cast("DTensor", account.param).placements)
+            account.place_gradient()
             account.sums.check(account.param.grad, account.name)
             if account.sums.delivered is not None:
                 account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
