@@ -102,6 +102,19 @@ def test_only_graphs_with_collectives_keep_their_order(sends, monkeypatch):
     assert seen == [not sends]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_only_on_cpus_are_dead_buffers_kept_for_reuse(monkeypatch, device):
+    import torch._inductor.compile_fx as module
+
+    seen = []
+    record = lambda gm, inputs: seen.append(torch._inductor.config.allow_buffer_reuse)  # noqa: E731
+    monkeypatch.setattr(module, "compile_fx_inner", record)
+    with FakeTensorMode():
+        inputs = [3, torch.empty(2, device=device)]
+    private.compile_fx_inner(GraphModule(torch.nn.Module(), Graph()), inputs)
+    assert seen == [device == "cpu"]
+
+
 def test_each_backward_has_a_number_of_its_own():
     seen = []
 
