@@ -52,11 +52,11 @@ class Run:
 
 def measure(args: argparse.Namespace, context: int) -> dict[str, float]:
     """Seconds of a step without it, and how many times as long it is with it."""
-    plain, split, clipped = Run(args, context, None), Run(args, context, None), Run(args, context, 1e9)
+    plain, again, clipped = Run(args, context, None), Run(args, context, None), Run(args, context, 1e9)
     for _ in range(args.steps + args.warmup):
-        for run in (plain, clipped, split):
+        for run in (plain, clipped, again):
             run.step()
-    of = {name: run.seconds[args.warmup :] for name, run in (("plain", plain), ("again", split), ("clipped", clipped))}
+    of = {name: run.seconds[args.warmup :] for name, run in (("plain", plain), ("again", again), ("clipped", clipped))}
     ratios = {name: statistics.median(b / a for a, b in zip(of["plain"], of[name], strict=True)) for name in of}
     return {"context": context, "seconds": statistics.median(of["plain"]), **ratios}
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from .holder import holder_of
 from .markers import UNSHARD
 from .spec import ParamSpec
-from .torch_private import flex_with_maxima, is_autograd_function, is_flex_attention
+from .torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
 
 __all__ = ["UnknownAttention", "largest_logits", "note_attention"]
 
@@ -326,7 +326,7 @@ def _weight(node: Node) -> tuple[Any, bool] | None:
     while node.target not in _UNSHARDS:
         if node.target in _TURNS:
             turned = not turned
-        elif node.target not in _CASTS and "from_local" not in str(node.target):  # of a tensor-parallel weight
+        elif node.target not in _CASTS and not is_from_local(node):  # a tensor-parallel weight
             return None
         node = node.all_input_nodes[0]
     return node, turned

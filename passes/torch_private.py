@@ -39,6 +39,7 @@ __all__ = [
     "group_named",
     "is_autograd_function",
     "is_flex_attention",
+    "is_from_local",
     "mark_for_backward",
     "never_a_frame",
     "order_saved_values",
@@ -258,6 +259,11 @@ def flex_with_maxima(node: torch.fx.Node) -> bool:
 def is_autograd_function(node: torch.fx.Node) -> bool:
     """Whether a node of Dynamo's graph is a ``torch.autograd.Function``."""
     return node.target is torch.ops.higher_order.autograd_function_apply
+
+
+def is_from_local(node: torch.fx.Node) -> bool:
+    """Whether a node of Dynamo's graph is ``DTensor.from_local``, the method in torch 2.13, its own function before."""
+    return "from_local" in str(node.target)
 
 
 def collective_failed(error: BaseException) -> bool:

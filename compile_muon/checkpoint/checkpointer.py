@@ -156,7 +156,7 @@ class Checkpointer:
         with ranks.together(doing):
             if ranks.rank == 0:
                 token = folder.begin(step)
-        token = ranks.gather(token)[0]
+        token = ranks.first(token)
         facts = {}
         with ranks.together(doing):
             if not (place / token).exists():

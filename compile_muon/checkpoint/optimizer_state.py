@@ -80,7 +80,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:
                 groups = _checked(optimizer, slots, saved)
-        groups = ranks.gather(groups)[0]
+        groups = ranks.first(groups)
         for name, slot, entry in slots:
             wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
         for (_, group), settings in zip(_named(optimizer), groups, strict=True):

@@ -24,7 +24,7 @@ from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passe
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.owner import assign_owners
-from compile_muon.passes.exchange.shares import shares
+from compile_muon.passes.exchange.shares import by_parameter, shares
 from compile_muon.passes.half.buckets import bucket_matrices
 from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
@@ -153,12 +153,11 @@ class Trace:
     def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> list[list[float]]:
         """What each rank does of the directions that one graph makes, exchange by exchange."""
         buckets = bucket_matrices(specs, costs, self.options.bucket_bytes)
-        dealt = iter(assign_owners(specs, costs, buckets))
-        owned = [[(share, next(dealt)) for share in shares(spec)] for spec in specs]
+        owners = by_parameter(specs, assign_owners(specs, costs, buckets))
         found = []
         for bucket in buckets:
             work = [0.0] * world
-            for share, owner in (pair for i in bucket for pair in owned[i]):
+            for share, owner in (pair for i in bucket for pair in zip(shares(specs[i]), owners[i], strict=True)):
                 muon = share.spec.muon_settings
                 done = owned_work(muon, costs, share.matrices)
                 if muon.exchange == "owner":

@@ -70,8 +70,21 @@ class Ranks:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
         if self.group is None:
             return [value]
-        try:
+        with self._answering():
             return gather_objects(value, self.group)
+
+    def first(self, value: T) -> T:
+        """``value`` of rank 0, on every rank; of any size, for it is nowhere twice."""
+        found = [value]
+        if self.group is not None:
+            with self._answering():
+                dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if not self._apart:
                 raise

@@ -96,7 +96,7 @@ def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> N
         if ranks.rank == 0:
             found = [name for adapter in module.peft_config for name in _names(weights, adapter).values()]
             wanted = None if None in found else {name for name in found if name is not None}
-    state = gather(weights, ranks, doing, ranks.gather(wanted)[0])
+    state = gather(weights, ranks, doing, ranks.first(wanted))
     with ranks.together(doing):
         if ranks.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)

@@ -13,18 +13,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from compile_muon.errors import CheckpointError, config_error
 from compile_muon.passes.spec import decode_dtype, encode_dtype
-from compile_muon.storage.boxes import TensorFacts
+from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
 from compile_muon.storage.disk import sync_folder, write_bytes
 
 __all__ = [
@@ -189,6 +190,28 @@ def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> N
     sync_folder(folder)
 
 
+class _Reader(HuggingFaceStorageReader):
+    """torch's, for some files of a folder, whose headers are read once."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        super().__init__(str(folder))
+        self.fs = _Files(files)
+        self._known: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._known is None:
+            self._known = super().read_metadata()
+        return self._known
+
+
+class _Files(FileSystem):
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = list(names)
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [os.path.join(path, name) for name in self._names]
+
+
 class TensorFolder:
     """The weights in a folder: ``model.safetensors``, or what ``model.safetensors.index.json`` names.
 
@@ -196,7 +219,6 @@ class TensorFolder:
         folder: as ``save_pretrained`` writes it, ours or Hugging Face's.
     Attributes:
         facts: shape and dtype of each tensor.
-        reader: torch's, which knows these files alone, and reads their headers once.
     Raises:
         CheckpointError: it holds no such weights, or a file is missing or damaged.
     """
@@ -204,11 +226,9 @@ class TensorFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         files, listed_names = self._files()
-        self.reader = cast("Any", HuggingFaceStorageReader(str(folder)))
-        self.reader.fs.ls = lambda path: [os.path.join(path, name) for name in files]
-        self.reader.read_metadata = functools.cache(self.reader.read_metadata)
+        self._reader = _Reader(folder, files)
         try:
-            stored = self.reader.read_metadata().state_dict_metadata
+            stored = self._reader.read_metadata().state_dict_metadata
         except Exception as error:  # SafetensorError is not an OSError
             raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
         self.facts = {
@@ -238,3 +258,11 @@ class TensorFolder:
             if os.path.basename(name) != name or not (self.folder / name).is_file():
                 raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
         return files, set(places)
+
+    def read(self, boxes: Sequence[Box]) -> None:
+        """Read each box into its target, in place, cast to its dtype.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        read_boxes(boxes, self._reader)

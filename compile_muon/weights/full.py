@@ -88,7 +88,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
                 sources = _sources(weights, mapping, strict)
         given = set(mapping)  # `in` of a Mapping may read a tensor
         others = {n: mapping[n] for n in weights.others if n in given}
-        sources, others = ranks.gather((sources, others))[0]
+        sources, others = ranks.first((sources, others))
         error: Exception | None = None
         for name in (n for n in weights.entries if n in sources):
             entry, whole = weights.entries[name], None

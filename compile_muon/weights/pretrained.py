@@ -17,7 +17,7 @@ from torch import nn
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.replicas import start_refresh_by_owner
-from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
+from compile_muon.storage.boxes import Box, TensorFacts
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
@@ -211,7 +211,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
                 # Headers are looked through at each reading, and a file is mapped while it is read.
                 for batch in batches(_boxes(weights, blocks, ranks.rank), lambda box: box.target.nbytes, _BATCH_BYTES):
-                    read_boxes(batch, stored.reader)
+                    stored.read(batch)
         finally:
             start_refresh_by_owner(weights.accounts)
 

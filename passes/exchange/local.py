@@ -12,7 +12,7 @@ from ..work import Category
 from .matrices import as_matrices, orthogonalized
 from .transfers import hand_round
 
-__all__ = ["here", "local"]
+__all__ = ["local"]
 
 
 def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int] | None = None) -> list[Tensor]:
@@ -30,19 +30,19 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     layout = specs[0].layout
     replicas = layout.replica_group.serving(Category.EXCHANGE)
     if replicas.alone:
-        return here(updates, specs)
+        return _here(updates, specs)
     count = replicas.size
     first = [owner // layout.owner_group.size for owner in owners or [0] * len(updates)]
     parts = [part for update in updates for part in update.tensor_split(count)]
     holders = [(start + part) % count for start in first for part in range(count)]
-    mine = here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs)
+    mine = _here([part for part, holder in zip(parts, holders, strict=True) if holder == replicas.index], specs)
     like = updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype))
     numels = [part.numel() for part in parts]
     found = hand_round([m.reshape(-1) for m in mine], holders, numels, replicas, layout.pairwise, like=like)
     return [torch.cat(found[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
 
 
-def here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
+def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
     """Directions of matrices that lie whole on this rank, all made by it."""
     muon = specs[0].muon_settings
     seen, views = [], []

@@ -15,7 +15,7 @@ from ..spec import ParamSpec, decode_dtype
 from ..work import Category
 from .matrices import orthogonalized
 from .packing import pack, unpack
-from .shares import Share, shares
+from .shares import Share, by_parameter, shares
 from .transfers import all_to_all, hand_round
 
 __all__ = ["assign_owners", "owner"]
@@ -152,10 +152,9 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
             layout.pairwise,
             like=updates[0].new_empty(0, dtype=decode_dtype(specs[0].muon_settings.dtype)),
         )
-    parts = iter([part.view(piece.shape) for part, piece in zip(made, pieces, strict=True)])
+    parts = by_parameter(specs, (part.view(piece.shape) for part, piece in zip(made, pieces, strict=True)))
     found = []
-    for spec in specs:
-        own = [next(parts) for _ in shares(spec)]
+    for spec, own in zip(specs, parts, strict=True):
         found.append((own[0] if len(own) == 1 else torch.cat(own, shares(spec)[0].dim)).view(spec.layout.local_shape))
     return found
 

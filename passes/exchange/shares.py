@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from ..spec import ParamSpec
 from ..views import Block, View
 from .matrices import as_matrices
 
-__all__ = ["Share", "shares"]
+__all__ = ["Share", "by_parameter", "shares"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,9 @@ def shares(spec: ParamSpec) -> tuple[Share, ...]:
                 span = first + low * size, first + high * size
                 found.append(Share(spec, ((high - low, rows, cols),), span, None if place < 0 else place))
     return tuple(found)
+
+
+def by_parameter(specs: Sequence[ParamSpec], of_shares: Iterable[T]) -> list[list[T]]:
+    """What there is of each share, parameter by parameter, in a list for each."""
+    each = iter(of_shares)
+    return [[next(each) for _ in shares(spec)] for spec in specs]

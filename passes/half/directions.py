@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 from ..edit import inline, replace
 from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
-from ..exchange.shares import shares
+from ..exchange.shares import by_parameter
 from ..markers import Orthogonalize
 from ..pipeline import PassContext
 from ..work import Category, Work, work_of
@@ -26,8 +26,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
     markers = Orthogonalize.all(gm)
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
-    dealt = iter(assign_owners(specs, ctx.costs, buckets))
-    owners = [[next(dealt) for _ in shares(spec)] for spec in specs]
+    owners = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
         table = [owner for i in bucket for owner in owners[i]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,13 +31,12 @@ def transfers(
     Raises:
         OffloadError: the disk has no room, or the folder is not there.
     """
-    for number, nbytes in enumerate(sizes):
-        if device == "cuda":
-            run = _host_link(nbytes)
-            yield TransferSample(way="host", nbytes=nbytes, ranks=ranks, seconds=seconds(run), held_out=number > 0)
-        if disk is not None:
-            run = _disk(nbytes, disk)
-            yield TransferSample(way="disk", nbytes=nbytes, ranks=ranks, seconds=seconds(run), held_out=number > 0)
+    ways: dict[str, Callable[[int], Callable[[], object]]] = {"host": _host_link} if device == "cuda" else {}
+    if disk is not None:
+        ways["disk"] = partial(_disk, folder=disk)
+    for (number, nbytes), (way, copying) in itertools.product(enumerate(sizes), ways.items()):
+        took = seconds(copying(nbytes))
+        yield TransferSample(way=way, nbytes=nbytes, ranks=ranks, seconds=took, held_out=number > 0)
 
 
 def _host_link(nbytes: int) -> Callable[[], object]:
