@@ -140,9 +140,13 @@ _STORES: list[dist.Store] = []  # torch holds only the C++ half of one that is w
 
 
 @contextlib.contextmanager
-def group_of(world: int, rank: int) -> Iterator[None]:
-    """Inside this block this process is ``rank`` of ``world`` over NCCL; one rank has no process group."""
-    if world == 1:
+def group_of(world: int, rank: int, *, of_one: bool = False) -> Iterator[None]:
+    """Inside this block this process is ``rank`` of ``world`` over NCCL; one rank has no process group.
+
+    Args:
+        of_one: a group for one rank too.
+    """
+    if world == 1 and not of_one:
         yield
         return
     _STORES.append(dist.HashStore() if rank == 0 else _Store())

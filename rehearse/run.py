@@ -101,41 +101,58 @@ class Training:
 
 
 def theirs(case: Case) -> float:
-    """Host milliseconds of a step with plain torch.compile, FSDP2 where there are several ranks, and AdamW."""
+    """Host milliseconds of a step with plain torch.compile, FSDP2 and AdamW, in the group there is."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.compiler.reset()
     model: Any = model_of()
-    if case.world > 1:
-        sizes = case.more.get("mesh") or {"shard": case.world}
-        mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.dtype == "bf16" else MixedPrecisionPolicy()
-        for block in model.blocks:
-            block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-    else:
-        model.compile()
-    cast = (
-        contextlib.nullcontext() if case.world > 1 or case.dtype != "bf16" else torch.autocast("cuda", torch.bfloat16)
-    )
+    sizes = case.more.get("mesh") or {"shard": case.world}
+    mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if case.dtype == "bf16" else MixedPrecisionPolicy()
+    for block in model.blocks:
+        block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = batch_of()
 
     def step() -> None:
         for k in range(case.micro_batches):
-            if case.world > 1:
-                model.set_requires_gradient_sync(k == case.micro_batches - 1)
-            with cast:
-                loss = model(*batch)
-            loss.backward()
+            model.set_requires_gradient_sync(k == case.micro_batches - 1)
+            model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(WARM):
         step()
     return milliseconds(step)
+
+
+def yardsticks() -> dict[str, float]:
+    """Host milliseconds of a step on one rank by what others use there."""
+    found = {}
+    for name in ("torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"):
+        torch.compiler.reset()
+        model: Any = model_of()
+        model.compile()
+        muon = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
+        others = [p for p in model.parameters() if all(p is not q for q in muon)]
+        optimizers = [torch.optim.AdamW(others, lr=1e-3), *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
+        batch = batch_of()
+
+        def step(model: Any = model, optimizers: Any = optimizers, batch: Any = batch) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(*batch)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in range(WARM):
+            step()
+        found[name] = milliseconds(step)
+    return found
 
 
 def measure(case: Case, device: Device, alone: Alone) -> Figures:
@@ -155,7 +172,10 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
         peak = torch.cuda.max_memory_allocated()
         races = races_of(training, device, alone)
         del training
-        plain = theirs(case)
+        plain = theirs(case) if case.world > 1 else 0.0
+    if case.world == 1:
+        with group_of(1, 0, of_one=True):
+            plain = theirs(case)
     kinds = [op.kind for op in ops]
     return Figures(
         waits=waits, unordered=races, kernels=sum(kinds.count(kind) for kind in ("kernel", "triton", "gemm")),
@@ -247,6 +267,8 @@ def one(name: str) -> Any:
     alone = Alone(device)
     if name == "mistakes":
         return mistakes(device, alone)
+    if name == "yardsticks":
+        return yardsticks()
     (case,) = (case for case in CASES if case.name == name)
     return measure(case, device, alone).to_json()
 
@@ -257,10 +279,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--write", action="store_true", help="write what is measured into budgets.json")
     parser.add_argument("--json", type=Path, help="all figures")
+    parser.add_argument("--yardsticks", action="store_true", help="host time of others on one rank")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         options.json.write_text(json.dumps(one(options.one)))
+        return 0
+    if options.yardsticks:
+        print(json.dumps(rehearsed("yardsticks"), indent=1))
         return 0
     cases = [case for case in CASES if options.only in case.name]
     if options.list:
