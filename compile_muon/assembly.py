@@ -142,7 +142,10 @@ def assemble(
         if zero.offload is not None or config.muon.momentum_dtype is not None:
             homes.append(Home(specs, groups, config, away, group, device, real=real, fake=fake))
 
-    ledger.accounts = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, spread, reserve)
+    ledger.accounts = shard_model(
+        model, assignments, config, ranks, roles, ledger, hypers, device, spread, reserve,
+        keep=lambda name, master: homes[0].keep_master(name, master),
+    )  # fmt: skip
     if sequence is not None:
         assert ranks is not None
         sequence.apply(model, ranks.sequence, ranks.everyone, compares=compares)
@@ -160,11 +163,11 @@ def assemble(
 
 def warn_of_half_masters(trained: Sequence[Account]) -> None:
     """Tell once that parameters in half precision are trained as they are."""
-    half = [account for account in trained if account.spec.dtype in ("bfloat16", "float16")]
+    half = [account for account in trained if account.spec.state_dtype in ("bfloat16", "float16")]
     if half:
         warn_user(
             f"master weights and optimizer state of {listed([account.name for account in half])} are "
-            f"{half[0].spec.dtype} (master_dtype): small updates are rounded away; leave master_dtype out for float32"
+            f"{half[0].spec.state_dtype} (master_dtype): small updates are rounded away; leave it out for float32"
         )
 
 
@@ -182,6 +185,7 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
     for group in groups:
         matrices = isinstance(group.method, MatrixMethod)
         slots = sum(state.each == "element" for state in group.method.states) + (matrices and offload.momentum)
+        slots += offload.masters
         candidates += [(matrices, -slots * sizes[name], name) for name in group.members if slots]
     left = offload.ratio * sum(-size for _, size, _ in candidates)
     chosen = []
@@ -194,10 +198,14 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
 
 
 def _with_fetches(config: Config, assignments: Mapping[str, Assignment], away: frozenset[str]) -> dict[str, Assignment]:
-    """The assignments, with those noted whose momentum graphs must fetch."""
-    compressed = config.muon.momentum_dtype is not None
-    moved = config.zero.offload is not None and config.zero.offload.momentum
+    """The assignments, with those noted whose momentum graphs must fetch, or whose master weight is away."""
+    compressed, offload = config.muon.momentum_dtype is not None, config.zero.offload
+    moved, masters = (False, False) if offload is None else (offload.momentum, offload.masters)
     return {
-        name: replace(row, fetched=row.matrix is not None and (compressed or (moved and name in away)))
+        name: replace(
+            row,
+            fetched=row.matrix is not None and (compressed or (moved and name in away)),
+            master_away=masters and name in away,
+        )
         for name, row in assignments.items()
     }

@@ -96,10 +96,11 @@ class ParamSpec:
 
     Args:
         layout: where its parts are.
-        dtype: dtype of the master shard and of its gradient.
+        dtype: dtype of the shard and of its gradient.
         compute_dtype: dtype the model sees.
         reduce_dtype: dtype gradients travel in.
         muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
+        master: dtype of the master weight, where it is optimizer state and the shard is a rounded copy; else empty.
     """
 
     layout: Layout
@@ -107,6 +108,12 @@ class ParamSpec:
     compute_dtype: str
     reduce_dtype: str
     muon: MuonSpec | None = None
+    master: str = ""
+
+    @property
+    def state_dtype(self) -> str:
+        """Of the master weight, and of what methods keep for each of its elements."""
+        return self.master or self.dtype
 
     @property
     def muon_settings(self) -> MuonSpec:

@@ -15,6 +15,7 @@ from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.spec import encode_dtype
+from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.ranks import Ranks
@@ -69,6 +70,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         UnsupportedModelError: a gathered copy of a parameter was edited.
     """
     optimizer._ledger.accounts[0].handouts.check(thoroughly=True)
+    optimizer._steps.own_momenta()
     found = Contents()
     algorithm: dict[int, str] = {}
     for group in optimizer.param_groups:
@@ -87,6 +89,9 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         if id(value) in sharded:
             found.algorithms[name] = algorithm.get(id(value), "frozen")
             for slot, state in optimizer.state.get(cast("nn.Parameter", value), {}).items():
+                if slot == MASTER:  # in a checkpoint it is the weight, wherever the run that goes on from it keeps that
+                    found.tensors[f"model/{name}"] = state.detach()
+                    continue
                 if not isinstance(state, Tensor):
                     raise CheckpointError(
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"

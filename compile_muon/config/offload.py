@@ -40,6 +40,8 @@ class OffloadConfig(Checked):
         buffer_bytes: of state in a bucket. A parameter's is never cut, so one may be larger.
         ratio: share of the state that goes, by bytes; what costs least to move for each byte that it saves goes first.
         momentum: whether momenta go too, or only what methods keep beside them.
+        masters: whether float32 weights go too, where the model computes in a lower dtype. Its parameters and their
+            gradients then have that dtype.
     """
 
     device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))
@@ -49,6 +51,7 @@ class OffloadConfig(Checked):
     buffer_bytes: int = setting(64 << 20, check_integer, low=1)
     ratio: float = setting(1.0, check_share)
     momentum: bool = setting(True, check_boolean)
+    masters: bool = setting(False, check_boolean)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A file needs a folder."""

@@ -85,24 +85,24 @@ def _split(
 
     One on the meta device gets memory on ``device`` for what this rank will hold, and no values.
     """
-    layout, master = spec.layout, decode_dtype(spec.dtype)
+    layout, dtype = spec.layout, decode_dtype(spec.dtype)
     whole = local_tensor(param).detach().contiguous()  # all that this rank's model has
     if param.is_meta and not layout.gathered:
         whole = torch.empty_like(whole, device=device)
     if mesh is None or (layout.stage == 0 and not mesh.parted):
-        if not param.is_meta and role.placed is None and param.dtype is master:
+        if not param.is_meta and role.placed is None and param.dtype is dtype:
             return param, None
-        return _like(param, whole.to(master)), None
+        return _like(param, whole.to(dtype)), None
     replica = None
     if not layout.sharded:
-        local = whole.to(master)
+        local = whole.to(dtype)
     else:
         rows, first = layout.local_rows, 0
         compute = decode_dtype(spec.compute_dtype)
         # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
         shared = layout.resident and spec.compute_dtype == spec.dtype
         if layout.replicated_weight:
-            replica = whole if shared else whole.to(compute)
+            replica = whole.to(compute)
         elif layout.resident:
             first, stop = layout.shard_rows(layout.shard.index)
             replica = _cut(whole[first:stop], compute, device)
@@ -110,7 +110,7 @@ def _split(
             assert replica is not None
             local = _view_alone(replica[rows.start - first : rows.stop - first])
         else:
-            local = _cut(whole[rows], master, device)
+            local = _cut(whole[rows], dtype, device)
     distributed = DTensor.from_local(
         local,
         mesh.device_mesh(role),
@@ -141,6 +141,7 @@ def shard_model(
     device: torch.device,
     spread: ExpertPlan | None = None,
     reserve: Callable[[Mapping[str, ParamSpec]], object] = lambda specs: None,
+    keep: Callable[[str, Tensor], object] = lambda name, master: None,
 ) -> list[Account]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
@@ -155,6 +156,7 @@ def shard_model(
         device: of the shards.
         spread: of experts over ranks, to be done once everything is known to fit.
         reserve: makes room for states that are not beside their parameters, by the specs; raises where there is none.
+        keep: takes a master weight that is one of these states, this rank's part of it as the model was given.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
@@ -177,9 +179,13 @@ def shard_model(
     handouts = Handouts()
     for name, param in named.items():
         spec = specs[name]
+        if spec.master and not param.is_meta:
+            whole = local_tensor(param).detach()
+            keep(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
         new, replica = _split(param, spec, mesh, roles[name], device)
-        local = local_tensor(new).detach()
-        momentum = torch.zeros_like(local) if spec.muon and not spec.muon.fetched else local.new_empty(0)
+        local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
+        beside = spec.muon is not None and not spec.muon.fetched
+        momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         accounts[param] = Account(
             name, new, spec, momentum, hypers[name], replica, ledger, handouts, group, placed=roles[name].placed

@@ -121,6 +121,14 @@ class Arena:
         for room in self._rooms if self._streams else ():
             room.bucket = None
 
+    def forget(self, bucket: Bucket) -> None:
+        """Someone writes to what is kept of this one: nobody works on it now, and what was read of it ahead is old."""
+        self.settle()
+        self.store.forget(bucket)
+        for room in self._rooms if self._streams else ():
+            if room.bucket is bucket:
+                room.bucket = None
+
     def settle(self) -> None:
         """Wait until host memory has what was closed."""
         written, self._written = self._written, {}

@@ -78,7 +78,7 @@ class _Rounded(Codec):
     name = ""
 
     def check(self, name: str, spec: ParamSpec) -> None:
-        if decode_dtype(spec.dtype).itemsize < 4:
+        if decode_dtype(spec.state_dtype).itemsize < 4:
             problem = f"rounds what is float32, and the master weight of {name} is not"
             raise config_error("momentum_dtype", self.name, problem, "leave it out, or set master_dtype to float32")
 

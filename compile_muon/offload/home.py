@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config, OffloadConfig
-from compile_muon.errors import OffloadError, ranks_named
+from compile_muon.errors import OffloadError, config_error, ranks_named
 from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
@@ -25,13 +25,15 @@ from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Sto
 from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.commit import advance
-from compile_muon.runtime.shards import as_state, host_mesh, local_tensor, row_state_shape
+from compile_muon.runtime.commit import advance, round_masters, weight_of
+from compile_muon.runtime.lender import MASTER, Lent
+from compile_muon.runtime.shards import as_state, edits_of, host_mesh, local_tensor, row_state_shape
 from compile_muon.runtime.survey import not_finite
 
 __all__ = ["Home"]
 
 MOMENTUM = "momentum_buffer"
+_NOT_KEPT = "could not keep optimizer state: weights and state are as they were"
 
 
 @dataclass(eq=False)
@@ -41,29 +43,38 @@ class _Away:
     Args:
         momentum: what its momentum is kept in, by name in the optimizer's state.
         states: further states, by name.
+        masters: its master weight, likewise.
         labels: what errors call them.
     """
 
     momentum: dict[str, Slot] = field(default_factory=dict)
     states: dict[str, Slot] = field(default_factory=dict)
+    masters: dict[str, Slot] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def slots(self) -> dict[str, Slot]:
-        return self.momentum | self.states
+        return self.momentum | self.states | self.masters
 
 
 @dataclass(eq=False)
 class _Chunk:
-    """Parameters whose state is lent together: what graphs read in one bucket, the rest in another."""
+    """Parameters whose state is lent together, a bucket for each use of it: by graphs, ahead of weights, with them."""
 
     names: list[str] = field(default_factory=list)
     momentum: Bucket | None = None
     states: Bucket | None = None
+    masters: Bucket | None = None
 
     @property
     def buckets(self) -> list[Bucket]:
-        return [bucket for bucket in (self.momentum, self.states) if bucket is not None]
+        return [bucket for bucket in (self.momentum, self.states, self.masters) if bucket is not None]
+
+    def lent(self, what: Lent, *, moved: bool) -> list[Bucket]:
+        """Which are asked for."""
+        states = [self.states] if moved else [self.momentum, self.states]
+        asked = {Lent.STATES: states, Lent.MASTERS: [self.masters]}.get(what, [*states, self.masters])
+        return [bucket for bucket in asked if bucket is not None]
 
 
 class Home:
@@ -94,7 +105,7 @@ class Home:
         real: bool,
         fake: FakeTensorMode | None = None,
     ) -> None:
-        self._group, self._device = group if real else None, device
+        self._group, self._device, self._config = group if real else None, device, config
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
@@ -104,9 +115,11 @@ class Home:
         self._written: list[Bucket] = []  # by the step under way
         self._wrong: dict[tuple[str, str], Tensor] = {}
         self._undone: list[tuple[Tensor, Tensor]] = []
+        self._told: OffloadError | None = None  # what all ranks have heard of
         self._shown: dict[str, dict[str, Tensor]] = {}
         self._accounts: dict[str, Account] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+        self._rounded_at: dict[str, int] = {}  # edits of a parameter when its master weight was last rounded to it
         self._optimizer: Optimizer
         with fake or nullcontext():
             self._codec: Codec = CODECS[config.muon.momentum_dtype](device)
@@ -124,7 +137,7 @@ class Home:
         ]
         self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
         momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
-        others = [chunk.states for chunk in self._chunks if chunk.states is not None]
+        others = [each for chunk in self._chunks for each in (chunk.states, chunk.masters) if each is not None]
         here = momenta if config.zero.offload is None or not offload.momentum else []
         there = others if here else [*momenta, *others]
         self._there, self._buffers = there, offload.buffer_count
@@ -150,7 +163,7 @@ class Home:
         self._arenas |= dict.fromkeys(buckets, arena)
 
     def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> _Away:
-        kept, shape, dtype = _Away(), spec.layout.local_shape, decode_dtype(spec.dtype)
+        kept, shape, dtype = _Away(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
         if spec.muon is not None and spec.muon.fetched:
             self._codec.check(name, spec)
             columns = math.prod(shape[len(row_state_shape(spec, shape, 1)) - 1 :])
@@ -162,7 +175,23 @@ class Home:
             if state.each == "element":  # what there is a number a row of is not worth the way
                 kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
                 kept.labels[state.name] = state.label
+        if spec.master:
+            self._check_master(name, spec)
+            kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
         return kept
+
+    def _check_master(self, name: str, spec: ParamSpec) -> None:
+        """Raise what forbids to keep only a rounded copy of this parameter, whose gradient then has its dtype."""
+        zero, remedy = self._config.zero, "leave masters out, so that gradients are float32"
+        if spec.reduce_dtype != spec.dtype:
+            problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
+        elif zero.gradient_accumulation_steps > 1:
+            problem = f"makes the gradient of {name} {spec.dtype}, which micro-batches do not add up in"
+        elif self._config.muon.qk_clip is not None:
+            problem, remedy = "keeps weights where qk_clip does not scale them", "leave one of them out"
+        else:
+            return
+        raise config_error("OffloadConfig.masters", True, problem, remedy)
 
     def _in_chunks(self, names: Sequence[str], offload: OffloadConfig) -> list[_Chunk]:
         chunks: list[_Chunk] = []
@@ -180,9 +209,16 @@ class Home:
             kept = [self._kept[name] for name in chunk.names]
             momenta = [slot for one in kept for slot in one.momentum.values()]
             states = [slot for one in kept for slot in one.states.values()]
+            masters = [slot for one in kept for slot in one.masters.values()]
             chunk.momentum = Bucket(momenta) if momenta else None
             chunk.states = Bucket(states) if states else None
+            chunk.masters = Bucket(masters) if masters else None
         return chunks
+
+    def keep_master(self, name: str, master: Tensor) -> None:
+        """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
+        slot = self._kept[name].masters[MASTER]
+        self._store(name, slot).current(slot).copy_(master)
 
     def attach(self, accounts: Sequence[Account], optimizer: Optimizer) -> None:
         """Belong to these parameters, and show their states in the optimizer's."""
@@ -190,6 +226,7 @@ class Home:
         self._accounts = {account.name: account for account in accounts if account.name in self._kept}
         for account in self._accounts.values():
             account.keep_at(self)
+        self._follow_parameters()
         self._show()
 
     def names(self, account: Account) -> frozenset[str]:
@@ -256,9 +293,10 @@ class Home:
     # ------------------------------------------------------------------ steps
 
     def lend(
-        self, accounts: Sequence[Account], step: int, *, undo: bool = False, moved: Collection[Account] = ()
+        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
+        undo = what in (Lent.MASTERS, Lent.ALL)
         beside = [account for account in accounts if account.name not in self._kept]
         if beside:
             self._note(beside, undo=undo)
@@ -267,12 +305,14 @@ class Home:
         todo = [(chunk, [wanted[name] for name in chunk.names if name in wanted]) for chunk in self._chunks]
         todo = [(chunk, own) for chunk, own in todo if own]
         for number, (chunk, own) in enumerate(todo):
-            buckets = [bucket for bucket in chunk.buckets if bucket is not chunk.momentum or own[0] not in moved]
+            buckets = chunk.lent(what, moved=own[0] in moved)
+            read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
                 held |= self._opened(bucket)
-            for bucket in todo[number + 1][0].buckets if number + 1 < len(todo) else ():
-                self._arenas[bucket].start(bucket)
+            for following, others in todo[number + 1 : number + 2]:
+                for bucket in following.lent(what, moved=others[0] in moved):
+                    self._arenas[bucket].start(bucket)
             self._note(own, undo=undo)
             lent = [self._views(account, held) for account in own]
             yield own, lent
@@ -285,8 +325,11 @@ class Home:
                     self._codec.encode(views[MOMENTUM], parts, account.name, step)
             self._look(own, lent)
             for bucket in buckets:
-                self._arenas[bucket].close(bucket)
-            self._written += buckets
+                if bucket in read_only:
+                    self._arenas[bucket].leave(bucket)
+                else:
+                    self._arenas[bucket].close(bucket)
+                    self._written.append(bucket)
 
     def _note(self, accounts: Sequence[Account], *, undo: bool) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it."""
@@ -294,7 +337,7 @@ class Home:
             return
         for account in accounts:
             kept = self._kept[account.name].slots if account.name in self._kept else {}
-            in_file = {name for name, slot in kept.items() if isinstance(self._store(account, slot), FileStore)}
+            in_file = {name for name, slot in kept.items() if isinstance(self._store(account.name, slot), FileStore)}
             states = {**self._state_of(account)}
             written = [local_tensor(value) for name, value in states.items() if name not in in_file]
             for tensor in [*written, *([account.local.detach()] if undo else [])]:
@@ -303,12 +346,11 @@ class Home:
 
     def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
         kept = self._kept[account.name]
-        found = {**self._state_of(account), **{name: held[slot] for name, slot in kept.states.items() if slot in held}}
+        found = {name: tensor for name, tensor in {**self._state_of(account)}.items() if name not in kept.slots}
+        found |= {name: held[slot] for name, slot in (kept.states | kept.masters).items() if slot in held}
         parts = {name: held[slot] for name, slot in kept.momentum.items() if slot in held}
         if parts:
-            found[MOMENTUM] = self._codec.decode(parts, account.local.dtype)
-        elif kept.momentum:
-            found.pop(MOMENTUM, None)
+            found[MOMENTUM] = self._codec.decode(parts, decode_dtype(account.spec.state_dtype))
         return found
 
     def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]]) -> None:
@@ -337,19 +379,26 @@ class Home:
         Raises:
             OffloadError: on every rank, if a disk of one failed.
         """
-        what = "could not keep optimizer state: weights and state are as they were"
-        with self._agreeing(what, meets=self._on_disk):
+        with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield
             for store in self._stores:
                 store.finish()
         for store in self._stores:
             store.commit(self._written)
+        for account in self._accounts.values():
+            self._rounded_at[account.name] = edits_of(account.param)
         self._written = []
         self._undone.clear()
         self._new_momenta()
         self._show()
         if self._last is not None:
             self._read_ahead(self._last)
+
+    def confirm(self) -> None:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        with self._agreeing(_NOT_KEPT, meets=self._on_disk):
+            for store in self._stores:
+                store.finish()
 
     @contextmanager
     def _agreeing(self, what: str, *, meets: bool = True) -> Iterator[None]:
@@ -362,6 +411,8 @@ class Home:
         try:
             yield
         except OffloadError as error:
+            if error is self._told:
+                raise
             failure = error
         except BaseException:
             self._undo()
@@ -375,16 +426,15 @@ class Home:
         if not any(failed):
             return
         self._undo()
-        if failure is not None:
-            raise failure
         ranks = ranks_named([rank for rank, flag in enumerate(failed) if flag])
-        raise OffloadError(f"{ranks} {what}; the error there says why")
+        self._told = failure or OffloadError(f"{ranks} {what}; the error there says why")
+        raise self._told
 
     def _undo(self) -> None:
         """All is as it was ahead of the step."""
         for store in self._stores:
             store.abort()
-        for tensor, before in self._undone:
+        for tensor, before in reversed(self._undone):
             tensor.copy_(before)
         self._undone.clear()
         self._written = []
@@ -404,6 +454,7 @@ class Home:
 
     def own(self) -> None:
         """What users put into the optimizer's state, as they may, becomes what is kept."""
+        self._follow_parameters()
         moved = False
         for owner, shown in self._shown.items():
             slots = self._state_of(self._accounts[owner])
@@ -421,6 +472,7 @@ class Home:
         """Someone wrote to what is shown."""
         for arena in set(self._arenas.values()):
             arena.discard()
+        self._follow_parameters()
         self._wrong.clear()
         self._moved.clear()
         for chunk in self._chunks:
@@ -428,11 +480,30 @@ class Home:
             for bucket in chunk.buckets:
                 held |= self._arenas[bucket].open(bucket)
             own = [self._accounts[name] for name in chunk.names]
-            self._look(own, [self._views(account, held) for account in own])
+            lent = [self._views(account, held) for account in own]
+            self._look(own, lent)
+            round_masters({a: weight_of(a, views) for a, views in zip(own, lent, strict=True)})
             for bucket in chunk.buckets:
                 self._arenas[bucket].leave(bucket)
+        for account in self._accounts.values():
+            self._rounded_at[account.name] = edits_of(account.param)
         self._new_momenta()
         self._seen = self._edits()
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Master weights of parameters that were edited become these, where they are not rounded to them."""
+        for account in self._accounts.values():
+            bucket = self._chunk_of[account.name].masters
+            if bucket is None or not account.spec.master:
+                continue
+            if (edits := edits_of(account.param)) != self._rounded_at.get(account.name):
+                self._arenas[bucket].forget(bucket)
+                slot = self._kept[account.name].masters[MASTER]
+                master = self._store(account.name, slot).current(slot)
+                param = account.local.detach().to(master.device)
+                master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+                self._rounded_at[account.name] = edits
 
     def _new_momenta(self) -> None:
         """What was made of the momenta before is of no use any more."""
@@ -451,7 +522,7 @@ class Home:
                 mesh = host_mesh(account.param.device_mesh, self._meshes)
             found = self._shown.setdefault(account.name, {})
             for name, slot in kept.slots.items():
-                tensor = self._store(account, slot).current(slot)
+                tensor = self._store(account.name, slot).current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
                     each = "element" if tensor.shape == account.local.shape else "row"
                     found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
@@ -461,8 +532,8 @@ class Home:
                 self._optimizer.state[account.param] = _Settled(self, slots)
         self._seen = self._edits()
 
-    def _store(self, account: Account, slot: Slot) -> Store:
-        chunk = self._chunk_of[account.name]
+    def _store(self, name: str, slot: Slot) -> Store:
+        chunk = self._chunk_of[name]
         return next(self._arenas[bucket].store for bucket in chunk.buckets if slot in bucket.slots)
 
     @property

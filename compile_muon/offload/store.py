@@ -121,6 +121,9 @@ class Store:
     def discard(self) -> None:
         """Forget what is in buffers: someone wrote to :meth:`current`."""
 
+    def forget(self, bucket: Bucket) -> None:
+        """Someone writes to :meth:`current` of this one, which nobody works on."""
+
     def current(self, slot: Slot) -> Tensor:
         """What is kept, in host memory or as mapped from a file, for whoever looks at all of it."""
         raise NotImplementedError
@@ -324,6 +327,15 @@ class FileStore(Store):
     def discard(self) -> None:
         """Forget what is in memory: someone wrote to what is mapped."""
         self.abort()
+
+    def forget(self, bucket: Bucket) -> None:
+        """What was read of it ahead."""
+        with self._lock:
+            for held in self._held:
+                if held.bucket is bucket:
+                    for request in held.reading:
+                        request.exception()
+                    held.reading, held.bucket, held.ahead = [], None, False
 
     # ------------------------------------------------------------------ buffers
 

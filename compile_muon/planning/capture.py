@@ -28,6 +28,7 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives
 from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
+from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
 from compile_muon.planning.machine import Machine
@@ -58,8 +59,8 @@ class Captured:
         ranks: of the job.
         resident: bytes that are live all the time: "parameters" and "optimizer".
         codegen: that graphs were made for.
-        states: bytes of optimizer state that can be offloaded: "momenta", and "moments" for all that methods keep of
-            each element beside them.
+        states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
+            them, and "masters" for weights that graphs read in a lower dtype; "rounded" is what then stays of these.
     """
 
     graphs: tuple[Played, ...]
@@ -206,7 +207,7 @@ def captured(
     states = [value for account in trained for value in optimizer.state[account.param].values()]
     away = 0 if home is None else home.bytes_away - home.bytes_in_buffers
     resident = {
-        "parameters": sum(x.nbytes for a in accounts for x in (a.local, a.replica) if x is not None),
+        "parameters": sum(_weight_bytes(account) for account in accounts),
         "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,
     }
     ranks = 1 if mesh is None else mesh.size
@@ -215,9 +216,21 @@ def captured(
     )
 
 
+def _weight_bytes(account: Account) -> int:
+    """Of the shard, and of what is resident beside it; where dtypes agree the shard is a part of that."""
+    local, replica = account.local, account.replica
+    if replica is None:
+        return local.nbytes
+    return replica.nbytes + (local.nbytes if replica.dtype is not local.dtype else 0)
+
+
 def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
-    found = {"momenta": 0, "moments": 0}
+    found = {"momenta": 0, "moments": 0, "masters": 0, "rounded": 0}
     for account in trained:
+        local, compute = account.local, decode_dtype(account.spec.compute_dtype)
+        if compute.itemsize < local.dtype.itemsize:
+            found["masters"] += local.nbytes
+            found["rounded"] += 0 if account.spec.layout.resident else local.numel() * compute.itemsize
         for slot, state in optimizer.state[account.param].items():
             if slot.startswith("momentum"):
                 found["momenta"] += local_tensor(state).nbytes

@@ -309,18 +309,28 @@ def with_offload(
 
     A step's writes wait for what they read: state comes in once for them, over the slower of the two ways. What
     directions of backward fetch, and what goes back, travels beside the last micro-batch's backward, two thirds of it,
-    and is waited for as far as it takes longer; momenta in a file need no more than that.
+    and is waited for as far as it takes longer; momenta in a file need no more than that. Gradients count as they were,
+    though beside offloaded masters they have the dtype of the weights that stay.
     """
     if offload is None:
         return figures
-    total = states["moments"] + (states["momenta"] if offload.momentum else 0)
+    masters = states["masters"] if offload.masters else 0
+    beside = states["moments"] + masters
+    total = beside + (states["momenta"] if offload.momentum else 0)
     away = math.ceil(offload.ratio * total)
+    kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
     left = min(away, offload.buffer_count * offload.buffer_bytes) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
         left = away
-    peak = figures.peak_bytes - away + left
-    memory = {**figures.memory, "optimizer": max(figures.memory.get("optimizer", 0) - away, 0), "offload buffers": left}
-    moments = math.ceil(away * states["moments"] / total) if total else 0
+    peak = figures.peak_bytes - away + left + kept
+    gone = math.ceil(offload.ratio * masters)
+    memory = {
+        **figures.memory,
+        "parameters": figures.memory.get("parameters", 0) - gone + kept,
+        "optimizer": max(figures.memory.get("optimizer", 0) - away + gone, 0),
+        "offload buffers": left,
+    }
+    moments = math.ceil(away * beside / total) if total else 0
     seconds = 0.0
     if rate := _rate(offload.device, machine):
         late = (away - moments) / rate - 2 / 3 * figures.step_seconds / micro_batches

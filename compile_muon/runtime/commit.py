@@ -17,17 +17,29 @@ from torch import Tensor
 
 from compile_muon.kernels import Averages, muon_apply
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, matrix_method
+from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.lender import MASTER, Lent
 from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["Lend", "Matrices", "Prepared", "advance", "commit_elements", "commit_states", "commit_weights"]
 
 
-#: accounts -> some of them after the other, each with its states: what is written to these is kept. The momentum is one
-#: of them, but where it was moved already.
-Lend = Callable[[Sequence[Account]], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
+#: accounts, what of them -> some of them after the other, each with its states: what is written to these is kept. The
+#: momentum is one of them, but where it was moved already.
+Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
+
+
+def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
+    """What a step writes of a parameter: the shard, or the master weight that it is rounded from."""
+    return local_tensor(states[MASTER]) if account.spec.master else account.local.detach()
+
+
+def gradient_of(account: Account) -> Tensor:
+    """The shard of ``.grad`` in the dtype of the states."""
+    return account.local_grad.to(decode_dtype(account.spec.state_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,19 +104,23 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | Non
     for group in groups:
         if group.joint and beside:
             continue
-        for accounts, states in lend(list(group.directions)):
+        for accounts, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
             of = dict(zip(accounts, states, strict=True))
             own = [(part, sums) for part, sums in summed if part.group is group and part.account in of]
             found += _after(own, of, withheld)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
             with _unless(withheld, list(momenta.values())):
-                grads = [account.local_grad for account in momenta]
+                grads = [gradient_of(account) for account in momenta]
                 advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
     return Prepared(groups, beside, found)
 
 
 def commit_weights(
-    prepared: Prepared, summed: Sequence[Account], everyone: dist.ProcessGroup | None, withheld: Tensor | None
+    prepared: Prepared,
+    summed: Sequence[Account],
+    everyone: dist.ProcessGroup | None,
+    withheld: Tensor | None,
+    lend: Lend | None = None,
 ) -> None:
     """Move matrices along their directions.
 
@@ -112,22 +128,38 @@ def commit_weights(
         summed: matrices of methods with facts, with a gradient or without: on every rank the same.
         everyone: all ranks of the optimizer.
         withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        lend: gives the master weights of those that are rounded copies; None where none is.
     """
-    for group in prepared.groups:
-        if group.plain and group.directions:
-            _commit_plain(group, averaged=prepared.averaged, withheld=withheld)
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
-    for part, piece, after in prepared.parts:
-        _write(part, piece, after, totals.get(part.account), withheld)
+    for group in prepared.groups:
+        moved = list(group.directions)
+        for accounts, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
+            weights = {account: weight_of(account, own) for account, own in zip(accounts, states, strict=True)}
+            if group.plain:
+                _commit_plain(group, weights, averaged=prepared.averaged, withheld=withheld)
+            for part, piece, after in prepared.parts:
+                if part.group is group and part.account in weights:
+                    _write(part, piece, after, weights[part.account], totals.get(part.account), withheld)
+            round_masters(weights)
 
 
-def _commit_plain(group: Matrices, *, averaged: bool, withheld: Tensor | None) -> None:
+def round_masters(weights: Mapping[Account, Tensor]) -> None:
+    """Parameters that are rounded copies follow their master weights, which a step has written."""
+    for account, master in weights.items():
+        if account.spec.master:
+            account.local.detach().copy_(master)
+
+
+def _commit_plain(
+    group: Matrices, weights: Mapping[Account, Tensor], *, averaged: bool, withheld: Tensor | None
+) -> None:
     averaged = averaged and group.joint
     # What is moved, along what, and momentum and gradient, a row each.
     rows: list[tuple[Tensor, ...]] = []
     scales: list[float] = []
-    for account, direction in group.directions.items():
-        tensors = (account.local.detach(), direction, *((account.momentum, account.local_grad) if averaged else ()))
+    for account, weight in weights.items():
+        direction = group.directions[account]
+        tensors = (weight, direction, *((account.momentum, account.local_grad) if averaged else ()))
         parts = account.spec.parts
         own = [group.scale(part.rows, part.cols) for part in parts]
         if len(set(own)) > 1:  # unequal matrices of a view
@@ -195,13 +227,18 @@ class _Part(NamedTuple):
         each = {state.name: state.each for state in self.group.method.states}[name]
         return self.part.of_rows(tensor) if each == "row" else self.part.of(tensor)
 
+    @property
+    def direction(self) -> Tensor:
+        wide = torch.promote_types(decode_dtype(self.account.spec.state_dtype), torch.float32)
+        return self.part.of(self.group.directions[self.account]).to(wide)
+
     def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
-        wide = torch.promote_types(self.account.local.dtype, torch.float32)
+        direction = self.direction
         return Piece(
-            direction=self.part.of(self.group.directions[self.account]).to(wide),
-            weight=self.part.of(self.account.local.detach()).to(wide),
-            grad=self.part.of(self.account.local_grad),
-            states={state.name: self.state(state.name, states) for state in self.group.method.states if states},
+            direction=direction,
+            weight=self.part.of(weight_of(self.account, states)).to(direction.dtype),
+            grad=self.part.of(gradient_of(self.account)),
+            states={state.name: self.state(state.name, states) for state in self.group.method.states},
             sums=sums,
             rates=self.group.rates,
             rows=self.part.rows,
@@ -214,9 +251,9 @@ def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
     all that share a group at once."""
     sums = []
     for part in parts:
-        row_sums = part.group.method.row_sums
-        piece = None if row_sums is None else part.piece({}, None)
-        sums.append(None if row_sums is None or piece is None else row_sums(piece.direction, piece.weight))
+        row_sums, direction = part.group.method.row_sums, part.direction
+        weight = part.part.of(part.account.local.detach()).to(direction.dtype)
+        sums.append(None if row_sums is None else row_sums(direction, weight))
     shared: dict[str, list[Tensor]] = {}
     for part, own in zip(parts, sums, strict=True):
         if own is not None and part.account.spec.cut_in_columns:
@@ -276,19 +313,22 @@ def _totals(
     return found
 
 
-def _write(part: _Part, piece: Piece, after: After, facts: Tensor | None, withheld: Tensor | None) -> None:
+def _write(
+    part: _Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, withheld: Tensor | None
+) -> None:
     group = part.group
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
     move: Any = -(lr * group.scale(piece.rows, piece.cols))
-    if group.method.finish is not None and facts is not None:
-        own = facts[part.part.first : part.part.first + len(piece.direction)].to(piece.direction.dtype)
-        keep, move = group.method.finish(own, keep, move, piece)
-    keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim else x for x in (keep, move))
-    if group.rates.get("cautious_decay", False):
-        keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
-    with _in_rows(part.account.local.detach()) as local, _unless(withheld, [local]):
-        part.part.of(local).copy_(piece.weight * keep + after.direction * move)
+    with _in_rows(weight) as rows, _unless(withheld, [rows]):
+        piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
+        if group.method.finish is not None and facts is not None:
+            own = facts[part.part.first : part.part.first + len(piece.direction)].to(piece.direction.dtype)
+            keep, move = group.method.finish(own, keep, move, piece)
+        keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim else x for x in (keep, move))
+        if group.rates.get("cautious_decay", False):
+            keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
+        part.part.of(rows).copy_(piece.weight * keep + after.direction * move)
 
 
 # ------------------------------------------------------------------------------------------- element by element
@@ -315,7 +355,7 @@ def commit_elements(
             count = row[state.name]
             if state.each == "parameter" and account.local.is_cuda and not count.is_cuda:
                 row[state.name] = count.to(account.local.device, non_blocking=True)
-    params = [account.local.detach() for account in accounts]
+    params = [weight_of(account, row) for account, row in zip(accounts, slots, strict=True)]
     states: list[MutableMapping[str, Tensor]] = [
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
@@ -324,7 +364,8 @@ def commit_elements(
     with _unless(withheld if written else None, written):
         before = [param.clone() for param in params] if decays else []
         given = {**rates, "weight_decay": 0.0} if decays else rates
-        method.step(params, [account.local_grad for account in accounts], states, given, withheld)
+        method.step(params, [gradient_of(account) for account in accounts], states, given, withheld)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
             param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))
+    round_masters(dict(zip(accounts, params, strict=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -11,7 +12,26 @@ from torch import Tensor
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
 
-__all__ = ["Lender"]
+__all__ = ["MASTER", "Lender", "Lent"]
+
+#: the state that is a master weight, of parameters that are rounded copies of one
+MASTER = "master_weight"
+
+
+class Lent(Enum):
+    """What of parameters a step asks for.
+
+    Attributes:
+        STATES: momenta and what methods keep.
+        BESIDE_MASTERS: the same, and master weights to be read only.
+        MASTERS: master weights, to be written.
+        ALL: states and master weights, to be written.
+    """
+
+    STATES = "states"
+    BESIDE_MASTERS = "states beside masters"
+    MASTERS = "masters"
+    ALL = "all"
 
 
 class Lender(Protocol):
@@ -31,19 +51,23 @@ class Lender(Protocol):
         """
 
     def lend(
-        self, accounts: Sequence[Account], step: int, *, undo: bool = False, moved: Collection[Account] = ()
+        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
 
         Args:
             accounts: in any order.
+            what: of them. The block that is given master weights to write writes to the parameters too: they are put
+                back if the step fails.
             step: which one.
-            undo: whether the block writes to the parameters too: they are put back if the step fails.
             moved: of whom the momentum is not asked for.
         """
 
     def writing(self) -> AbstractContextManager[None]:
         """Around all that a step writes to states: on every rank all of it is kept, or nothing."""
+
+    def confirm(self) -> None:
+        """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""
 
     def wrong(self, account: Account, label: str) -> Tensor | None:
         """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if

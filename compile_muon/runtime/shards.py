@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compile_muon.passes.methods import State
-from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.spec import ParamSpec, decode_dtype
 
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
@@ -134,4 +134,5 @@ def new_state(account: Account, state: State) -> Tensor:
     if state.each == "row":
         view = account.spec.muon_settings.view
         own = row_state_shape(account.spec, own, view.count if view is not None and view.dim == 1 else 1)
-    return as_state(account, local.new_zeros(own), state.each)  # in plans, fake
+    zeros = local.new_zeros(own, dtype=decode_dtype(account.spec.state_dtype))  # in plans, fake
+    return as_state(account, zeros, state.each)

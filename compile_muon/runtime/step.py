@@ -27,7 +27,7 @@ from compile_muon.runtime.commit import Matrices, commit_elements, commit_states
 from compile_muon.runtime.decision import Decision, Facts, decide, over
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
 from compile_muon.runtime.qk_clip import check_heads, clip_heads
 from compile_muon.runtime.replicas import start_refresh
@@ -542,31 +542,34 @@ class Step:
         beside = self.home is None
         # Where the device decides whether to write, no momentum has been moved for good.
         moved = self.home.moved(self.fetches) if self.home is not None and withheld is None else frozenset[Account]()
+        # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
+        masters = [account for account in self.muon if account.spec.master]
         with self.home.writing() if self.home is not None else nullcontext():
             with self.ledger.range("step commit muon"):
                 prepared = commit_states(matrices, partial(self.lend, moved=moved), withheld, beside=beside)
-                if beside:
-                    commit_weights(prepared, self.summed, self.group, withheld)
+                if self.home is not None and masters and self.summed:
+                    self.home.confirm()
+                if beside or masters:
+                    commit_weights(prepared, self.summed, self.group, withheld, self.lend if masters else None)
             with self.ledger.range("step commit adamw"):
                 for method, group, own in rest:
-                    for chosen, states in self.lend(own, undo=True):
+                    for chosen, states in self.lend(own, Lent.ALL):
                         commit_elements(method, group, chosen, states, withheld)
-        if not beside:  # a disk that fails has moved nothing
+        if not (beside or masters):
             with self.ledger.range("step commit muon"):
                 commit_weights(prepared, self.summed, self.group, withheld)
         if (threshold := self.config.muon.qk_clip) is not None:
             self.max_logit = clip_heads(self.muon, threshold, self.group, withheld)
 
     def lend(
-        self, accounts: Sequence[Account], *, undo: bool = False, moved: Collection[Account] = ()
+        self, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """Their states, to be read and written; all at once where they are beside the parameters.
 
         Args:
-            undo: whether the parameters are written to as well.
             moved: whose momentum has been moved already.
         """
         if self.home is not None:
-            yield from self.home.lend(accounts, self.ledger.status.step, undo=undo, moved=moved)
+            yield from self.home.lend(accounts, what, self.ledger.status.step, moved=moved)
         elif accounts:
             yield accounts, [self.optimizer.state[account.param] for account in accounts]

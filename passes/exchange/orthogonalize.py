@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..holder import FETCH
 from ..methods import matrix_method
-from ..spec import ParamSpec
+from ..spec import ParamSpec, decode_dtype
 from .local import local
 from .matrices import wire_dtype
 from .owner import owner
@@ -58,8 +58,8 @@ def orthogonalize_group(
     """Muon directions of many parameters.
 
     Args:
-        grads: averaged gradient of each shard, ``spec.layout.local_shape``, master dtype.
-        momenta: EMA of the gradients before these, same shapes; empty where it is fetched.
+        grads: averaged gradient of each shard, ``spec.layout.local_shape``, ``spec.dtype``.
+        momenta: EMA of the gradients before these, same shapes, ``spec.state_dtype``; empty where it is fetched.
         hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
         specs: static facts, of one :func:`route`; all with ``muon`` set.
         owners: of each share, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
@@ -73,6 +73,7 @@ def orthogonalize_group(
     updates = []
     for grad, momentum, hyper, spec in zip(grads, momenta, hypers, specs, strict=True):
         muon = spec.muon_settings
+        grad = grad.to(decode_dtype(spec.state_dtype))
         if muon.fetched:
             momentum = FETCH(momentum, grad)
         before = matrix_method(muon.algorithm).before

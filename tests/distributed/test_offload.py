@@ -39,6 +39,8 @@ def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any
 def made(*, mesh: tuple[int, int] | None = None, **settings: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
     torch.manual_seed(0)
     model = Odd().to(DEVICE)
+    if "param_dtype" in settings:  # gradients of several uses add up in the parameter's dtype
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     if mesh is not None:
         settings["mesh"] = init_device_mesh(DEVICE.type, mesh, mesh_dim_names=("replicate", "shard"))
     return model, compile_muon.MuonZero(model, ns_dtype="float32", **settings)
@@ -65,10 +67,13 @@ def run(
 
 
 def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
-    """Weights and states, whole."""
+    """Master weights and states, whole."""
     found = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        found |= {f"{slot} of {name}": full(value).clone() for slot, value in optimizer.state[param].items()}
+        states = {slot: full(value).clone() for slot, value in optimizer.state[param].items()}
+        rounded, found[name] = found[name], states.pop("master_weight", found[name])
+        assert torch.equal(found[name].to(rounded.dtype), rounded)
+        found |= {f"{slot} of {name}": value for slot, value in states.items()}
     return found
 
 
@@ -79,11 +84,12 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
     loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
-    momentum = given.pop("momentum_too", True)
+    what = {"momentum": given.pop("momentum_too", True), "masters": "param_dtype" in given}
     found = []
     for place in (None, where):
         torch._dynamo.reset()
-        pair = made(**given, **offload(place, folder, ratio=ratio, momentum=momentum))
+        pair = made(**given, **offload(place, folder, ratio=ratio, **what))
+        assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
         run(*pair, range(4), **loop)
         found.append({**everything(*pair), "bytes": torch.tensor(pair[1].traffic.bytes_sent)})
         used = pair[1].metrics()["directions_used"]
@@ -92,17 +98,35 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
 
 
 STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
+MASTERS = {"param_dtype": torch.bfloat16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED}),
     "accumulated": (2, {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3}),
     "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05}),
     "partly": (1, {"where": "nvme", "stage": 2, **STEP, "ratio": 0.4}),
     "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
+    "masters": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "method": "muonh"}),
+    "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "adamuon": (2, {"where": "nvme", "stage": 1, **STEP, "method": "adamuon", "auxiliary": "lion"}),
     "replicas": (4, {"where": "nvme", "stage": 2, **STEP, "mesh": (2, 2), "method": "normuon"}),
     "inductor": (2, {"where": "nvme", "stage": 2, "update": "backward", "codegen": "inductor"}),
+    "masters, replicas": (
+        4,
+        {
+            "where": "nvme",
+            "stage": 3,
+            **STEP,
+            **MASTERS,
+            "mesh": (2, 2),
+            "method": "adamuon",
+            "shard_state_over": "all",
+        },
+    ),
+    "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "normuon"}),
+    "masters, stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED, **MASTERS}),
+    "masters, stage 1": (2, {"where": "nvme", "stage": 1, **COMPILED, **MASTERS}),
     "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),
     **{way: (2, {"where": "nvme", "stage": 3, **STEP, "method": way}) for way in ("normuon", "muonh", "heavy_ball")},
 }
@@ -122,7 +146,7 @@ def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], t
 def resumed(
     where: str | None, folder: str, stage: int, steps: tuple[int, int], load: bool, asynchronous: bool
 ) -> dict[str, Tensor]:
-    model, optimizer = made(stage=stage, update="step", **offload(where, folder))
+    model, optimizer = made(stage=stage, update="step", **MASTERS, **offload(where, folder, masters=True))
     checkpointer = compile_muon.Checkpointer(Path(folder) / "saved", asynchronous=asynchronous)
     if load:
         checkpointer.load(model, optimizer)
@@ -172,6 +196,41 @@ def test_users_read_and_write_states(ranks: Callable[[int], Ranks], tmp_path: Pa
     assert not differing(resident, away)
 
 
+def with_averages(where: str | None, folder: str) -> dict[str, Tensor]:
+    """Averages of the weights are swapped in and out, then a weight is halved for good."""
+    model, optimizer = made(stage=3, update="step", **MASTERS, **offload(where, folder, masters=True))
+    for step in range(3):
+        run(model, optimizer, range(step, step + 1))
+        before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.data.copy_(param.data * 0.5)
+        for param, own in zip(model.parameters(), before, strict=True):
+            param.data.copy_(own)
+    halved = dict(model.named_parameters())["uneven.weight"]
+    with torch.no_grad():
+        halved.mul_(0.5)
+    if where is None:  # what is edited is the rounded weight
+        halved.data.copy_(halved.data.bfloat16().to(halved.dtype))
+    saved = Path(folder) / f"saved {where}"
+    compile_muon.Checkpointer(saved).save(3, model, optimizer)
+    run(model, optimizer, range(3, 4))
+    compile_muon.Checkpointer(saved).load(model, optimizer)
+    run(model, optimizer, range(4, 5))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("given", [{"reduce_dtype": torch.float32}, {"gradient_accumulation_steps": 2}, {"qk_clip": 1}])
+def test_rounded_weights_have_rounded_gradients(given: dict[str, Any]) -> None:
+    with pytest.raises(compile_muon.ConfigError, match="OffloadConfig.masters = True: ") as error:
+        made(**MASTERS, **given, offload={"device": "cpu", "masters": True})
+    assert next(iter(given)) in str(error.value) or "micro-batches" in str(error.value)
+
+
+def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    resident, away = (ranks(2).run(with_averages, where=place, folder=str(tmp_path))[0] for place in (None, "nvme"))
+    assert not differing(resident, away)
+
+
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
@@ -188,9 +247,9 @@ class Failing:
         return self.call(*args)
 
 
-def through_a_fault(folder: str, what: str, after: int, number: int, rank: int) -> dict[str, Any]:
+def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
     """Two steps, one that the disk of a rank fails in, and the same step again."""
-    model, optimizer = made(stage=2, update="step", **offload("nvme", folder, buffer_count=2))
+    model, optimizer = made(stage=2, update="step", **given, **offload("nvme", folder, buffer_count=2, masters=True))
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
@@ -217,23 +276,26 @@ def through_a_fault(folder: str, what: str, after: int, number: int, rank: int) 
 
 
 @pytest.mark.parametrize(
-    ("what", "calls"),
+    ("what", "calls", "given"),
     [
-        ("_read", (0, 5)),
-        ("_write", (0, 6)),
-        pytest.param("_read", range(6), marks=pytest.mark.full),
-        pytest.param("_write", range(0, 14, 2), marks=pytest.mark.full),
+        ("_read", (0, 5), {}),
+        ("_write", (0, 6), {}),
+        ("_write", (12, 15), {**MASTERS, "method": "normuon"}),
+        pytest.param("_read", range(6), {}, marks=pytest.mark.full),
+        pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
+        pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
+        pytest.param("_read", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
     ],
 )
 def test_a_disk_that_fails_changes_nothing(
-    ranks: Callable[[int], Ranks], tmp_path: Path, what: str, calls: Iterable[int]
+    ranks: Callable[[int], Ranks], tmp_path: Path, what: str, calls: Iterable[int], given: dict[str, Any]
 ) -> None:
     group = ranks(2)
-    resident = group.run(untouched)[0]
+    resident = group.run(untouched, **given)[0]
     seen = 0
     for after in calls:
         number = errno.EIO if what == "_read" or after % 4 else errno.ENOSPC
-        found = group.run(through_a_fault, folder=str(tmp_path), what=what, after=after, number=number, rank=1)
+        found = group.run(through_a_fault, folder=str(tmp_path), what=what, after=after, number=number, rank=1, **given)
         if not found[1]["error"]:
             continue  # of a bucket that was read ahead, and later anew
         seen += 1
@@ -245,8 +307,8 @@ def test_a_disk_that_fails_changes_nothing(
     assert seen
 
 
-def untouched() -> dict[str, Tensor]:
-    pair = made(stage=2, update="step")
+def untouched(**given: Any) -> dict[str, Tensor]:
+    pair = made(stage=2, update="step", **given)
     run(*pair, range(4))
     return everything(*pair)
 

@@ -423,6 +423,7 @@ def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pyt
 # ----------------------------------------------------------------------------------------------------------- offload
 
 GB = 2**30
+STATES = {"momenta": 10 * GB, "moments": 20 * GB, "masters": 16 * GB, "rounded": 8 * GB}
 
 
 def on_a_gpu(**more: float) -> plans.Machine:
@@ -444,7 +445,7 @@ def test_offload_takes_state_away_and_makes_a_step_wait(
     offload = plans.OffloadConfig(device, "/", ratio=share, momentum=momentum, buffer_count=2, buffer_bytes=GB)
     before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB})
     machine = on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=5 * GB)
-    found = plans.with_offload(before, offload, {"momenta": 10 * GB, "moments": 20 * GB}, machine)
+    found = plans.with_offload(before, offload, STATES, machine)
     assert found.peak_bytes == (120 - away + 2) * GB
     assert found.memory == {"optimizer": (35 - away) * GB, "offload buffers": 2 * GB}
     assert found.step_seconds == pytest.approx(4 + seconds)
@@ -453,16 +454,24 @@ def test_offload_takes_state_away_and_makes_a_step_wait(
     assert plans.with_offload(before, None, {}, machine) is before
 
 
+def test_masters_away_leave_what_graphs_read() -> None:
+    offload = plans.OffloadConfig(ratio=0.5, masters=True, buffer_count=2, buffer_bytes=GB)
+    before = replace(figures(2, 4000, 120), memory={"optimizer": 35 * GB, "parameters": 40 * GB})
+    found = plans.with_offload(before, offload, STATES, on_a_gpu(host_bandwidth=10 * GB))
+    assert found.offloaded_bytes == 23 * GB and found.peak_bytes == (120 - 23 + 4 + 2) * GB
+    assert found.memory == {"optimizer": 20 * GB, "parameters": 36 * GB, "offload buffers": 2 * GB}
+
+
 def test_momenta_that_take_longer_than_backward_are_waited_for() -> None:
     """4 s of step, in each of two micro-batches 4/3 s of backward; at 2 GB/s momenta take 5 s and moments 10."""
-    given = {"momenta": 10 * GB, "moments": 20 * GB}, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=2 * GB)
+    given = STATES, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=2 * GB)
     offload = plans.OffloadConfig("nvme", "/")
     found = [plans.with_offload(figures(2, 4000, 120), offload, *given, many).offload_seconds for many in (1, 2)]
     assert found == pytest.approx([10 + 5 - 8 / 3, 10 + 5 - 4 / 3])
 
 
 def test_the_smallest_offload_that_fits_is_named() -> None:
-    states, machine = {"momenta": 10 * GB, "moments": 20 * GB}, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=GB)
+    states, machine = STATES, on_a_gpu(host_bandwidth=10 * GB, disk_bandwidth=GB)
     said = plans._remedy(figures(2, 4000, 110), states, machine)
     assert said == "fits with offload cpu, ratio 0.4: 98.2 GiB, 30% slower"
     assert plans._remedy(figures(2, 4000, 200), states, machine) == ""
