@@ -185,7 +185,7 @@ class Home:
         zero, remedy = self._config.zero, "leave masters out, so that gradients are float32"
         if spec.reduce_dtype != spec.dtype:
             problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
-        elif zero.gradient_accumulation_steps > 1:
+        elif zero.micro_batches > 1:
             problem = f"makes the gradient of {name} {spec.dtype}, which micro-batches do not add up in"
         elif self._config.muon.qk_clip is not None:
             problem, remedy = "keeps weights where qk_clip does not scale them", "leave one of them out"
