@@ -82,7 +82,11 @@ CASES = (
     Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
-    *(Case(stage, 4, params={"checks": "next_step", "offload": _FEW}) for stage in (2, 3)),
+    *(
+        Case(stage, 4, params={"checks": "next_step", "offload": _FEW | more})
+        for more in ({}, {"masters": True})
+        for stage in (2, 3)
+    ),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(
