@@ -218,10 +218,12 @@ class FileStore(Store):
         self._file = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
         weakref.finalize(self, os.close, self._file)
         self._places: dict[Slot, _Place] = {}
+        # One mapping: each keeps a descriptor, of which a process may have a thousand.
+        memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
         for bucket, start in zip(buckets, starts, strict=True):
             begin = 0
             for slot in bucket.slots:
-                mapped = tuple(self._mapped(slot, g * self.nbytes + start + begin) for g in range(2))
+                mapped = tuple(_viewed(memory[g * self.nbytes + start + begin :], slot) for g in range(2))
                 self._places[slot] = _Place(start + begin, begin, mapped)
                 begin += _up(slot.nbytes)
         largest = max((bucket.nbytes for bucket in buckets), default=0)
@@ -377,11 +379,10 @@ class FileStore(Store):
             for k in range(0, size, _PIECE)
         ]  # fmt: skip
 
-    def _mapped(self, slot: Slot, place: int) -> Tensor:
-        if not slot.nbytes:
-            return torch.empty(slot.shape, dtype=slot.dtype)
-        memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+", place, (slot.nbytes,))
-        return torch.from_numpy(memory).view(slot.dtype).view(slot.shape)
+
+def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
+    """The slot at the start of it."""
+    return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
 
 
 def _read(file: int, memory: np.ndarray, place: int) -> int:
