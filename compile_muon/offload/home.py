@@ -109,7 +109,8 @@ class Home:
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
-        self._followed: dict[Bucket, Bucket] = {}  # what was fetched behind it, the last time
+        # What was opened behind it, the last time; behind None, first in a step.
+        self._followed: dict[Bucket | None, Bucket] = {}
         self._last: Bucket | None = None
         self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and whether it is not finite since
         self._written: list[Bucket] = []  # by the step under way
@@ -277,13 +278,12 @@ class Home:
     def _opened(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Its slots; what is opened behind what is remembered."""
         if bucket is not self._last:
-            if self._last is not None:
-                self._followed[self._last] = bucket
+            self._followed[self._last] = bucket
             self._last = bucket
         return self._arenas[bucket].open(bucket)
 
-    def _read_ahead(self, bucket: Bucket) -> None:
-        """Begin to read what came behind it the last time, as far as there is room."""
+    def _read_ahead(self, bucket: Bucket | None) -> None:
+        """Begin to read what came behind it in a step the last time, as far as there is room."""
         for _ in range(self._buffers):
             following = self._followed.get(bucket)
             if following is None or not self._arenas[following].start(following):
@@ -392,7 +392,9 @@ class Home:
         self._new_momenta()
         self._show()
         if self._last is not None:
-            self._read_ahead(self._last)
+            self._followed.pop(self._last, None)  # what the next step reads is current from now on
+            self._last = None
+        self._read_ahead(None)
 
     def confirm(self) -> None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""

@@ -232,6 +232,13 @@ class _Part(NamedTuple):
         wide = torch.promote_types(decode_dtype(self.account.spec.state_dtype), torch.float32)
         return self.part.of(self.group.directions[self.account]).to(wide)
 
+    def row_sums(self) -> Tensor | None:
+        """Of this rank's columns, where the method asks for some."""
+        if self.group.method.row_sums is None:
+            return None
+        direction = self.direction
+        return self.group.method.row_sums(direction, self.part.of(self.account.local.detach()).to(direction.dtype))
+
     def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
         direction = self.direction
         return Piece(
@@ -249,11 +256,7 @@ class _Part(NamedTuple):
 def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
     """The sums over rows that methods ask for; where ranks have parts of the same rows, summed over these ranks, for
     all that share a group at once."""
-    sums = []
-    for part in parts:
-        row_sums, direction = part.group.method.row_sums, part.direction
-        weight = part.part.of(part.account.local.detach()).to(direction.dtype)
-        sums.append(None if row_sums is None else row_sums(direction, weight))
+    sums = [part.row_sums() for part in parts]
     shared: dict[str, list[Tensor]] = {}
     for part, own in zip(parts, sums, strict=True):
         if own is not None and part.account.spec.cut_in_columns:
