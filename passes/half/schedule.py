@@ -30,10 +30,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
+from ..holder import FETCH
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..work import Category, Work, work_of
 from .buckets import largest_bucket
@@ -49,6 +51,17 @@ class _Leg:
     level: int
     nodes: list[Node] = field(default_factory=list)
 
+    @property
+    def fetches(self) -> bool:
+        """Whether it waits for momenta that are elsewhere."""
+        return any(node.target is FETCH for node in self.nodes)
+
+    @cached_property
+    def sources(self) -> list[Node]:
+        """What it reads of others."""
+        own = set(self.nodes)
+        return [source for node in self.nodes for source in node.all_input_nodes if source not in own]
+
 
 _Chain = list[_Leg]
 
@@ -58,12 +71,14 @@ class _Plan:
     """Where legs go: around those that stay, and at the end of the graph.
 
     Args:
+        ready: wherever all that they read is there.
         end: behind all nodes of the model that wait for nothing of ours.
         waits: behind those that only read what is there by then.
     """
 
     before: dict[_Leg, list[_Leg]] = field(default_factory=lambda: defaultdict(list))
     after: dict[_Leg, list[_Leg]] = field(default_factory=lambda: defaultdict(list))
+    ready: list[_Leg] = field(default_factory=list)
     end: list[_Leg] = field(default_factory=list)
     waits: list[_Leg] = field(default_factory=list)
 
@@ -155,7 +170,9 @@ def exchange_when_reduced(plan: _Plan, reductions: Sequence[_Chain], exchanges: 
     plan.end += started(ready(travels=False))
     while under_way.works:
         plan.end += under_way.advance()
-    plan.end += [leg for chain in waiting for leg in chain]  # that meet nobody
+    alone = [leg for chain in waiting for leg in chain]  # that meet nobody
+    plan.ready += [leg for leg in alone if leg.fetches]
+    plan.end += [leg for leg in alone if not leg.fetches]
     plan.waits += [chain[0] for chain in under_way.chains]
 
 
@@ -246,7 +263,8 @@ class _Order:
 
 def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
     order = _Order(legs)
-    moved = {leg for legs in (*plan.before.values(), *plan.after.values(), plan.end, plan.waits) for leg in legs}
+    lists = (*plan.before.values(), *plan.after.values(), plan.ready, plan.end, plan.waits)
+    moved = {leg for legs in lists for leg in legs}
     body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     last = max((i for i, node in enumerate(body) if (leg := order.leg_of.get(node)) and leg not in moved), default=-1)
     late = []
@@ -260,7 +278,10 @@ def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
         elif leg not in moved and not order.placed(node):
             for item in (*plan.before[leg], leg, *plan.after[leg]):
                 order.place(item)
-    for leg in plan.end:
+        for early in plan.ready:
+            if not order.placed(early.nodes[-1]) and all(map(order.placed, early.sources)):
+                order.place(early)
+    for leg in (*plan.end, *plan.ready):
         order.place(leg)
     for node in late:
         if not order.waits(node):

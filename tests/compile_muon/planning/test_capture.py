@@ -171,7 +171,8 @@ def test_residents_are_what_a_rank_holds() -> None:
     state = 2 * whole - matrices  # a momentum for each matrix, two moments for the rest
     assert captured(0).resident == {"parameters": whole, "optimizer": state}
     assert captured(3).resident == {"parameters": whole // WORLD, "optimizer": state // WORLD}
-    assert captured(1).resident == {"parameters": whole + whole // WORLD, "optimizer": state // WORLD}
+    # In float32 the shard is a part of what is resident.
+    assert captured(1).resident == {"parameters": whole, "optimizer": state // WORLD}
 
 
 @pytest.mark.full
