@@ -43,6 +43,7 @@ class Plan:
     ns_method: str = "standard"
     ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
     reshard_after_forward: bool = True  # of ours and FSDP2 at stage 3; DeepSpeed keeps what fits its default limits
+    offload: Mapping[str, Any] | None = None  # `offload_optimizer` of ours and DeepSpeed, as both take it
 
     @classmethod
     def of(cls, trial: Mapping[str, Any], batch: int, device: torch.device) -> Plan:
@@ -53,6 +54,7 @@ class Plan:
             sequences=batch // trial["micro_batches"],
             device=device,
             dtype=getattr(torch, trial["dtype"]),
+            offload=trial.get("offload"),
         )
 
 
@@ -122,10 +124,13 @@ def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
         }
     else:
         params |= {"lr": plan.adamw_lr}
+    zero: dict[str, object] = {"stage": plan.stage}
+    if plan.offload:
+        zero["offload_optimizer"] = dict(plan.offload)
     return {
         "compile": {"reshard_after_forward": plan.reshard_after_forward},
         "optimizer": {"type": algorithm, "params": params},
-        "zero_optimization": {"stage": plan.stage},
+        "zero_optimization": zero,
         "gradient_accumulation_steps": plan.micro_batches,
         "bf16": {"enabled": plan.dtype == torch.bfloat16},
     }
@@ -169,6 +174,8 @@ def _deepspeed(model: nn.Module, plan: Plan, compiled: bool) -> Session:
     if plan.stage == 3:
         # DeepSpeed raises "Muon and reduce scatter cannot be used together" at stage 3 otherwise.
         zero["reduce_scatter"] = False
+    if plan.offload:
+        zero["offload_optimizer"] = dict(plan.offload)
     config = {
         "train_micro_batch_size_per_gpu": plan.sequences,
         "gradient_accumulation_steps": plan.micro_batches,

@@ -44,6 +44,7 @@ class Trial:
     weigh: bool
     timeout_s: int
     package: str | None = None  # a folder that holds another version of compile_muon than the installed one
+    offload: dict[str, Any] | None = None  # `offload_optimizer`, as ours and DeepSpeed take it
 
 
 class RankFailed(RuntimeError):
@@ -171,6 +172,7 @@ class Ranks:
             "peak_bytes": max(peaks),
             "socket_bytes_per_step": self._per_step("socket_bytes", warmup),
             "counted_bytes_per_step": self._per_step("counted_bytes", warmup),
+            "disk_bytes_per_step": self._per_step("disk_bytes", warmup),
             **{key: built[0][key] for key in ("muon_matrices", "parameters", "note")},
         }
 

@@ -45,6 +45,16 @@ def socket_bytes_sent() -> int | None:
     return total
 
 
+def disk_bytes() -> int | None:
+    """Bytes this process has read from disks and written to them; None where the kernel does not tell."""
+    try:
+        with open("/proc/self/io") as counters:
+            found = dict(line.split(": ") for line in counters)
+        return int(found["read_bytes"]) + int(found["write_bytes"])
+    except (OSError, KeyError):
+        return None
+
+
 # For the ranks' environment: the C library returns blocks of 64 KiB or more as soon as they are freed. Otherwise it
 # keeps them, and how far a process grows says more about fragmentation than about what it needs. It costs time.
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Plan
 from gpt import GPT, PRESETS, muon_names, read_corpus, sample_batch
-from measure import peak_bytes, socket_bytes_sent
+from measure import disk_bytes, peak_bytes, socket_bytes_sent
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
@@ -87,6 +87,7 @@ class Rank:
             # Only Gloo's traffic goes through sockets; NCCL's goes through NVLink or PCIe.
             "socket_bytes": socket_bytes_sent() if dist.get_backend() == "gloo" else None,
             "counted_bytes": count() if count else None,
+            "disk_bytes": disk_bytes(),
         }
 
     def weigh(self) -> int:
