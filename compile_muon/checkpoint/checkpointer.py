@@ -48,8 +48,8 @@ class Checkpointer:
     Args:
         folder: made by the first save; each checkpoint is a folder ``step-N`` in it.
         keep_last: how many to keep; older ones go once a new one is complete.
-        asynchronous: ``save`` returns when everything is copied to host memory; a thread writes it behind training. One
-            at a time: the next ``save`` waits for it, and raises what went wrong.
+        asynchronous: ``save`` returns when everything is copied to host memory, or beside the file that it is in; a
+            thread writes it behind training. One at a time: the next ``save`` waits for it, and raises what went wrong.
     Raises:
         ConfigError: ``keep_last`` or ``asynchronous`` is not what it may be.
     """
@@ -125,7 +125,8 @@ class Checkpointer:
                 values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
             if self._copies is None:
                 self._copies = HostCopies(ranks, keep=self._background is not None)
-            tensors, manifest = self._copies.take(tensors), _manifest(step, ranks, contents, optimizer)
+            tensors = self._copies.take(tensors, contents.folders)
+            manifest = _manifest(step, ranks, contents, optimizer)
         digests = ranks.gather((step, values.digests()))
         others = sorted({other for other, _ in digests} - {step})
         ranks.agree(doing, CheckpointError(f"step = {step}: other ranks save step {others[0]}") if others else None)
@@ -238,7 +239,10 @@ class Checkpointer:
             problems += _unsaved(values, scheduler, loader)
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
-            staged = {source: empty_like(contents.tensors[key], ranks) for key, source in sources.items()}
+            staged = {
+                source: empty_like(contents.tensors[key], ranks, contents.folders.get(key))
+                for key, source in sources.items()
+            }
             read_tensors(place / TENSORS, staged)
             self._own_buffers(staged, sources, contents, values)
             extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
+from compile_muon.storage.disk import memory_in_file
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import named_state
 
@@ -35,6 +37,7 @@ class Contents:
         aliases: further names of tied weights to the first.
         module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
         groups: hyperparameters by the name of the group.
+        folders: of ``tensors`` that are in a file, where it is.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -43,6 +46,7 @@ class Contents:
     aliases: dict[str, str] = field(default_factory=dict)
     module_state: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    folders: dict[str, Path] = field(default_factory=dict)
 
     def facts(self) -> dict[str, TensorFacts]:
         """Shape and dtype of each whole tensor."""
@@ -71,7 +75,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     """
     optimizer._ledger.accounts[0].handouts.check(thoroughly=True)
     optimizer._steps.own_momenta()
-    found = Contents()
+    found, home = Contents(), optimizer._steps.home
     algorithm: dict[int, str] = {}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
@@ -89,14 +93,15 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         if id(value) in sharded:
             found.algorithms[name] = algorithm.get(id(value), "frozen")
             for slot, state in optimizer.state.get(cast("nn.Parameter", value), {}).items():
-                if slot == MASTER:  # in a checkpoint it is the weight, wherever the run that goes on from it keeps that
-                    found.tensors[f"model/{name}"] = state.detach()
-                    continue
+                # A master is the weight in a checkpoint, wherever the run that goes on from it keeps that.
+                key = f"model/{name}" if slot == MASTER else f"optimizer/{name}/{slot}"
                 if not isinstance(state, Tensor):
                     raise CheckpointError(
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
                     )
-                found.tensors[f"optimizer/{name}/{slot}"] = state.detach()
+                found.tensors[key] = state.detach()
+                if home is not None and (folder := home.folder_of(sharded[id(value)], slot)) is not None:
+                    found.folders[key] = folder
         else:
             found.buffers.append(f"model/{name}")
     held = {id(value) for value in tensors.values()}
@@ -112,7 +117,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
 
 
 class HostCopies:
-    """Copies in host memory, whose memory the next copy uses again.
+    """Copies in host memory, or in a file of what is in one, whose memory the next copy uses again.
 
     Args:
         ranks: that hold them.
@@ -125,33 +130,48 @@ class HostCopies:
         self._memory: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors on the CPU, once all are there; DTensors by their shards."""
+    def take(self, tensors: Mapping[str, Tensor], folders: Mapping[str, Path]) -> dict[str, Tensor]:
+        """The same tensors on the CPU, once all are there; DTensors by their shards.
+
+        Args:
+            folders: of those in a file.
+        """
         found, waiting = {}, False
         for key, tensor in tensors.items():
             local = local_tensor(tensor).detach()
             if self._keep or not local.is_cpu:
                 waiting |= not local.is_cpu
-                local = self._room(key, local).copy_(local, non_blocking=True)
+                local = self._room(key, local, folders.get(key)).copy_(local, non_blocking=True)
             found[key] = _on_host(tensor, local.contiguous(), self._ranks)
         if waiting:
             torch.accelerator.synchronize()
         return found
 
-    def _room(self, key: str, local: Tensor) -> Tensor:
+    def _room(self, key: str, local: Tensor, folder: Path | None) -> Tensor:
         kept = self._memory.get(key)
         if kept is None or kept.shape != local.shape or kept.dtype != local.dtype:
             # From pinned memory, the copy is the device's and waits for nothing.
-            kept = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            kept = _new(local, folder, pin=local.is_cuda)
             if self._keep:
                 self._memory[key] = kept
         return kept
 
 
-def empty_like(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """New host memory for what this rank holds of ``tensor``."""
-    local = local_tensor(tensor)
-    return _on_host(tensor, torch.empty(local.shape, dtype=local.dtype), ranks)
+def empty_like(tensor: Tensor, ranks: Ranks, folder: Path | None) -> Tensor:
+    """New host memory, or a file in ``folder``, for what this rank holds of ``tensor``."""
+    return _on_host(tensor, _new(local_tensor(tensor), folder), ranks)
+
+
+def _new(like: Tensor, folder: Path | None, *, pin: bool = False) -> Tensor:
+    if folder is None:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+    try:
+        return memory_in_file(folder, like.shape, like.dtype)
+    except OSError as error:
+        raise CheckpointError(
+            f"offload.nvme_path = {str(folder)!r}: has no place for a copy of the optimizer state there "
+            f"({error.strerror}): make room"
+        ) from error
 
 
 def _on_host(tensor: Tensor, local: Tensor, ranks: Ranks) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -537,6 +538,12 @@ class Home:
     def _store(self, name: str, slot: Slot) -> Store:
         chunk = self._chunk_of[name]
         return next(self._arenas[bucket].store for bucket in chunk.buckets if slot in bucket.slots)
+
+    def folder_of(self, name: str, state: str) -> Path | None:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        slot = self._kept[name].slots.get(state) if name in self._kept else None
+        store = None if slot is None else self._store(name, slot)
+        return store.folder if isinstance(store, FileStore) else None
 
     @property
     def bytes_away(self) -> int:

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from compile_muon.errors import OffloadError, warn_user
+from compile_muon.storage.disk import unnamed_file
 
 __all__ = ["Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
 
@@ -416,26 +416,15 @@ def _page_aligned(nbytes: int, *, pin: bool) -> Tensor:
 def _unnamed(folder: Path, nbytes: int) -> int:
     """A file of that size without a name, all of it allocated, past the page cache where the file system can."""
     try:
-        try:
-            file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-            file, name = tempfile.mkstemp(dir=folder)
-            os.unlink(name)
-        try:
-            os.posix_fallocate(file, 0, nbytes)
-            _pass_the_cache(file, folder)
-            return file
-        except BaseException:
-            os.close(file)
-            raise
+        file = unnamed_file(folder, nbytes)
     except OSError as error:
         raise OffloadError(
             f"offload.nvme_path = {str(folder)!r}: has no place for {nbytes:,} bytes of optimizer state of this rank "
             f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to the "
             "cpu"
         ) from error
+    _pass_the_cache(file, folder)
+    return file
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:

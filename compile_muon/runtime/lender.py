@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -81,6 +82,9 @@ class Lender(Protocol):
 
     def settle(self) -> None:
         """Return when host memory has all that was written."""
+
+    def folder_of(self, name: str, state: str) -> Path | None:
+        """Where the file is that has this state of a parameter; None if it is in memory."""
 
     @property
     def disk_bytes(self) -> tuple[int, int]:

@@ -1,11 +1,16 @@
-"""Files that outlive a crash."""
+"""Files that outlive a crash, and files that go with the process."""
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 
-__all__ = ["sync_folder", "write_bytes"]
+import torch
+from torch import Tensor
+
+__all__ = ["memory_in_file", "sync_folder", "unnamed_file", "write_bytes"]
 
 
 def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
@@ -23,3 +28,31 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def unnamed_file(folder: Path, nbytes: int) -> int:
+    """Open a new file of that size without a name, all of it allocated; it goes when it is closed."""
+    try:
+        file = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        file, name = tempfile.mkstemp(dir=folder)
+        os.unlink(name)
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def memory_in_file(folder: Path, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A new tensor in a file without a name, whose pages the kernel may write there; the file goes with the tensor."""
+    if not (size := shape.numel()):
+        return torch.empty(shape, dtype=dtype)
+    file = unnamed_file(folder, size * dtype.itemsize)
+    try:
+        return torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=dtype).view(shape)
+    finally:
+        os.close(file)  # the mapping keeps it

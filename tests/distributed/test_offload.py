@@ -334,6 +334,38 @@ def test_no_room_is_known_before_anything_is_sharded(ranks: Callable[[int], Rank
     assert not list(tmp_path.iterdir())
 
 
+def without_room_for_a_copy(folder: str) -> list[str]:
+    model, optimizer = made(stage=2, update="step", **offload("nvme", folder))
+    saved = Path(folder) / "saved"
+    compile_muon.Checkpointer(saved).save(0, model, optimizer)
+    run(model, optimizer, range(1))
+    before, errors = everything(model, optimizer), []
+    full_disk = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with mock.patch.object(os, "posix_fallocate", full_disk if world_and_rank()[1] == 1 else os.posix_fallocate):
+        for call in (
+            lambda: compile_muon.Checkpointer(saved, asynchronous=True).save(1, model, optimizer),
+            lambda: compile_muon.Checkpointer(saved).load(model, optimizer),
+        ):
+            with pytest.raises(compile_muon.CheckpointError) as error:
+                call()
+            errors.append(str(error.value))
+    assert not differing(before, everything(model, optimizer))
+    return errors
+
+
+def test_no_room_for_a_copy_beside_the_file_changes_nothing(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for errors in ranks(2).run(without_room_for_a_copy, folder=str(tmp_path)):
+        for error, done in zip(errors, ("saved", "loaded"), strict=True):
+            assert f"was not {done}: rank 1: offload.nvme_path = {str(tmp_path)!r}" in error and "No space" in error
+
+
+def test_descriptors_do_not_grow_with_the_state(tmp_path: Path) -> None:
+    buckets = [store.Bucket([store.Slot(str(number), (4,), torch.float32)]) for number in range(40)]
+    before = len(os.listdir("/proc/self/fd"))
+    kept = store.FileStore(tmp_path, buckets, buffers=2)
+    assert len(os.listdir("/proc/self/fd")) - before <= 2, kept
+
+
 @pytest.mark.full
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     script = textwrap.dedent("""
