@@ -21,6 +21,9 @@ that travels under backward too: a bucket goes on, to Newton-Schulz and further,
 together go on together, a reduction later, since an owner begins the way back by its Newton-Schulz later than the rest
 of its company, who would wait for it at once otherwise. The last bucket is left for the end.
 
+What meets nobody comes last, but for momenta that are fetched from elsewhere: their directions are made as soon as the
+gradients are there, so that momenta come and go under backward.
+
 Places are given by the order of buckets and legs alone. How many nodes a rank has between them, or whether it owns
 anything, makes no difference, so ranks meet in the same order.
 """

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,31 @@ def test_offloaded_training_is_the_resident_one(ranks: Callable[[int], Ranks], t
     for rank, wrong in enumerate(ranks(world).run(beside_the_resident_run, folder=str(tmp_path), **case)):
         assert not wrong, f"rank {rank}: {wrong}"
     assert not list(tmp_path.iterdir())
+
+
+def reads_of_two_steps(folder: str, buffer_count: int, **given: Any) -> set[int]:
+    """How often a bucket is read, once its order is known."""
+    model, optimizer = made(stage=2, **given, **offload("nvme", folder, buffer_count=buffer_count))
+    called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    run(called, optimizer, range(2))
+    found: Counter[store.Bucket] = Counter()
+    requests = store.FileStore._requests
+
+    def counted(self: store.FileStore, call: Any, held: Any, bucket: store.Bucket, *more: Any) -> Any:
+        found[bucket] += call is store._read
+        return requests(self, call, held, bucket, *more)
+
+    with mock.patch.object(store.FileStore, "_requests", counted):
+        run(called, optimizer, range(2, 4))
+    assert len(found) > 4
+    return {*found.values()}
+
+
+@pytest.mark.parametrize("buffer_count", [2, 8])
+def test_a_step_reads_a_state_once(ranks: Callable[[int], Ranks], tmp_path: Path, buffer_count: int) -> None:
+    """What is read ahead is what is wanted, and as it is wanted."""
+    given = {"folder": str(tmp_path), "buffer_count": buffer_count, "update": "backward"}
+    assert ranks(2).run(reads_of_two_steps, **given) == [{2}, {2}]
 
 
 # ------------------------------------------------------------------------------------------------ from place to place

@@ -12,6 +12,7 @@ from compile_muon.passes import HALF_PASSES, Half, Purpose
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.half import buckets, schedule
+from compile_muon.passes.holder import FETCH
 from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
 from compile_muon.passes.work import Category, work_of
 
@@ -230,6 +231,18 @@ def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, tr
             elif is_wait(node) and place < products[-1]:
                 between.append(sum(started[node.args[0]] < product < place for product in products))
     assert between and min(between) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_momenta_are_fetched_all_along_backward(size, graphs, trace, world):
+    captured = graphs(0, size, trace, world, stage=2, offload="cpu")
+    gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    nodes = [node.target for node in gm.graph.nodes]
+    products = [place for place, target in enumerate(nodes) if target is torch.ops.aten.mm.default]
+    fetches = [place for place, target in enumerate(nodes) if target is FETCH]
+    behind = [sum(product > fetch for product in products) for fetch in fetches]
+    assert len(fetches) == 2 * LAYERS
+    assert behind[0] > len(products) / 2 and len(set(behind)) > LAYERS / size
 
 
 def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
