@@ -60,7 +60,8 @@ class Captured:
         resident: bytes that are live all the time: "parameters" and "optimizer".
         codegen: that graphs were made for.
         states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
-            them, and "masters" for weights that graphs read in a lower dtype; "rounded" is what then stays of these.
+            them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
+            and "largest" the most moments of one parameter, which are lent together.
     """
 
     graphs: tuple[Played, ...]
@@ -225,8 +226,9 @@ def _weight_bytes(account: Account) -> int:
 
 
 def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
-    found = {"momenta": 0, "moments": 0, "masters": 0, "rounded": 0}
+    found = {"momenta": 0, "moments": 0, "masters": 0, "rounded": 0, "largest": 0}
     for account in trained:
+        moments = 0
         local, compute = account.local, decode_dtype(account.spec.compute_dtype)
         if compute.itemsize < local.dtype.itemsize:
             found["masters"] += local.nbytes
@@ -235,7 +237,9 @@ def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
             if slot.startswith("momentum"):
                 found["momenta"] += local_tensor(state).nbytes
             elif state.shape == account.param.shape and state.ndim:
-                found["moments"] += local_tensor(state).nbytes
+                moments += local_tensor(state).nbytes
+        found["moments"] += moments
+        found["largest"] = max(found["largest"], moments)
     return found
 
 

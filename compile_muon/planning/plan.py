@@ -319,7 +319,8 @@ def with_offload(
     total = beside + (states["momenta"] if offload.momentum else 0)
     away = math.ceil(offload.ratio * total)
     kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
-    left = min(away, offload.buffer_count * offload.buffer_bytes) if machine.device == "cuda" else 0
+    bucket = max(offload.buffer_bytes, states["largest"])
+    left = min(away, offload.buffer_count * bucket) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
         left = away
     peak = figures.peak_bytes - away + left + kept

@@ -423,7 +423,7 @@ def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pyt
 # ----------------------------------------------------------------------------------------------------------- offload
 
 GB = 2**30
-STATES = {"momenta": 10 * GB, "moments": 20 * GB, "masters": 16 * GB, "rounded": 8 * GB}
+STATES = {"momenta": 10 * GB, "moments": 20 * GB, "masters": 16 * GB, "rounded": 8 * GB, "largest": 0}
 
 
 def on_a_gpu(**more: float) -> plans.Machine:
@@ -460,6 +460,12 @@ def test_masters_away_leave_what_graphs_read() -> None:
     found = plans.with_offload(before, offload, STATES, on_a_gpu(host_bandwidth=10 * GB))
     assert found.offloaded_bytes == 23 * GB and found.peak_bytes == (120 - 23 + 4 + 2) * GB
     assert found.memory == {"optimizer": 20 * GB, "parameters": 36 * GB, "offload buffers": 2 * GB}
+
+
+def test_what_is_lent_together_is_in_one_buffer() -> None:
+    states = STATES | {"largest": 3 * GB}
+    found = plans.with_offload(figures(2, 4000, 120), plans.OffloadConfig(buffer_count=2), states, on_a_gpu())
+    assert found.memory["offload buffers"] == 6 * GB
 
 
 def test_momenta_that_take_longer_than_backward_are_waited_for() -> None:
