@@ -106,7 +106,7 @@ class Home:
         real: bool,
         fake: FakeTensorMode | None = None,
     ) -> None:
-        self._group, self._device, self._config = group if real else None, device, config
+        self._group, self._device = group if real else None, device
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
@@ -121,8 +121,12 @@ class Home:
         self._shown: dict[str, dict[str, Tensor]] = {}
         self._accounts: dict[str, Account] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
-        self._rounded_at: dict[str, int] = {}  # edits of a parameter when its master weight was last rounded to it
+        # Accounts with a master weight here, and edits of the parameter when that was last rounded to it.
+        self._rounded_at: dict[Account, int] = {}
         self._optimizer: Optimizer
+        for name, spec in specs.items():
+            if spec.master:
+                _check_master(name, spec, config)
         with fake or nullcontext():
             self._codec: Codec = CODECS[config.muon.momentum_dtype](device)
         self._kept = {
@@ -178,22 +182,8 @@ class Home:
                 kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
                 kept.labels[state.name] = state.label
         if spec.master:
-            self._check_master(name, spec)
             kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
         return kept
-
-    def _check_master(self, name: str, spec: ParamSpec) -> None:
-        """Raise what forbids to keep only a rounded copy of this parameter, whose gradient then has its dtype."""
-        zero, remedy = self._config.zero, "leave masters out, so that gradients are float32"
-        if spec.reduce_dtype != spec.dtype:
-            problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
-        elif zero.micro_batches > 1:
-            problem = f"makes the gradient of {name} {spec.dtype}, which micro-batches do not add up in"
-        elif self._config.muon.qk_clip is not None:
-            problem, remedy = "keeps weights where qk_clip does not scale them", "leave one of them out"
-        else:
-            return
-        raise config_error("OffloadConfig.masters", True, problem, remedy)
 
     def _in_chunks(self, names: Sequence[str], offload: OffloadConfig) -> list[_Chunk]:
         chunks: list[_Chunk] = []
@@ -228,6 +218,8 @@ class Home:
         self._accounts = {account.name: account for account in accounts if account.name in self._kept}
         for account in self._accounts.values():
             account.keep_at(self)
+            if account.spec.master:
+                self._rounded_at[account] = -1  # as given, or filled since
         self._follow_parameters()
         self._show()
 
@@ -297,24 +289,23 @@ class Home:
         self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
-        undo = what in (Lent.MASTERS, Lent.ALL)
         beside = [account for account in accounts if account.name not in self._kept]
         if beside:
-            self._note(beside, undo=undo)
+            self._note(beside, what)
             yield beside, [self._state_of(account) for account in beside]
         wanted = {account.name: account for account in accounts}
-        todo = [(chunk, [wanted[name] for name in chunk.names if name in wanted]) for chunk in self._chunks]
-        todo = [(chunk, own) for chunk, own in todo if own]
-        for number, (chunk, own) in enumerate(todo):
-            buckets = chunk.lent(what, moved=own[0] in moved)
+        todo: list[tuple[_Chunk, list[Account], list[Bucket]]] = []
+        for chunk in self._chunks:
+            if own := [wanted[name] for name in chunk.names if name in wanted]:
+                todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
+        for number, (chunk, own, buckets) in enumerate(todo):
             read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
                 held |= self._opened(bucket)
-            for following, others in todo[number + 1 : number + 2]:
-                for bucket in following.lent(what, moved=others[0] in moved):
-                    self._arenas[bucket].start(bucket)
-            self._note(own, undo=undo)
+            for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
+                self._arenas[bucket].start(bucket)
+            self._note(own, what)
             lent = [self._views(account, held) for account in own]
             yield own, lent
             for account, views in zip(own, lent, strict=True):
@@ -332,16 +323,19 @@ class Home:
                     self._arenas[bucket].close(bucket)
                     self._written.append(bucket)
 
-    def _note(self, accounts: Sequence[Account], *, undo: bool) -> None:
-        """Copy to the host what a step is about to write in place, if a disk can still fail it."""
+    def _note(self, accounts: Sequence[Account], what: Lent) -> None:
+        """Copy to the host what a step is about to write in place, if a disk can still fail it: who is lent masters
+        alone writes no states, and who is lent some to write moves parameters."""
         if not self._on_disk:
             return
         for account in accounts:
             kept = self._kept[account.name].slots if account.name in self._kept else {}
             in_file = {name for name, slot in kept.items() if isinstance(self._store(account.name, slot), FileStore)}
-            states = {**self._state_of(account)}
+            states = {} if what is Lent.MASTERS else {**self._state_of(account)}
             written = [local_tensor(value) for name, value in states.items() if name not in in_file]
-            for tensor in [*written, *([account.local.detach()] if undo else [])]:
+            if what in (Lent.MASTERS, Lent.ALL):
+                written.append(account.local.detach())
+            for tensor in written:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
@@ -386,8 +380,7 @@ class Home:
                 store.finish()
         for store in self._stores:
             store.commit(self._written)
-        for account in self._accounts.values():
-            self._rounded_at[account.name] = edits_of(account.param)
+        self._note_rounded()
         self._written = []
         self._undone.clear()
         self._new_momenta()
@@ -488,25 +481,28 @@ class Home:
             round_masters({a: weight_of(a, views) for a, views in zip(own, lent, strict=True)})
             for bucket in chunk.buckets:
                 self._arenas[bucket].leave(bucket)
-        for account in self._accounts.values():
-            self._rounded_at[account.name] = edits_of(account.param)
+        self._note_rounded()
         self._new_momenta()
         self._seen = self._edits()
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Master weights of parameters that were edited become these, where they are not rounded to them."""
-        for account in self._accounts.values():
-            bucket = self._chunk_of[account.name].masters
-            if bucket is None or not account.spec.master:
+        for account, rounded_at in self._rounded_at.items():
+            if edits_of(account.param) == rounded_at:
                 continue
-            if (edits := edits_of(account.param)) != self._rounded_at.get(account.name):
-                self._arenas[bucket].forget(bucket)
-                slot = self._kept[account.name].masters[MASTER]
-                master = self._store(account.name, slot).current(slot)
-                param = account.local.detach().to(master.device)
-                master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
-                self._rounded_at[account.name] = edits
+            bucket, slot = self._chunk_of[account.name].masters, self._kept[account.name].masters[MASTER]
+            assert bucket is not None
+            self._arenas[bucket].forget(bucket)
+            master = self._arenas[bucket].store.current(slot)
+            param = account.local.detach().to(master.device)
+            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+        self._note_rounded()
+
+    def _note_rounded(self) -> None:
+        """Parameters are rounded to their master weights as these are now."""
+        for account in self._rounded_at:
+            self._rounded_at[account] = edits_of(account.param)
 
     def _new_momenta(self) -> None:
         """What was made of the momenta before is of no use any more."""
@@ -559,6 +555,20 @@ class Home:
     def disk_bytes(self) -> tuple[int, int]:
         """Read from a disk and written to one, since the start."""
         return sum(store.bytes_read for store in self._stores), sum(store.bytes_written for store in self._stores)
+
+
+def _check_master(name: str, spec: ParamSpec, config: Config) -> None:
+    """Raise what forbids to keep only a rounded copy of this parameter, whose gradient then has its dtype."""
+    remedy = "leave masters out, so that gradients are float32"
+    if spec.reduce_dtype != spec.dtype:
+        problem = f"makes the gradient of {name} {spec.dtype}, and reduce_dtype is {spec.reduce_dtype}"
+    elif config.zero.micro_batches > 1:
+        problem = f"makes the gradient of {name} {spec.dtype}, which micro-batches do not add up in"
+    elif config.muon.qk_clip is not None:
+        problem, remedy = "keeps weights where qk_clip does not scale them", "leave one of them out"
+    else:
+        return
+    raise config_error("OffloadConfig.masters", True, problem, remedy)
 
 
 class _Settled(dict[str, Tensor]):

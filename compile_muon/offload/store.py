@@ -196,6 +196,12 @@ class _Held:
         """Whether it is still being written from."""
         return not all(request.done() for request in self.writing)
 
+    def drop_reads(self) -> None:
+        """Wait for what is on its way into it, which nobody wants."""
+        for request in self.reading:
+            request.exception()
+        self.reading = []
+
 
 class FileStore(Store):
     """In a file without a name.
@@ -217,6 +223,7 @@ class FileStore(Store):
         *starts, self.nbytes = accumulate((bucket.nbytes for bucket in buckets), initial=0)
         self._file = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
         weakref.finalize(self, os.close, self._file)
+        _pass_the_cache(self._file, self.folder)
         self._places: dict[Slot, _Place] = {}
         # One mapping: each keeps a descriptor, of which a process may have a thousand.
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
@@ -266,9 +273,7 @@ class FileStore(Store):
 
     def _take(self, held: _Held, bucket: Bucket, *, read: bool) -> None:
         self._finish(held)
-        for request in held.reading:
-            request.exception()
-        held.reading = []
+        held.drop_reads()
         held.bucket, held.ahead = bucket, True
         if read:
             current = [self._places[slot].generation for slot in bucket.slots]
@@ -316,9 +321,10 @@ class FileStore(Store):
         """What was written is not current, and never will be."""
         with self._lock:
             for held in self._held:
-                for request in (*held.writing, *held.reading):
+                for request in held.writing:
                     request.exception()
-                held.writing, held.reading, held.bucket = [], [], None
+                held.drop_reads()
+                held.writing, held.bucket = [], None
                 held.opened = held.ahead = False
 
     def current(self, slot: Slot) -> Tensor:
@@ -335,9 +341,8 @@ class FileStore(Store):
         with self._lock:
             for held in self._held:
                 if held.bucket is bucket:
-                    for request in held.reading:
-                        request.exception()
-                    held.reading, held.bucket, held.ahead = [], None, False
+                    held.drop_reads()
+                    held.bucket, held.ahead = None, False
 
     # ------------------------------------------------------------------ buffers
 
@@ -414,20 +419,19 @@ def _page_aligned(nbytes: int, *, pin: bool) -> Tensor:
 
 
 def _unnamed(folder: Path, nbytes: int) -> int:
-    """A file of that size without a name, all of it allocated, past the page cache where the file system can."""
+    """A file of that size without a name, all of it allocated."""
     try:
-        file = unnamed_file(folder, nbytes)
+        return unnamed_file(folder, nbytes)
     except OSError as error:
         raise OffloadError(
             f"offload.nvme_path = {str(folder)!r}: has no place for {nbytes:,} bytes of optimizer state of this rank "
             f"({error.strerror}): nothing was sharded; give a folder on a disk with that much room, or offload to the "
             "cpu"
         ) from error
-    _pass_the_cache(file, folder)
-    return file
 
 
 def _pass_the_cache(file: int, folder: Path) -> None:
+    """Read and write it past the page cache, where the file system can."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -100,14 +100,15 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | Non
         for account in group.directions
         for part in account.spec.parts
     ]
-    summed = list(zip(parts, _row_sums(parts), strict=True))
+    summed: dict[Account, list[tuple[_Part, Tensor | None]]] = {}
+    for part, sums in zip(parts, _row_sums(parts), strict=True):
+        summed.setdefault(part.account, []).append((part, sums))
     for group in groups:
         if group.joint and beside:
             continue
         for accounts, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
             of = dict(zip(accounts, states, strict=True))
-            own = [(part, sums) for part, sums in summed if part.group is group and part.account in of]
-            found += _after(own, of, withheld)
+            found += _after([pair for account in of for pair in summed.get(account, ())], of, withheld)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
             with _unless(withheld, list(momenta.values())):
                 grads = [gradient_of(account) for account in momenta]
@@ -131,15 +132,18 @@ def commit_weights(
         lend: gives the master weights of those that are rounded copies; None where none is.
     """
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
+    parts_of: dict[Account, list[tuple[_Part, Piece, After]]] = {}
+    for made in prepared.parts:
+        parts_of.setdefault(made[0].account, []).append(made)
     for group in prepared.groups:
         moved = list(group.directions)
         for accounts, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
             weights = {account: weight_of(account, own) for account, own in zip(accounts, states, strict=True)}
             if group.plain:
                 _commit_plain(group, weights, averaged=prepared.averaged, withheld=withheld)
-            for part, piece, after in prepared.parts:
-                if part.group is group and part.account in weights:
-                    _write(part, piece, after, weights[part.account], totals.get(part.account), withheld)
+            for account, weight in weights.items():
+                for part, piece, after in parts_of.get(account, ()):
+                    _write(part, piece, after, weight, totals.get(account), withheld)
             round_masters(weights)
 
 

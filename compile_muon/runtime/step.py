@@ -543,7 +543,7 @@ class Step:
         # Where the device decides whether to write, no momentum has been moved for good.
         moved = self.home.moved(self.fetches) if self.home is not None and withheld is None else frozenset[Account]()
         # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
-        masters = [account for account in self.muon if account.spec.master]
+        masters = any(account.spec.master for account in self.muon)
         with self.home.writing() if self.home is not None else nullcontext():
             with self.ledger.range("step commit muon"):
                 prepared = commit_states(matrices, partial(self.lend, moved=moved), withheld, beside=beside)
