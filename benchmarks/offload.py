@@ -4,13 +4,15 @@
     python benchmarks/offload.py --share 0.4         a disk twice as fast
 
 The disk is limited by sleeping for each byte, one request after the other, which takes no core. Its rate is chosen so
-that all that a step reads and writes takes --share of a resident step. The three runs take turns, step by step.
+that all that a step reads and writes takes --share of a resident step. The three runs take turns of a few steps, of
+which the first does not count: what it begins with was read while the others ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -30,6 +32,7 @@ import compile_muon
 from compile_muon.offload import store as disk
 
 _RESULTS = Path(__file__).parent / "results"
+_TURN = 4  # steps
 
 
 class Slow:
@@ -72,6 +75,12 @@ class Run:
             for slots in self.optimizer.state.values()
         ]
 
+    def turn(self) -> None:
+        """Steps, of which all but the first count."""
+        for _ in range(_TURN):
+            self.step()
+        del self.seconds[-_TURN]
+
     def step(self) -> None:
         """One, timed."""
         batch = sample_batch(self.corpus, self.shape, self.generator)
@@ -96,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--share", type=float, default=0.8, help="of a resident step that the disk takes; default 0.8")
-    parser.add_argument("--steps", type=int, default=9, help="steps of each that count; default 9")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each that count; default 12")
     parser.add_argument("--update", default="backward", help="when directions are made; default backward")
     parser.add_argument("--codegen", default="inductor")
     parser.add_argument("--buffer-bytes", type=int, default=4 << 20)
@@ -115,17 +124,17 @@ def main() -> None:
                 run.step()
             run.seconds.clear()
         before = _bytes(runs["offloaded"])
-        for _ in range(3):
-            runs["resident"].step()
-            runs["offloaded"].step()
-        moved = (_bytes(runs["offloaded"]) - before) / 3
+        for _ in range(2):
+            runs["resident"].turn()
+            runs["offloaded"].turn()
+        moved = (_bytes(runs["offloaded"]) - before) / (2 * _TURN)
         resident = statistics.median(runs["resident"].seconds)
         Slow.rate = moved / (args.share * resident)
         for run in runs.values():
             run.seconds.clear()
-        for _ in range(args.steps):
+        for _ in range(math.ceil(args.steps / (_TURN - 1))):
             for run in runs.values():
-                run.step()
+                run.turn()
         same = all(
             torch.equal(a, b)
             for a, b in zip(runs["resident"].model.parameters(), runs["offloaded"].model.parameters(), strict=True)
