@@ -246,6 +246,12 @@ class _Order:
         """Whether ``node`` reads what has no place yet."""
         return not all(self.placed(source) for source in node.all_input_nodes)
 
+    def ready(self, leg: _Leg) -> bool:
+        """Whether ``leg`` has no place yet, and may have the next: what it reads is there, or is a sum of what is."""
+        return not self.placed(leg.nodes[-1]) and all(
+            self.placed(source) or (source not in self.leg_of and not self.waits(source)) for source in leg.sources
+        )
+
     def place(self, item: Node | _Leg) -> None:
         stack: list[Node | _Leg] = [item]
         while stack:
@@ -282,7 +288,7 @@ def _ordered(gm: GraphModule, plan: _Plan, legs: Sequence[_Leg]) -> list[Node]:
             for item in (*plan.before[leg], leg, *plan.after[leg]):
                 order.place(item)
         for early in plan.ready:
-            if not order.placed(early.nodes[-1]) and all(map(order.placed, early.sources)):
+            if order.ready(early):
                 order.place(early)
     for leg in (*plan.end, *plan.ready):
         order.place(leg)

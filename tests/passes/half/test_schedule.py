@@ -233,10 +233,12 @@ def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, tr
     assert between and min(between) > 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_momenta_are_fetched_all_along_backward(size, graphs, trace, world):
+@pytest.mark.parametrize(("size", "carried"), [(1, False), (1, True), (2, True)])
+def test_momenta_are_fetched_all_along_backward(size, carried, graphs, trace, world):
+    """Also where there are gradients of other micro-batches to add."""
     captured = graphs(0, size, trace, world, stage=2, offload="cpu")
-    gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    request = captured.request(Purpose.SPECULATE, carried=carried)
+    gm, _ = captured.lowered(Half.BACKWARD, request, bucket_bytes=BUCKET)
     nodes = [node.target for node in gm.graph.nodes]
     products = [place for place, target in enumerate(nodes) if target is torch.ops.aten.mm.default]
     fetches = [place for place, target in enumerate(nodes) if target is FETCH]
