@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
@@ -248,9 +249,11 @@ class _Order:
 
     def ready(self, leg: _Leg) -> bool:
         """Whether ``leg`` has no place yet, and may have the next: what it reads is there, or is a sum of what is."""
-        return not self.placed(leg.nodes[-1]) and all(
-            self.placed(source) or (source not in self.leg_of and not self.waits(source)) for source in leg.sources
-        )
+
+        def there(source: Node) -> bool:
+            return self.placed(source) or (source.target is torch.ops.aten.add.Tensor and not self.waits(source))
+
+        return not self.placed(leg.nodes[-1]) and all(map(there, leg.sources))
 
     def place(self, item: Node | _Leg) -> None:
         stack: list[Node | _Leg] = [item]
