@@ -71,6 +71,7 @@ class MuonZero(Optimizer):
         offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
             :class:`~compile_muon.config.OffloadConfig`; None for beside the parameters.
         shard_state_over: "shard" or "all" axes of the mesh, for master weights, gradients and optimizer state.
+        offload_param: "cpu" for shards of weights in host memory, from which stage 3 gathers; None for on the device.
         communicators: "separate" for gathers, reductions and Newton-Schulz, "shared", or "auto": separate on NCCL.
         update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
             only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
@@ -136,6 +137,7 @@ class MuonZero(Optimizer):
         stage: int = ZeroConfig.stage,
         shard_state_over: str = ZeroConfig.shard_state_over,
         offload: str | Mapping[str, Any] | OffloadConfig | None = ZeroConfig.offload,
+        offload_param: str | None = ZeroConfig.offload_param,
         communicators: str = ZeroConfig.communicators,
         update: str = ZeroConfig.update,
         gradient_accumulation_steps: int | None = ZeroConfig.gradient_accumulation_steps,

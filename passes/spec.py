@@ -101,6 +101,7 @@ class ParamSpec:
         reduce_dtype: dtype gradients travel in.
         muon: Muon settings, or None for a parameter that AdamW (or nobody) updates.
         master: dtype of the master weight, where it is optimizer state and the shard is a rounded copy; else empty.
+        on_host: whether the shard's memory is the host's, and a copy on the device is what weights are gathered from.
     """
 
     layout: Layout
@@ -109,6 +110,7 @@ class ParamSpec:
     reduce_dtype: str
     muon: MuonSpec | None = None
     master: str = ""
+    on_host: bool = False
 
     @property
     def state_dtype(self) -> str:

@@ -87,6 +87,7 @@ CASES = (
         for more in ({}, {"masters": True})
         for stage in (2, 3)
     ),
+    *(Case(3, world, params={"checks": "next_step", "offload_param": "cpu"}) for world in (1, 4)),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(

@@ -218,6 +218,8 @@ Module* parse(const char* elf) {
   }
   return m;
 }
+// Memory that work on streams shares: the device's, and what is pinned for it.
+bool known(unsigned long long p) { return in(device_blocks, p) || in(host_blocks, p); }
 void touch_params(Op& op, Kernel* k, void** args) {
   if (!k || !args) return;
   for (int i = 0; i < k->params; i++) {
@@ -225,7 +227,7 @@ void touch_params(Op& op, Kernel* k, void** args) {
     for (int o = 0; o + 8 <= k->sizes[i]; o += 8) {
       unsigned long long v;
       memcpy(&v, (char*)args[i] + o, 8);
-      if (in(device_blocks, v)) op.touches.push_back({v, 1, -1});
+      if (known(v)) op.touches.push_back({v, 1, -1});
       if (k->sizes[i] == 128) break;  // a tensor map: our own, whose first word is the address
     }
   }
@@ -504,8 +506,8 @@ const size_t SMALL = 1 << 16;  // what is larger than this and stays on the devi
 static void copied(void* d, const void* s, size_t n, cudaStream_t st, const char* name) {
   if (n <= SMALL || !(on_device(d) && on_device(s))) memmove(d, s, n);
   Op& o = note(COPY, st, name, n);
-  if (on_device(d)) o.touches.push_back({(unsigned long long)d, n, 1});
-  if (on_device(s)) o.touches.push_back({(unsigned long long)s, n, 0});
+  if (known((unsigned long long)d)) o.touches.push_back({(unsigned long long)d, n, 1});
+  if (known((unsigned long long)s)) o.touches.push_back({(unsigned long long)s, n, 0});
 }
 API cudaError_t cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t st) {
   const char* name;

@@ -28,8 +28,8 @@ KINDS = (
     "graph", "module",
 )  # fmt: skip
 
-#: operators that read and write no memory, whatever their schemas say; collectives note their own
-_TOUCH_NOTHING = ("c10d", "detach", "empty", "_record_function_enter", "await_refresh")
+#: operators that read and write no memory, whatever their schemas say; collectives and copies note their own
+_TOUCH_NOTHING = ("c10d", "detach", "empty", "_record_function_enter", "await_refresh", "muon_zero.lift")
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_longlong)

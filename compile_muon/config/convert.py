@@ -92,6 +92,8 @@ def _written(config: Config) -> dict[str, Any]:
     zero = {key: given.pop(key) for key in SECTIONS["zero_optimization"] if key in given}
     if (offload := given.pop("offload", None)) is not None:
         zero["offload_optimizer"] = {**_changed(offload), "device": offload.device}
+    if "offload_param" in zero:
+        zero["offload_param"] = {"device": zero["offload_param"]}
     bf16 = given.get("param_dtype") is torch.bfloat16
     if bf16:
         del given["param_dtype"]

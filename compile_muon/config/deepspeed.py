@@ -158,7 +158,13 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
 
 
 def _put_offload(given: Given, zero: dict[str, Any]) -> None:
-    """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``."""
+    """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``, and
+    ``offload_param`` where it asks for nothing."""
+    param = zero.get("offload_param")
+    if param is None or (isinstance(param, Mapping) and param.get("device", "none") in (None, "none")):
+        if "offload_param" in zero:
+            given.hints.append("zero_optimization.offload_param")
+        zero.pop("offload_param", None)
     key, value = "offload_optimizer", zero.pop("offload_optimizer", None)
     if (cpu := zero.pop("cpu_offload", None)) and value is None:
         key, value = "cpu_offload", {"device": "cpu"} if cpu is True else cpu

@@ -101,11 +101,10 @@ _HINTS: dict[str, str] = {
     "scheduler.params": "cycle_min_mom cycle_max_mom decay_mom_rate",
 }
 
-_OFFLOAD = "asks for DeepSpeed's offload of more than optimizer state"
-_NO_OFFLOAD = "offload_optimizer is what there is; stage 3 on more ranks lowers the memory of weights"
+_OFFLOAD = "asks for DeepSpeed's offload of more than optimizer state and weights"
+_NO_OFFLOAD = "offload_optimizer and offload_param are what there is"
 
 _REQUESTS: tuple[_Request, ...] = (
-    _Request({"zero_optimization": "offload_param"}, _OFFLOAD, _NO_OFFLOAD, _off_by("device")),
     _Request(
         {
             "zero_optimization": "cpu_offload_param cpu_offload_params zenflow",
@@ -240,7 +239,7 @@ def refusal(section: str, key: str, value: object) -> ConfigError | None:
     """The error about a key of :data:`FOREIGN`, or None where it has no effect here.
 
     >>> str(refusal("zero_optimization", "zenflow", True)).partition(";")[0]
-    "zero_optimization.zenflow = True: asks for DeepSpeed's offload of more than optimizer state"
+    "zero_optimization.zenflow = True: asks for DeepSpeed's offload of more than optimizer state and weights"
     >>> refusal("zero_optimization", "zenflow", False)
     """
     request = _REFUSALS.get((section, key))

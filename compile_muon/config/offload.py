@@ -1,9 +1,9 @@
-"""The setting ``offload``: optimizer state in host memory or in a file."""
+"""The settings ``offload``, optimizer state in host memory or in a file, and ``offload_param``, weights there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,8 +19,9 @@ from compile_muon.config.checks import (
 )
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["OffloadConfig", "check_offload"]
+__all__ = ["OffloadConfig", "check_offload", "check_offload_param"]
 
+#: DeepSpeed's, of buffers that are not here
 _NOT_READ = ("buffer_size", "max_in_cpu", "pipeline", "pipeline_read", "pipeline_write", "fast_init")
 
 
@@ -78,3 +79,15 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
         # The fields as the user wrote them.
         own = [each.renamed(each.field.replace("OffloadConfig", field)) for each in error.errors]
         raise own[0] if len(own) == 1 else error from None
+
+
+def check_offload_param(field: str, value: object) -> str | None:
+    """ "cpu", alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
+    if not isinstance(value, Mapping):
+        return check_choice(field, value, allowed=("cpu",))
+    known = ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ)
+    for key, entry in value.items():
+        if key not in known:
+            raise unknown_name(f"{field}.{key}", entry, key, known, "is not a known key")
+    device = value.get("device", "none")
+    return None if device in (None, "none") else check_choice(field, device, allowed=("cpu",))

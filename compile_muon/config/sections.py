@@ -69,6 +69,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "stage",
         "shard_state_over",
         "offload_optimizer",
+        "offload_param",
         "cpu_offload",
         "save_muon_momentum_buffer_in_memory",
     ),  # fmt: skip

@@ -37,7 +37,7 @@ from compile_muon.config.compile_options import CompileOptions
 from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
-from compile_muon.config.offload import OffloadConfig, check_offload
+from compile_muon.config.offload import OffloadConfig, check_offload, check_offload_param
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
@@ -207,6 +207,7 @@ class ZeroConfig(Checked):
         shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
             "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
         offload: where optimizer state is between steps, None for beside the parameters.
+        offload_param: "cpu" for shards of weights in host memory, from which stage 3 gathers; None for on the device.
         communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
             "shared", or "auto": separate on NCCL, which serves one collective of a communicator after another.
     """
@@ -225,6 +226,7 @@ class ZeroConfig(Checked):
     shard_state_over: str = setting("shard", check_choice, allowed=("shard", "all"))
     communicators: str = setting("auto", check_choice, allowed=("auto", "shared", "separate"))
     offload: OffloadConfig | None = setting(None, check_offload, none=True)
+    offload_param: str | None = setting(None, check_offload_param, none=True)
 
     @property
     def checks_read(self) -> str:
@@ -242,6 +244,13 @@ class ZeroConfig(Checked):
             problem = "compares what ranks hold copies of, and at stage 3 they hold none"
             remedy = "leave it out, or use stage 2"
             yield config_error("ZeroConfig.check_replicas", self.check_replicas, problem, remedy)
+        if self.offload_param and self.stage != 3:
+            problem = f"is of weights that are gathered for each use, and at stage {self.stage} they are resident"
+            yield config_error("ZeroConfig.offload_param", self.offload_param, problem, "use stage 3, or leave it out")
+        if self.offload_param and self.shard_state_over == "all":
+            problem = 'is of what gathers start from, and shard_state_over = "all" keeps copies of that on the device'
+            remedy = 'use shard_state_over = "shard", or leave it out'
+            yield config_error("ZeroConfig.offload_param", self.offload_param, problem, remedy)
 
 
 def _check_axis(field: str, value: object) -> int:
@@ -391,6 +400,9 @@ class Config(Checked):
         if self.compile.cuda_graphs and steps != 1:
             problem = f"does not go with gradient_accumulation_steps = {steps}: a replay overwrites .grad"
             yield config_error("compile.cuda_graphs", True, problem, "use one micro-batch, or leave it out")
+        if self.compile.cuda_graphs and self.zero.offload_param:
+            problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
+            yield config_error("compile.cuda_graphs", True, problem, "leave one of them out")
         shared = self.sequence_parallel
         if shared.size > 1 and self.muon.qk_clip is not None and (shared.attention != "heads" or shared.blocks):
             problem = "notes logits where ranks exchange heads of Transformers' attention"

@@ -103,4 +103,5 @@ def describe(
         reduce_dtype=encode_dtype(config.zero.reduce_dtype or compute),
         muon=muon_spec(assignment, config, device, layout),
         master=encode_dtype(master) if away else "",
+        on_host=config.zero.offload_param is not None and layout.stage == 3,
     )

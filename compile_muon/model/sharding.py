@@ -23,6 +23,7 @@ from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
+from compile_muon.offload.pinned import on_host
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
@@ -90,9 +91,10 @@ def _split(
     if param.is_meta and not layout.gathered:
         whole = torch.empty_like(whole, device=device)
     if mesh is None or (layout.stage == 0 and not mesh.parted):
-        if not param.is_meta and role.placed is None and param.dtype is dtype:
+        if not param.is_meta and role.placed is None and param.dtype is dtype and not spec.on_host:
             return param, None
-        return _like(param, whole.to(dtype)), None
+        whole = whole.to(dtype)
+        return _like(param, on_host(whole) if spec.on_host else whole), None
     replica = None
     if not layout.sharded:
         local = whole.to(dtype)
@@ -111,6 +113,8 @@ def _split(
             local = _view_alone(replica[rows.start - first : rows.stop - first])
         else:
             local = _cut(whole[rows], dtype, device)
+    if spec.on_host:
+        local = on_host(local)
     distributed = DTensor.from_local(
         local,
         mesh.device_mesh(role),

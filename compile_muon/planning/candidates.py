@@ -40,7 +40,8 @@ class Candidate:
 
     def config(self, config: Config) -> Config:
         """``config`` with this stage and all state on the device; the mesh is given beside it."""
-        zero = replace(config.zero, stage=self.stage, check_replicas=None, offload=None)
+        weights = config.zero.offload_param if self.stage == 3 else None
+        zero = replace(config.zero, stage=self.stage, check_replicas=None, offload=None, offload_param=weights)
         return with_sharing(replace(config, zero=zero, mesh=None), self.sharing)
 
 

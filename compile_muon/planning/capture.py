@@ -62,6 +62,7 @@ class Captured:
         states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
             them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
             and "largest" the most moments of one parameter, which are lent together.
+        on_host: bytes of "parameters" that a GPU reads from host memory.
     """
 
     graphs: tuple[Played, ...]
@@ -70,6 +71,7 @@ class Captured:
     resident: Mapping[str, int]
     codegen: str
     states: Mapping[str, int]
+    on_host: int = 0
 
     def simulated(
         self,
@@ -78,12 +80,13 @@ class Captured:
         others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
     ) -> Timeline:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
+        elsewhere = self.on_host if machine.device == "cuda" else 0
         return simulate(
             self.graphs,
             machine,
             groups=self.groups,
             ranks=self.ranks,
-            resident=self.resident,
+            resident={**self.resident, "parameters": self.resident["parameters"] - elsewhere},
             codegen=self.codegen,
             others=others,
         )
@@ -213,7 +216,13 @@ def captured(
     }
     ranks = 1 if mesh is None else mesh.size
     return Captured(
-        tuple(played), _groups(accounts, played), ranks, resident, options.codegen, _states(optimizer, trained)
+        tuple(played),
+        _groups(accounts, played),
+        ranks,
+        resident,
+        options.codegen,
+        _states(optimizer, trained),
+        sum(account.local.nbytes for account in accounts if account.spec.on_host),
     )
 
 

@@ -18,6 +18,7 @@ from compile_muon.planning.candidates import Candidate, candidates, meshes, with
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
 from compile_muon.planning.simulate import Timeline
+from compile_muon.planning.simulate.engine import OFFLOAD
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
@@ -294,6 +295,8 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         price_share=step.seconds / plain.seconds - 1,
     )
     given = captured.states, machine.shared_by(world), config.zero.micro_batches
+    if captured.on_host and (rate := given[1].host_bandwidth):  # a step reads and writes each of these weights
+        figures = _later(figures, captured.on_host / rate)
     figures = with_offload(figures, question.config.zero.offload, *given)
     return _warned(figures, _remedy(figures, *given)), step
 
@@ -336,19 +339,28 @@ def with_offload(
     if rate := _rate(offload.device, machine):
         late = (away - moments) / rate - 2 / 3 * figures.step_seconds / micro_batches
         seconds = (moments if offload.device == "nvme" else away) / rate + max(late, 0.0)
-    step = figures.step_seconds + seconds
     return replace(
-        figures,
+        _later(figures, seconds),
         fits=peak <= figures.limit_bytes,
         peak_bytes=peak,
         memory={name: nbytes for name, nbytes in memory.items() if nbytes},
-        step_seconds=step,
-        exposed_seconds=figures.exposed_seconds + seconds,
-        exposed={**figures.exposed, "offload": seconds} if seconds else figures.exposed,
-        tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
-        newton_schulz_share=figures.newton_schulz_seconds / step,
         offloaded_bytes=away,
         offload_seconds=seconds,
+    )
+
+
+def _later(figures: Figures, seconds: float) -> Figures:
+    """The figures with so much more waiting for what is offloaded."""
+    step, exposed = figures.step_seconds + seconds, dict(figures.exposed)
+    if seconds:
+        exposed[OFFLOAD] = exposed.get(OFFLOAD, 0.0) + seconds
+    return replace(
+        figures,
+        step_seconds=step,
+        exposed_seconds=figures.exposed_seconds + seconds,
+        exposed=exposed,
+        tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
+        newton_schulz_share=figures.newton_schulz_seconds / step,
     )
 
 

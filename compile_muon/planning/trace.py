@@ -184,7 +184,8 @@ def trace_step(
         sharing: ranks that share a sequence.
     """
     options = FrameOptions() if options is None else options
-    config = replace(config, zero=replace(config.zero, stage=1, shard_state_over="shard", offload=None), mesh=None)
+    zero = replace(config.zero, stage=1, shard_state_over="shard", offload=None, offload_param=None)
+    config = replace(config, zero=zero, mesh=None)
     config = with_sharing(config, sharing)
     axes = {"shard": 2, **({"sequence": sharing} if sharing > 1 else {})}
     with simulated_job(2 * sharing, 0):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..spec import decode_dtype
+from .lift import land
 
 __all__ = ["pack", "unpack", "unpack_into"]
 
@@ -35,7 +36,7 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
     # Casts on the way in: one pass over the tensors.
-    torch.cat([_rows(x, world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
+    torch.cat([_rows(land(x), world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layout import Axis
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
+from .lift import LIFT
 from .packing import pack, unpack
 
 __all__ = [
@@ -120,7 +121,7 @@ def gather(
     dtype: torch.dtype | None = None,
     category: Category = Category.GATHER,
 ) -> list[Tensor]:
-    """The weights that slices are of, ``spec.layout.shape`` each: one all-gather.
+    """The weights that slices are of, ``spec.layout.shape`` each: one all-gather, or none where they are all of them.
 
     Args:
         slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
@@ -129,9 +130,15 @@ def gather(
         category: of what they are gathered for.
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
-    # Cast before the gather: half the bytes, and the same numbers as casting behind it.
-    flat = all_gather(slices, shard_widths(specs), dtype, layout.shard.serving(category), layout.pairwise)
-    pieces = unpack(flat, shard_widths(specs), [spec.layout.numel for spec in specs], world=layout.shard.size)
+    slices = [LIFT(x) if spec.on_host else x for x, spec in zip(slices, specs, strict=True)]
+    if layout.sharded:
+        world, widths = layout.shard.size, shard_widths(specs)
+        # Cast before the gather: half the bytes, and the same numbers as casting behind it.
+        flat = all_gather(slices, widths, dtype, layout.shard.serving(category), layout.pairwise)
+    else:
+        world, widths = 1, [spec.layout.numel for spec in specs]
+        flat = pack(slices, widths, dtype=dtype)
+    pieces = unpack(flat, widths, [spec.layout.numel for spec in specs], world=world)
     return [piece.view(spec.layout.shape) for piece, spec in zip(pieces, specs, strict=True)]
 
 
@@ -183,7 +190,7 @@ def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
         if layout.replicated_weight:
             return replica
         shard = replica
-    if not layout.sharded:
+    if not layout.sharded and not spec.on_host:
         return shard.to(decode_dtype(spec.compute_dtype))
     return gather([shard], [spec])[0]
 

@@ -6,7 +6,8 @@ its waits into *legs*, and the legs are placed among the model's own nodes:
 ========== ============================================= ===========================================
 category   the leg that stays where lowering put it      the others
 ========== ============================================= ===========================================
-gather     the last, ahead of the first reader           start ahead of that of a gather before it
+gather     the last, ahead of the first reader           start ahead of that of a gather before it, and lift
+                                                         from host memory when the one before it starts
 reduce     the first, at the bucket's last gradient      wait until the next bucket has started
 exchange   none                                          see below
 ========== ============================================= ===========================================
@@ -39,6 +40,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..collectives import is_wait
+from ..exchange.lift import LIFT
 from ..holder import FETCH
 from ..pipeline import LOWERED, GraphPass, PassContext
 from ..work import Category, Work, work_of
@@ -59,6 +61,11 @@ class _Leg:
     def fetches(self) -> bool:
         """Whether it waits for momenta that are elsewhere."""
         return any(node.target is FETCH for node in self.nodes)
+
+    @property
+    def lifts(self) -> bool:
+        """Whether it only begins to copy shards from host memory."""
+        return self.nodes[-1].target is LIFT
 
     @cached_property
     def sources(self) -> list[Node]:
@@ -95,7 +102,7 @@ def _chains(gm: GraphModule) -> dict[Category, list[_Chain]]:
         if work is None:
             continue
         chain = found.setdefault(work, [])
-        if not chain or is_wait(node):
+        if not chain or is_wait(node) or (chain[-1].lifts and node.target is not LIFT):
             chain.append(_Leg(work, len(chain)))
         chain[-1].nodes.append(node)
     for work, chain in found.items():
@@ -114,13 +121,16 @@ def _chains(gm: GraphModule) -> dict[Category, list[_Chain]]:
 
 def gather_ahead(plan: _Plan, gathers: Sequence[_Chain], limit: int) -> None:
     """A bucket is gathered while the one ahead of it is in use, or earlier, as long as it and those ahead that have
-    not been used yet have no more than ``limit`` bytes."""
+    not been used yet have no more than ``limit`` bytes. What it lifts from host memory comes while the one ahead of it
+    is gathered."""
     sizes = [chain[0].work.nbytes for chain in gathers]
-    earliest = 0
+    earliest, place = 0, plan.before[gathers[0][-1]] if gathers else []
     for number, (*starts, _) in enumerate(gathers):
         while earliest < number - 1 and sum(sizes[earliest : number + 1]) > limit:
             earliest += 1
-        plan.before[gathers[earliest][-1]] += starts
+        place += [leg for leg in starts if leg.lifts]
+        place = plan.before[gathers[earliest][-1]]
+        place += [leg for leg in starts if not leg.lifts]
 
 
 def reduce_until_the_next(plan: _Plan, reductions: Sequence[_Chain]) -> None:

@@ -24,7 +24,7 @@ def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
     for read in Unshard.all(gm):
         if read.replica is not None:
             note_resident(read.replica, read.state)
-        if read.spec.layout.gathered:
+        if read.spec.layout.gathered or read.spec.on_host:
             gathered.append(read)
         else:
             _lower_resident(gm, read, copy=_escapes(read.node, output))
@@ -52,7 +52,7 @@ def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
 
 
 def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
-    """Stage 3: one gather, where the first of ``reads`` is."""
+    """Stage 3: one gather, where the first of ``reads`` is, or as much from host memory to the only rank."""
     specs = [read.spec for read in reads]
     inputs = [read.shard if read.replica is None else read.replica for read in reads]
     weights = inline(gm, reads[0].node, lambda *slices: transfers.gather(slices, specs), inputs, work)

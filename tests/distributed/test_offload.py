@@ -86,10 +86,11 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
     loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
     what = {"momentum": given.pop("momentum_too", True), "masters": "param_dtype" in given}
+    weights = {"offload_param": given.pop("weights", None)}
     found = []
     for place in (None, where):
         torch._dynamo.reset()
-        pair = made(**given, **offload(place, folder, ratio=ratio, **what))
+        pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
         assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
         run(*pair, range(4), **loop)
         found.append({**everything(*pair), "bytes": torch.tensor(pair[1].traffic.bytes_sent)})
@@ -101,10 +102,11 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
 STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
 MASTERS = {"param_dtype": torch.bfloat16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED}),
+    "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED, "weights": "cpu"}),
     "accumulated": (2, {"where": "cpu", "stage": 2, **COMPILED, "micro": 3, "gradient_accumulation_steps": 3}),
     "clipped": (3, {"where": "nvme", "stage": 3, **STEP, "clip": 0.05}),
     "partly": (1, {"where": "nvme", "stage": 2, **STEP, "ratio": 0.4}),
+    "alone": (1, {"where": "cpu", "stage": 3, **COMPILED, **MASTERS, "weights": "cpu"}),
     "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
     "masters": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "method": "muonh"}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False}),
@@ -126,6 +128,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "normuon"}),
+    "weights": (3, {"where": "cpu", "stage": 3, **STEP, **MASTERS, "weights": "cpu", "mesh": None}),
     "masters, stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED, **MASTERS}),
     "masters, stage 1": (2, {"where": "nvme", "stage": 1, **COMPILED, **MASTERS}),
     "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),

@@ -21,18 +21,23 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
+from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.pipeline import Half, PassContext
 from compile_muon.passes.work import Work, work_of
 from compile_muon.planning.machine import Machine
+from compile_muon.planning.simulate.aliases import nbytes
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches
 from compile_muon.planning.simulate.fusion import kernels
 from compile_muon.planning.simulate.memory import Held, Memory
 
-__all__ = ["COMPUTE", "HOST", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["COMPUTE", "HOST", "LINK", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 
-#: names of the compute stream and of what the host does beside it; other streams have those of their groups
-COMPUTE, HOST = "compute", "host"
+#: names of the compute stream, of what the host does beside it, and of copies from its memory; other streams have those
+#: of their groups
+COMPUTE, HOST, LINK = "compute", "host", "host memory"
+#: why a rank waits for what is in host memory
+OFFLOAD = "offload"
 #: why a rank waits for collectives that no pass inserted
 _MODEL = "model"
 
@@ -244,6 +249,8 @@ class _Player:
         self._runs_behind = machine.device != "cpu"
         #: whether it launches each kernel, and starts each collective, of the graph
         self._launches = self._starts = False
+        #: when copies from host memory, one after the other, are done
+        self._copied = 0.0
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
@@ -261,6 +268,7 @@ class _Player:
             self._on_host(f"{played.title} on the host", graph=1, parameter=played.parameters or 0)
         sending = dict(collectives(played.gm))
         sent: dict[Node, _Sent] = {}
+        lifted: dict[Node, float] = {}
         late = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
             if node in played.awaits:
@@ -270,6 +278,10 @@ class _Player:
                 kind = kernel_kind(node)
                 seconds, launched = kernel_seconds(found[node], self.machine), launches(node, self.machine)
                 act = partial(self._compute, node.name, kind, seconds, launched)
+                if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
+                    act = partial(self._lift, node, lifted)
+                elif (behind := [source for source in node.all_input_nodes if source.target is LIFT]) and lifted:
+                    act = partial(self._landed, [lifted[source] for source in behind], act)
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
             else:
@@ -296,6 +308,20 @@ class _Player:
             self.host += seconds
         elif seconds:
             self._compute(name, "host", seconds)
+
+    def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
+        """Begin to copy a shard; the device's own memory is there in time."""
+        start = max(self._copied, self.now, self.host)
+        self._copied = lifted[node] = start + nbytes(node) / self.machine.host_bandwidth
+        self._events.append(Event(node.name, "copy", LINK, start, self._copied))
+
+    def _landed(self, until: Sequence[float], act: Callable[[], None]) -> None:
+        """Do what reads these copies."""
+        if (end := max(until)) > self.now:
+            self._wires.advance(end)
+            self.exposed[OFFLOAD] += end - self.now
+            self.now = end
+        act()
 
     def _compute(self, name: str, category: str, seconds: float, launched: int = 0) -> None:
         if self._launches:

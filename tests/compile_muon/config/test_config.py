@@ -299,6 +299,7 @@ BAD_FIELDS = [
     (ZeroConfig, "reduce_dtype", "auto", "bfloat16"),
     (ZeroConfig, "shard_state_over", "replicate", "'all'"),
     (ZeroConfig, "communicators", "own", "'separate'"),
+    (ZeroConfig, "offload_param", "nvme", "'cpu'"),
     (CompileConfig, "enabled", "yes", "true or false"),
     (CompileConfig, "codegen", "aot_eager", "'inductor'"),
     (CompileConfig, "dump", "", "path"),
@@ -385,6 +386,7 @@ KWARGS = {
     "reduce_dtype": ("fp32", "zero.reduce_dtype", torch.float32),
     "master_dtype": ("bf16", "zero.master_dtype", torch.bfloat16),
     "shard_state_over": ("all", "zero.shard_state_over", "all"),
+    "offload_param": ({"device": "cpu"}, "zero.offload_param", "cpu"),
     "communicators": ("separate", "zero.communicators", "separate"),
     "muon_params": (["a.*"], "muon_params", ("a.*",)),
     "machine": ("h200", "machine", "h200"),
@@ -400,6 +402,8 @@ KWARGS = {
     "split_fused": (True, "split_fused", True),
     "groups": ({"*.q": {"lr": 0.5}}, "groups", (GroupConfig("*.q", ("*.q",), None, (("lr", 0.5),)),)),
 }
+#: what else must be said with one
+NEEDS = {"offload_param": {"stage": 3}}
 
 
 def leaves(config, prefix=""):
@@ -417,20 +421,22 @@ def leaves(config, prefix=""):
 @pytest.mark.parametrize("name", KWARGS)
 def test_each_keyword_sets_its_field_and_no_other(name):
     value, path, stored = KWARGS[name]
-    assert leaves(config_from_kwargs(**{name: value})) == {**leaves(Config()), path: stored}
+    needs = NEEDS.get(name, {})
+    assert leaves(config_from_kwargs(**{name: value}, **needs)) == {**leaves(config_from_kwargs(**needs)), path: stored}
 
 
 @pytest.mark.parametrize("name", KWARGS)
 def test_each_keyword_is_an_optimizer_param(name):
     value, path, stored = KWARGS[name]
-    expected = {**leaves(Config()), path: stored}
+    needs = NEEDS.get(name, {})
+    expected = {**leaves(config_from_kwargs(**needs)), path: stored}
     if name in ("rates", "groups"):  # each rate by itself, and a key beside params
         given = {"optimizer": {"params": value} if name == "rates" else {"groups": value}}
         assert leaves(load_config(given)) == expected
         return
     if name in ("lr", "weight_decay"):  # shared by both halves in DeepSpeed's vocabulary
         expected[f"adamw.{name}"] = stored
-    assert leaves(load_config(params(**{name: value}))) == expected
+    assert leaves(load_config(params(**{name: value}, **needs))) == expected
 
 
 def test_no_keywords_is_the_default():
@@ -624,6 +630,12 @@ def test_saying_the_same_thing_twice_is_fine():
         ({**params(param_dtype="bf16"), "bf16": {"enabled": False}}, "bf16.enabled", ["optimizer.params.param_dtype"]),
         (params(adam_lr=0.1, adamw_lr=0.2), "optimizer.params.adamw_lr", ["optimizer.params.adam_lr = 0.1"]),
         (params(stage=3, check_replicas=5), "optimizer.params.check_replicas", ["= 5", "use stage 2"]),
+        (params(stage=2, offload_param="cpu"), "optimizer.params.offload_param", ["at stage 2", "use stage 3"]),
+        (
+            params(stage=3, offload_param="cpu", shard_state_over="all"),
+            "optimizer.params.offload_param",
+            ["keeps copies", 'shard_state_over = "shard"'],
+        ),
         (params(betas=[0.9, 0.9], adamw_betas=[0.9, 0.8]), "optimizer.params.adamw_betas", ["contradicts"]),
         (params(eps=1e-8, adamw_eps=1e-6), "optimizer.params.adamw_eps", ["contradicts"]),
     ],
@@ -695,8 +707,7 @@ def test_bad_configs(source, field, words):
     [
         ("gradient_allreduce_op", "averaged"),
         ("torch_autocast", "bf16"),
-        ("zero_optimization.offload_param", "offload_optimizer is what there is"),
-        ("compile.offload_parameters", "offload_optimizer is what there is"),
+        ("compile.offload_parameters", "offload_optimizer and offload_param are what there is"),
         ("zero_optimization.zero_quantized_weights", "ZeRO++"),
         ("optimizer.params.amsgrad", "AdamW"),
         ("optimizer.params.max_grad_norm", "gradient_clipping"),

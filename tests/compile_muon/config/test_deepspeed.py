@@ -175,7 +175,7 @@ IN_SCHEDULE = " ".join(f"scheduler.params.warmup_{name}" for name in ("min_lr", 
 REFUSED = {
     "zero2_auto": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
     f"optimizer.params.weight_decay {IN_SCHEDULE} gradient_accumulation_steps gradient_clipping",
-    "zero3_fp16": "fp16.enabled zero_optimization.offload_param",
+    "zero3_fp16": "fp16.enabled",
     "infinity": "zero_optimization.offload_param",
     "tutorial": "fp16.enabled zero_optimization",
     "llama_factory": "bf16.enabled gradient_accumulation_steps gradient_clipping",
@@ -185,7 +185,7 @@ REFUSED = {
     f"scheduler.params.total_num_steps {IN_SCHEDULE}",
     "alpaca": "bf16.enabled optimizer.params.lr optimizer.params.betas optimizer.params.eps "
     f"optimizer.params.weight_decay {IN_SCHEDULE} scheduler.params.total_num_steps "
-    "zero_optimization.offload_param gradient_accumulation_steps gradient_clipping",
+    "gradient_accumulation_steps gradient_clipping",
     "swift": "bf16.enabled gradient_accumulation_steps gradient_clipping",
     "one_cycle": "scheduler.params.cycle_momentum",
 }
@@ -316,7 +316,6 @@ def test_no_key_is_both_read_and_foreign():
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}),
         ("zero_optimization.zero_hpz_partition_size", 8),
         ("zero_optimization.mics_shard_size", 8),
         ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
@@ -537,7 +536,8 @@ def test_everything_is_everything():
     """No setting that can be written keeps its default, so that none is left out above."""
     for part in (EVERYTHING.muon, EVERYTHING.adamw, EVERYTHING.zero, EVERYTHING.muon.ns):
         for field in dataclasses.fields(part):
-            if field.name not in ("ns", "eps") or part is EVERYTHING.adamw:
+            # Replicas to be compared and gathers from host memory are of different stages.
+            if field.name not in ("ns", "eps", "offload_param") or part is EVERYTHING.adamw:
                 assert getattr(part, field.name) != field.default, field.name
 
 
@@ -629,7 +629,7 @@ def test_command_takes_over_all_but_what_is_wrong(capsys, tmp_path):
         "fp16": {"enabled": True},
         "optimizer": {"type": "Muon", "params": {"lr": 0.1, "adam_lr": -1, "ns_coefficients": "you", "amsgrad": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
     }
     code, out, err = converted(capsys, tmp_path, source)
     assert code == 1

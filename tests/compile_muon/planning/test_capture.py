@@ -26,7 +26,7 @@ from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
-from compile_muon.planning.simulate.engine import COMPUTE
+from compile_muon.planning.simulate.engine import COMPUTE, LINK
 from compile_muon.runtime import frame
 from compile_muon.runtime.step import Step
 from compile_muon.runtime.survey import Survey
@@ -173,6 +173,20 @@ def test_residents_are_what_a_rank_holds() -> None:
     assert captured(3).resident == {"parameters": whole // WORLD, "optimizer": state // WORLD}
     # In float32 the shard is a part of what is resident.
     assert captured(1).resident == {"parameters": whole, "optimizer": state // WORLD}
+
+
+def test_weights_in_host_memory_are_not_on_a_gpu_and_come_over_its_link() -> None:
+    here, there = captured(3), step(3, offload_param="cpu")
+    gpu = replace(SLOW, device="cuda", host_bandwidth=1e12)
+    before, after = here.simulated(gpu), there.simulated(gpu)
+    assert there.on_host == before.peak.by_category["parameters"] and not after.peak.by_category["parameters"]
+    # Forward and backward read copies.
+    copied = sum(event.end - event.start for event in after.events if event.stream == LINK)
+    assert copied == pytest.approx(2 * there.on_host / 1e12, rel=0.01)  # of embeddings backward reads nothing
+    assert after.peak.total < before.peak.total
+    slow = there.simulated(replace(gpu, host_bandwidth=1e6))
+    assert slow.exposed["offload"] > 0.9 * 2 * there.on_host / 1e6
+    assert there.simulated(SLOW).peak.by_category["parameters"] == there.on_host  # the same memory
 
 
 @pytest.mark.full

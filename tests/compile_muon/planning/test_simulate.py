@@ -14,12 +14,14 @@ from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import Half
 from compile_muon.passes.costs import Link
+from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.work import Category, Work, note_work
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
 from compile_muon.planning.simulate.aliases import base, is_free, mutated
 from compile_muon.planning.simulate.cost import kernel_seconds, operations, workspace_bytes
+from compile_muon.planning.simulate.engine import LINK
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -112,6 +114,7 @@ def test_what_compute_does_not_hide_is_exposed(computed, wait_first, seconds, ex
     assert found.seconds == found.busy + sum(found.exposed.values())
 
 
+GPU_ALONE = replace(ROUND, device="cuda")
 GPU = replace(ROUND, device="cuda", host_seconds={"graph": 1.0, "kernel": 3.0, "collective": 2.0})
 
 
@@ -129,6 +132,17 @@ def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
     found = play(played, machine=GPU)
     assert (found.seconds, found.exposed) == (seconds, {"host": host})
     assert found.busy == sum(computed)
+
+
+@pytest.mark.parametrize(("computed", "seconds", "exposed"), [((9, 1), 18, {}), ((2, 1), 13, {"offload": 2})])
+def test_copies_from_host_memory_come_one_after_the_other_beside_compute(computed, seconds, exposed) -> None:
+    """Four seconds each."""
+    draw, between = Drawing(), iter(computed)
+    lifted = [draw.call(LIFT, draw.input(4)) for _ in computed]
+    read = [(draw.neg(draw.input(next(between))), draw.neg(x)) for x in lifted]
+    found = play(draw.done(*(node for pair in read for node in pair)), machine=replace(GPU_ALONE, host_bandwidth=4.0))
+    assert (found.seconds, found.exposed) == (seconds, exposed)
+    assert [(event.start, event.end) for event in found.events if event.stream == LINK] == [(0, 4), (4, 8)]
 
 
 def test_a_host_that_waits_has_nothing_queued_behind() -> None:

@@ -11,6 +11,7 @@ from compile_muon import MuonZero
 from compile_muon.passes import HALF_PASSES, Half, Purpose
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.errors import VerificationError
+from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.half import buckets, schedule
 from compile_muon.passes.holder import FETCH
 from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
@@ -308,6 +309,36 @@ def test_gathers_start_as_early_as_memory_allows(stage, cap, graphs, trace, worl
                 assert sum(sizes[b] for b in [*unused, following]) > limit  # no room for another
             used.append(bucket)
     assert started == used == sorted(sizes)
+
+
+@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
+@pytest.mark.parametrize("size", [1, 2])
+def test_shards_are_lifted_while_the_weights_ahead_of_them_are_in_use(size, half, graphs, trace, world):
+    """Each once, a bucket at a time: by the one rank that reads them all, too."""
+    gm, _ = graphs(0, size, trace, world, stage=3, offload_param="cpu").lowered(half, bucket_bytes=BUCKET)
+    nodes = list(gm.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    lifts, packed = {}, {}
+    for node in nodes:
+        work = work_of(node)
+        if node.target is LIFT:
+            lifts.setdefault(work.bucket, []).append(node)
+        elif node.target is torch.ops.muon_zero.pack.default and work.category is Category.GATHER:
+            packed[work.bucket] = node
+    sources = [lift.args[0] for found in lifts.values() for lift in found]
+    assert len(sources) == len(set(sources)) == sum(read.op == "placeholder" for read in sources)
+    assert len(lifts) == len(packed) > 3
+    multiplying = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    products = [place[node] for node in nodes if node.target in multiplying]
+    beside = 0
+    for bucket, pack in packed.items():
+        assert set(lifts[bucket]) <= set(pack.all_input_nodes)
+        first, last = place[lifts[bucket][0]], place[lifts[bucket][-1]]
+        assert last < place[pack]
+        if bucket and size > 1:
+            assert place[packed[bucket - 1]] < first
+        beside += any(last < product < place[pack] for product in products)
+    assert beside > len(packed) / 2
 
 
 @pytest.mark.parametrize("communicators", ["separate", "shared"])
