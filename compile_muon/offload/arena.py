@@ -47,9 +47,7 @@ class Arena:
     ) -> None:
         self.store = store
         self._device = device
-        self._beside = device.type == "cpu" or any(
-            store.current(slot).device == device for bucket in buckets for slot in bucket.slots
-        )
+        self._beside = device.type == "cpu" or store.device == device
         self._streams = not self._beside and real
         if self._streams:
             largest = max(bucket.nbytes for bucket in buckets)

@@ -80,9 +80,11 @@ class Store:
     """What keeps state; nothing to do at most calls where it is in memory, written in place.
 
     Attributes:
+        device: whose memory :meth:`open` gives.
         bytes_read, bytes_written: of a disk, so far.
     """
 
+    device = torch.device("cpu")
     bytes_read = bytes_written = 0
 
     def start(self, bucket: Bucket) -> bool:
@@ -138,6 +140,7 @@ class MemoryStore(Store):
     """
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
+        self.device = device
         self._tensors = {
             slot: torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pin and slot.nbytes > 0)
             for bucket in buckets
@@ -235,7 +238,7 @@ class FileStore(Store):
                 begin += _up(slot.nbytes)
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         count = min(buffers, len(buckets)) if largest else 0
-        self._held = [_Held(_page_aligned(largest, pin=pin)) for _ in range(count)]
+        self._held = [_Held(self._buffer(largest, pin=pin)) for _ in range(count)]
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
@@ -255,7 +258,7 @@ class FileStore(Store):
         """Its slots in a buffer, once they are read."""
         with self._lock:
             if not bucket.nbytes:
-                return {slot: torch.empty(slot.shape, dtype=slot.dtype) for slot in bucket.slots}
+                return {slot: torch.empty(slot.shape, dtype=slot.dtype, device=self.device) for slot in bucket.slots}
             held = next((held for held in self._held if held.bucket is bucket), None)
             if held is None:
                 free = [held for held in self._held if not held.opened]
@@ -277,7 +280,7 @@ class FileStore(Store):
         held.bucket, held.ahead = bucket, True
         if read:
             current = [self._places[slot].generation for slot in bucket.slots]
-            held.reading = self._requests(_read, held, bucket, current)
+            held.reading = self._requests(self._read, held, bucket, current)
 
     def leave(self, bucket: Bucket) -> None:
         """Its buffer may be for another one."""
@@ -297,7 +300,7 @@ class FileStore(Store):
             held = next(held for held in self._held if held.bucket is bucket)
             first = None if ready is None else self._threads.submit(ready)
             others = [1 - self._places[slot].generation for slot in bucket.slots]
-            held.writing = self._requests(_write, held, bucket, others, first)
+            held.writing = self._requests(self._write, held, bucket, others, first)
             held.bucket, held.wrote, held.opened = None, bucket, False  # not what is current
 
     def finish(self) -> None:
@@ -364,6 +367,19 @@ class FileStore(Store):
 
     # ------------------------------------------------------------------ the file
 
+    def _buffer(self, nbytes: int, *, pin: bool) -> Tensor:
+        """Bytes that start with a page; pinned memory does as well."""
+        if pin:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+
+    def _read(self, memory: Tensor, place: int) -> int:
+        """From the file into a buffer; how many bytes it got, which may be fewer."""
+        return os.preadv(self._file, [memory.numpy().data], place)
+
+    def _write(self, memory: Tensor, place: int) -> int:
+        return os.pwritev(self._file, [memory.numpy().data], place)
+
     def _requests(
         self, call: Any, held: _Held, bucket: Bucket, generations: Sequence[int], first: Future[Any] | None = None
     ) -> list[Future[int]]:
@@ -376,13 +392,13 @@ class FileStore(Store):
                 runs[-1][1] += size
             else:
                 runs.append([own.begin, size, place])
-        memory = held.memory.numpy()
         return [
-            self._threads.submit(_all_of, call, self._file, memory[begin + k : begin + min(k + _PIECE, size)],
-                                 place + k, first)
+            self._threads.submit(
+                _all_of, call, held.memory[begin + k : begin + min(k + _PIECE, size)], place + k, first
+            )
             for begin, size, place in runs
             for k in range(0, size, _PIECE)
-        ]  # fmt: skip
+        ]
 
 
 def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
@@ -390,32 +406,17 @@ def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
     return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
 
 
-def _read(file: int, memory: np.ndarray, place: int) -> int:
-    return os.preadv(file, [memory.data], place)
-
-
-def _write(file: int, memory: np.ndarray, place: int) -> int:
-    return os.pwritev(file, [memory.data], place)
-
-
-def _all_of(call: Any, file: int, memory: np.ndarray, place: int, first: Future[Any] | None) -> int:
+def _all_of(call: Any, memory: Tensor, place: int, first: Future[Any] | None) -> int:
     """Until all bytes are read or written: a call may do a part."""
     if first is not None:
         first.result()
     done = 0
     while done < len(memory):
-        count = call(file, memory[done:], place + done)
+        count = call(memory[done:], place + done)
         if count == 0:
             raise OSError(errno.EIO, "the file ends early")
         done += count
     return done
-
-
-def _page_aligned(nbytes: int, *, pin: bool) -> Tensor:
-    """Memory that starts with a page; pinned memory does as well."""
-    if pin:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 def _unnamed(folder: Path, nbytes: int) -> int:
@@ -435,7 +436,7 @@ def _pass_the_cache(file: int, folder: Path) -> None:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-        _read(file, _page_aligned(_ALIGNED, pin=False).numpy(), 0)
+        os.preadv(file, [mmap.mmap(-1, _ALIGNED)], 0)
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
         warn_user(f"offload.nvme_path = {str(folder)!r}: its file system has no O_DIRECT; state goes by the page cache")

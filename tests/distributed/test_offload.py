@@ -153,7 +153,7 @@ def reads_of_two_steps(folder: str, buffer_count: int, **given: Any) -> set[int]
     requests = store.FileStore._requests
 
     def counted(self: store.FileStore, call: Any, held: Any, bucket: store.Bucket, *more: Any) -> Any:
-        found[bucket] += call is store._read
+        found[bucket] += call == self._read
         return requests(self, call, held, bucket, *more)
 
     with mock.patch.object(store.FileStore, "_requests", counted):
@@ -263,17 +263,16 @@ def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
-class Failing:
+def failing(call: Callable[..., int], after: int, number: int) -> Callable[..., int]:
     """Calls of the disk, one of which fails."""
+    calls = iter(range(after + 1))
 
-    def __init__(self, call: Callable[..., int], after: int, number: int) -> None:
-        self.call, self.left, self.number = call, after, number
+    def called(*args: Any) -> int:
+        if next(calls, None) == after:
+            raise OSError(number, os.strerror(number))
+        return call(*args)
 
-    def __call__(self, *args: Any) -> int:
-        self.left -= 1
-        if self.left == -1:
-            raise OSError(self.number, os.strerror(self.number))
-        return self.call(*args)
+    return called
 
 
 def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
@@ -282,12 +281,14 @@ def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, 
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    failing = Failing(getattr(store, what), after, number) if world_and_rank()[1] == rank else getattr(store, what)
+    call = getattr(store.FileStore, what)
+    if world_and_rank()[1] == rank:
+        call = failing(call, after, number)
     steps, error = optimizer._steps, ""
     commit = steps.commit
 
     def failing_commit(*args: Any) -> None:  # a read ahead of that fails amid an exchange, which others wait in
-        with mock.patch.object(store, what, failing):
+        with mock.patch.object(store.FileStore, what, call):
             commit(*args)
 
     with mock.patch.object(steps, "commit", failing_commit):
