@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +37,8 @@ class Arena:
     Args:
         store: of the buckets.
         buckets: all of them.
-        device: that computes. Of memory that it sees itself, nothing is copied.
+        device: that computes. Of memory that it sees itself, nothing is copied: where that is a buffer between it and
+            a disk, the disk waits for the work that was queued on it.
         buffers: how many buckets it holds.
         real: False for fake tensors, which have no streams.
     """
@@ -88,7 +89,7 @@ class Arena:
     def leave(self, bucket: Bucket) -> None:
         """It was only read."""
         self._lent.pop(bucket, None)
-        self.store.leave(bucket)
+        self.store.leave(bucket, self._worked())
         if self._streams:
             room = next(room for room in self._rooms if room.bucket is bucket)
             room.free = torch.accelerator.current_stream().record_event()
@@ -96,7 +97,7 @@ class Arena:
     def close(self, bucket: Bucket) -> None:
         """It was written to: keep it."""
         if self._beside:
-            self.store.close(bucket)
+            self.store.close(bucket, self._worked())
             return
         found, host = self._lent.pop(bucket), self.store.open(bucket, read=False)
         if not self._streams:
@@ -112,6 +113,12 @@ class Arena:
         room.free = self._written[bucket] = written
         room.bucket = None  # in a file it is not current yet
         self.store.close(bucket, written.synchronize)
+
+    def _worked(self) -> Callable[[], object] | None:
+        """Returns when the device has done what is queued, where it works in a buffer of the store's."""
+        if self._device.type == "cpu" or not self._beside or isinstance(self.store, MemoryStore):
+            return None
+        return torch.accelerator.current_stream().record_event().synchronize
 
     def discard(self) -> None:
         """Forget what is in buffers: someone wrote to what is kept."""

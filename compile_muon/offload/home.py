@@ -22,6 +22,7 @@ from compile_muon.errors import OffloadError, config_error, ranks_named
 from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
+from compile_muon.offload.direct import on_disk
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
 from compile_muon.passes.methods import MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
@@ -161,7 +162,7 @@ class Home:
             return MemoryStore(buckets, torch.device("cpu"), pin=pin)
         assert offload.nvme_path is not None
         with self._agreeing("has no place for optimizer state: nothing was sharded"):
-            return FileStore(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin)
+            return on_disk(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin, device=self._device)
 
     def _move_in(self, store: Store, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> None:
         arena = Arena(store, buckets, self._device, buffers=offload.buffer_count, real=real)

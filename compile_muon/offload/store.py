@@ -101,8 +101,8 @@ class Store:
         """
         raise NotImplementedError
 
-    def leave(self, bucket: Bucket) -> None:
-        """What :meth:`open` gave was only read."""
+    def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
+        """What :meth:`open` gave was only read. ``ready`` returns when nobody reads it any more."""
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """What :meth:`open` gave was written to: keep it. ``ready`` returns when all of it is there."""
@@ -181,6 +181,7 @@ class _Held:
         memory: its bytes.
         bucket: what it holds of the current generation.
         wrote: what was last written from it.
+        left: returns when nobody reads from it any more.
         opened: whether somebody works on it.
         ahead: whether it was read and not asked for yet.
     """
@@ -190,6 +191,7 @@ class _Held:
     wrote: Bucket | None = None
     reading: list[Future[int]] = field(default_factory=list)
     writing: list[Future[int]] = field(default_factory=list)
+    left: Callable[[], object] | None = None
     used: int = 0
     opened: bool = False
     ahead: bool = False
@@ -215,12 +217,20 @@ class FileStore(Store):
         buffers: how many buckets may be in memory.
         pin: for copies that a GPU makes by itself.
         threads: requests under way at a time.
+        enter: what each of these threads begins with.
     Raises:
         OffloadError: the folder is not there, or the disk has no room for all of it; nothing is left behind then.
     """
 
     def __init__(
-        self, folder: str | os.PathLike, buckets: Sequence[Bucket], *, buffers: int, pin: bool = False, threads: int = 4
+        self,
+        folder: str | os.PathLike,
+        buckets: Sequence[Bucket],
+        *,
+        buffers: int,
+        pin: bool = False,
+        threads: int = 4,
+        enter: Callable[[], object] | None = None,
     ) -> None:
         self.folder = Path(folder)
         *starts, self.nbytes = accumulate((bucket.nbytes for bucket in buckets), initial=0)
@@ -239,7 +249,7 @@ class FileStore(Store):
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         count = min(buffers, len(buckets)) if largest else 0
         self._held = [_Held(self._buffer(largest, pin=pin)) for _ in range(count)]
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload")
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="muon_zero offload", initializer=enter)
         self._lock = threading.RLock()  # backward runs on a thread of autograd's
         self._clock = 0
 
@@ -280,14 +290,14 @@ class FileStore(Store):
         held.bucket, held.ahead = bucket, True
         if read:
             current = [self._places[slot].generation for slot in bucket.slots]
-            held.reading = self._requests(self._read, held, bucket, current)
+            held.reading = self._requests(self._read, held, bucket, current, held.left)
 
-    def leave(self, bucket: Bucket) -> None:
+    def leave(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Its buffer may be for another one."""
         with self._lock:
             for held in self._held:
                 if held.bucket is bucket:
-                    held.opened = False
+                    held.opened, held.left = False, ready
 
     def close(self, bucket: Bucket, ready: Callable[[], object] | None = None) -> None:
         """Write it to the other generation, from threads."""
@@ -298,9 +308,8 @@ class FileStore(Store):
                 if other.wrote is bucket:  # to the same place
                     self._finish(other)
             held = next(held for held in self._held if held.bucket is bucket)
-            first = None if ready is None else self._threads.submit(ready)
             others = [1 - self._places[slot].generation for slot in bucket.slots]
-            held.writing = self._requests(self._write, held, bucket, others, first)
+            held.writing = self._requests(self._write, held, bucket, others, ready)
             held.bucket, held.wrote, held.opened = None, bucket, False  # not what is current
 
     def finish(self) -> None:
@@ -381,9 +390,15 @@ class FileStore(Store):
         return os.pwritev(self._file, [memory.numpy().data], place)
 
     def _requests(
-        self, call: Any, held: _Held, bucket: Bucket, generations: Sequence[int], first: Future[Any] | None = None
+        self,
+        call: Callable[[Tensor, int], int],
+        held: _Held,
+        bucket: Bucket,
+        generations: Sequence[int],
+        ready: Callable[[], object] | None,
     ) -> list[Future[int]]:
-        """Neighbours of one generation in pieces."""
+        """Neighbours of one generation in pieces, once ``ready`` returns."""
+        first = None if ready is None else self._threads.submit(ready)
         runs: list[list[int]] = []
         for slot, generation in zip(bucket.slots, generations, strict=True):
             own = self._places[slot]
@@ -406,7 +421,7 @@ def _viewed(memory: np.ndarray, slot: Slot) -> Tensor:
     return torch.from_numpy(memory[: slot.nbytes]).view(slot.dtype).view(slot.shape)
 
 
-def _all_of(call: Any, memory: Tensor, place: int, first: Future[Any] | None) -> int:
+def _all_of(call: Callable[[Tensor, int], int], memory: Tensor, place: int, first: Future[Any] | None) -> int:
     """Until all bytes are read or written: a call may do a part."""
     if first is not None:
         first.result()

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import Ranks
+from kvikio_alone import CuFile, serving
 from reference import DEVICE, full, placed, world_and_rank
 from test_training import Odd, data, loss
 from torch import Tensor, nn
@@ -31,10 +33,11 @@ SMALL = {"buffer_bytes": 1}  # so that there are many buckets
 
 
 def offload(where: str | None, folder: Path | str, **more: Any) -> dict[str, Any]:
+    """``where`` "direct" is a disk, from and to the device by itself, within :func:`kvikio_alone.serving`."""
     if where is None:
         return {}
-    place = {"nvme_path": str(folder)} if where == "nvme" else {}
-    return {"offload": {"device": where, **place, **SMALL, **more}}
+    place = {"device": "nvme", "nvme_path": str(folder)} if where in ("nvme", "direct") else {"device": where}
+    return {"offload": {**place, **SMALL, **more}}
 
 
 def made(*, mesh: tuple[int, int] | None = None, **settings: Any) -> tuple[nn.Module, compile_muon.MuonZero]:
@@ -90,9 +93,10 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
     found = []
     for place in (None, where):
         torch._dynamo.reset()
-        pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
-        assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
-        run(*pair, range(4), **loop)
+        with serving() if place == "direct" else nullcontext():
+            pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
+            assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
+            run(*pair, range(4), **loop)
         found.append({**everything(*pair), "bytes": torch.tensor(pair[1].traffic.bytes_sent)})
         used = pair[1].metrics()["directions_used"]
     assert bool(used) == ("codegen" in loop and given.get("update") != "step" and "clip" not in loop)
@@ -109,6 +113,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"where": "cpu", "stage": 3, **COMPILED, **MASTERS, "weights": "cpu"}),
     "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
     "masters": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "method": "muonh"}),
+    "direct": (2, {"where": "direct", "stage": 3, **COMPILED, **MASTERS}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -263,32 +268,39 @@ def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Pa
 # ------------------------------------------------------------------------------------------------------------- faults
 
 
-def failing(call: Callable[..., int], after: int, number: int) -> Callable[..., int]:
+def failing(call: Callable[..., int], after: int, error: Exception) -> Callable[..., int]:
     """Calls of the disk, one of which fails."""
     calls = iter(range(after + 1))
 
-    def called(*args: Any) -> int:
+    def called(*args: Any, **kwargs: Any) -> int:
         if next(calls, None) == after:
-            raise OSError(number, os.strerror(number))
-        return call(*args)
+            raise error
+        return call(*args, **kwargs)
 
     return called
 
 
 def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
     """Two steps, one that the disk of a rank fails in, and the same step again."""
+    with serving() if what.startswith("raw") else nullcontext():
+        return _through_a_fault(folder, what, after, number, rank, **given)
+
+
+def _through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
     model, optimizer = made(stage=2, update="step", **given, **offload("nvme", folder, buffer_count=2, masters=True))
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    call = getattr(store.FileStore, what)
+    kept: Any = optimizer._steps.home
+    disk = CuFile if what.startswith("raw") else next(type(x) for x in kept._stores if isinstance(x, store.FileStore))
+    call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:
-        call = failing(call, after, number)
+        call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))
     steps, error = optimizer._steps, ""
     commit = steps.commit
 
     def failing_commit(*args: Any) -> None:  # a read ahead of that fails amid an exchange, which others wait in
-        with mock.patch.object(store.FileStore, what, call):
+        with mock.patch.object(disk, what, call):
             commit(*args)
 
     with mock.patch.object(steps, "commit", failing_commit):
@@ -311,6 +323,8 @@ def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, 
         ("_read", (0, 5), {}),
         ("_write", (0, 6), {}),
         ("_write", (12, 15), {**MASTERS, "method": "normuon"}),
+        ("raw_read", (0, 9), {}),
+        ("raw_write", (5,), {}),
         pytest.param("_read", range(6), {}, marks=pytest.mark.full),
         pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
         pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
@@ -324,7 +338,7 @@ def test_a_disk_that_fails_changes_nothing(
     resident = group.run(untouched, **given)[0]
     seen = 0
     for after in calls:
-        number = errno.EIO if what == "_read" or after % 4 else errno.ENOSPC
+        number = errno.EIO if "read" in what or after % 4 else errno.ENOSPC
         found = group.run(through_a_fault, folder=str(tmp_path), what=what, after=after, number=number, rank=1, **given)
         if not found[1]["error"]:
             continue  # of a bucket that was read ahead, and later anew
