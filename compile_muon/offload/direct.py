@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_muon.errors import OffloadError, warn_user
+from compile_muon.errors import warn_user
 from compile_muon.offload.store import Bucket, FileStore, Slot
 
 __all__ = ["DirectStore", "on_disk"]
@@ -82,7 +82,7 @@ def on_disk(
     Raises:
         OffloadError: as of :class:`FileStore`.
     """
-    if device.type == "cuda" and importlib.util.find_spec("kvikio") is not None:
+    if device.type == "cuda" and getattr(importlib.util.find_spec("kvikio"), "origin", None) is not None:
         refused = _refused(folder, device)
         if refused is None:
             _log.info("offload.nvme_path = %r: state travels by GPUDirect Storage", str(folder))
@@ -106,8 +106,8 @@ def _refused(folder: str | os.PathLike, device: torch.device) -> str | None:
         return "the driver nvidia-fs is not loaded"
     try:
         return _differs(folder, device)
-    except (RuntimeError, OffloadError) as error:
-        return f"a file there cannot be used ({error})"
+    except RuntimeError as error:
+        return f"a file there cannot be used ({error.__cause__ or error})"
 
 
 def _differs(folder: str | os.PathLike, device: torch.device) -> str | None:

@@ -167,7 +167,7 @@ def test_what_is_refused_is_said_once_and_the_host_serves(tmp_path: Path) -> Non
         "NVFS driver initialization error": (
             {}, mock.patch.object(CuFile, "__init__", side_effect=RuntimeError("NVFS driver initialization error")),
         ),
-        "cannot read optimizer state.*DMA failed": ({}, mock.patch.object(CuFile, "fails", "DMA failed")),
+        r"cannot be used \(\[Errno 5\] DMA failed\)": ({}, mock.patch.object(CuFile, "fails", "DMA failed")),
         "the host does not read": ({}, mock.patch.object(CuFile, "raw_write", written_nowhere)),
         "the device does not read": ({}, mock.patch.object(CuFile, "raw_read", read_wrongly)),
     }  # fmt: skip
