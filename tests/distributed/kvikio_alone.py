@@ -1,4 +1,4 @@
-"""What of kvikio is called, over host memory: the calls of the disk are real, and shorter than asked for."""
+"""What of kvikio is called, by way of host memory: the calls of the disk are real, and shorter than asked for."""
 
 from __future__ import annotations
 
@@ -37,16 +37,20 @@ class CuFile:
             raise RuntimeError(f"Unable to open file: {error.strerror}") from error
 
     def raw_read(self, memory: Tensor, *, file_offset: int) -> int:
-        return self._called(os.preadv, memory, file_offset)
+        part = self._part(memory, file_offset)
+        host = torch.empty_like(part, device="cpu")
+        done = os.preadv(self._file, [host.numpy().data], file_offset)
+        part[:done].copy_(host[:done])
+        return done
 
     def raw_write(self, memory: Tensor, *, file_offset: int) -> int:
-        return self._called(os.pwritev, memory, file_offset)
+        return os.pwritev(self._file, [self._part(memory, file_offset).cpu().numpy().data], file_offset)
 
-    def _called(self, call: Any, memory: Tensor, place: int) -> int:
+    def _part(self, memory: Tensor, place: int) -> Tensor:
         if CuFile.fails is not None:
             raise RuntimeError(CuFile.fails)
         assert not memory.data_ptr() % PAGE and not place % PAGE and not len(memory) % PAGE
-        return call(self._file, [memory.numpy()[: max(PAGE, len(memory) // 2 // PAGE * PAGE)].data], place)
+        return memory[: max(PAGE, len(memory) // 2 // PAGE * PAGE)]
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -54,10 +58,11 @@ class CuFile:
 
 
 @contextmanager
-def installed(*, compatible: bool = False, driver: bool = True) -> Iterator[None]:
-    """It can be imported, and a GPU's calls are the host's.
+def installed(*, gpu: bool = False, compatible: bool = False, driver: bool = True) -> Iterator[None]:
+    """It can be imported.
 
     Args:
+        gpu: there is one; else its calls do nothing.
         compatible: it goes by the host, and says so.
         driver: that of GPUDirect Storage is there.
     """
@@ -72,7 +77,7 @@ def installed(*, compatible: bool = False, driver: bool = True) -> Iterator[None
     kvikio.__spec__ = mock.Mock()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, modules))
-        for name in ("set_device", "mem_get_info", "synchronize"):
+        for name in () if gpu else ("set_device", "mem_get_info", "synchronize"):
             stack.enter_context(mock.patch.object(torch.cuda, name))
         yield
 
@@ -84,5 +89,5 @@ def serving() -> Iterator[None]:
     def on_disk(*args: Any, pin: bool, **more: Any) -> direct.DirectStore:
         return direct.DirectStore(*args, **more)
 
-    with installed(), mock.patch.object(home, "on_disk", on_disk):
+    with installed(gpu=torch.cuda.is_available()), mock.patch.object(home, "on_disk", on_disk):
         yield
