@@ -193,12 +193,12 @@ def resumed(
 
 def test_a_run_goes_on_wherever_its_state_is(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     ends = {}
-    for way in (("nvme", "cpu"), (None, None), ("cpu", "nvme")):
+    for way in (("nvme", "cpu", None), (None, None, None), (None, "cpu", "nvme")):
         folder = tmp_path / str(way)
         folder.mkdir()
         for part, where in enumerate(way):
             found = ranks(2).run(
-                resumed, where=where, folder=str(folder), stage=(3, 1)[part], steps=(2 * part, 2 * part + 2),
+                resumed, where=where, folder=str(folder), stage=(3, 1, 2)[part], steps=(2 * part, 2 * part + 2),
                 load=part > 0, asynchronous=where == "nvme",
             )[0]  # fmt: skip
         ends[way] = found
