@@ -23,13 +23,13 @@ from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.param_spec import describe
 from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
-from compile_muon.offload.pinned import on_host
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.parameter import sharded_parameter
+from compile_muon.runtime.pinned import on_host
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
