@@ -133,7 +133,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "normuon"}),
-    "weights": (3, {"where": "cpu", "stage": 3, **STEP, **MASTERS, "weights": "cpu", "mesh": None}),
+    "weights, replicas": (4, {"where": "cpu", "stage": 3, **STEP, "weights": "cpu", "mesh": (2, 2)}),
     "masters, stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED, **MASTERS}),
     "masters, stage 1": (2, {"where": "nvme", "stage": 1, **COMPILED, **MASTERS}),
     "stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED}),
