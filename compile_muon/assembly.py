@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import Config
-from compile_muon.errors import listed, warn_user
+from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
@@ -24,7 +24,7 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import Home
-from compile_muon.passes.methods import MatrixMethod
+from compile_muon.passes.methods import ElementMethod, MatrixMethod
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import backend_of
@@ -194,6 +194,12 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
             break
         chosen.append(name)
         left += size
+    elements = {
+        name: each.method.on_host for each in groups if isinstance(each.method, ElementMethod) for name in each.members
+    }
+    if offload.adamw_on == "cpu" and elements and not any(elements.get(name) for name in chosen):
+        problem = "finds no moments of AdamW that are away"
+        raise config_error("OffloadConfig.adamw_on", "cpu", problem, "raise ratio, or leave adamw_on out")
     return frozenset(chosen)
 
 

@@ -43,6 +43,8 @@ class OffloadConfig(Checked):
         momentum: whether momenta go too, or only what methods keep beside them.
         masters: whether float32 weights go too, where the model computes in a lower dtype. Its parameters and their
             gradients then have that dtype.
+        adamw_on: "device", or "cpu" for AdamW to be computed in host memory, on moments that are away. Gradients come
+            to it and weights go back, in place of moments that come and go.
     """
 
     device: str = setting("cpu", check_choice, allowed=("cpu", "nvme"))
@@ -53,6 +55,7 @@ class OffloadConfig(Checked):
     ratio: float = setting(1.0, check_share)
     momentum: bool = setting(True, check_boolean)
     masters: bool = setting(False, check_boolean)
+    adamw_on: str = setting("device", check_choice, allowed=("device", "cpu"))
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A file needs a folder."""

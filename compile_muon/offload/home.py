@@ -23,8 +23,9 @@ from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
 from compile_muon.offload.direct import on_disk
+from compile_muon.offload.ferry import Ferry
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
-from compile_muon.passes.methods import MatrixMethod, Method
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters, weight_of
@@ -61,8 +62,13 @@ class _Away:
 
 @dataclass(eq=False)
 class _Chunk:
-    """Parameters whose state is lent together, a bucket for each use of it: by graphs, ahead of weights, with them."""
+    """Parameters whose state is lent together, a bucket for each use of it: by graphs, ahead of weights, with them.
 
+    Args:
+        on_host: whether the host computes their step.
+    """
+
+    on_host: bool = False
     names: list[str] = field(default_factory=list)
     momentum: Bucket | None = None
     states: Bucket | None = None
@@ -140,8 +146,10 @@ class Home:
         self._chunks = [
             chunk
             for each in groups
-            for chunk in self._in_chunks([name for name in each.members if name in self._kept], offload)
+            for chunk in self._in_chunks([name for name in each.members if name in self._kept], offload, each.method)
         ]
+        self._on_host = {bucket for chunk in self._chunks if chunk.on_host for bucket in chunk.buckets}
+        self._ferry = Ferry(device) if self._on_host and real else None
         self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
         momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
         others = [each for chunk in self._chunks for each in (chunk.states, chunk.masters) if each is not None]
@@ -165,9 +173,11 @@ class Home:
             return on_disk(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin, device=self._device)
 
     def _move_in(self, store: Store, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> None:
-        arena = Arena(store, buckets, self._device, buffers=offload.buffer_count, real=real)
         self._stores.append(store)
-        self._arenas |= dict.fromkeys(buckets, arena)
+        for device, on_host in ((self._device, False), (torch.device("cpu"), True)):
+            if own := [bucket for bucket in buckets if (bucket in self._on_host) == on_host]:
+                arena = Arena(store, own, device, buffers=offload.buffer_count, real=real)
+                self._arenas |= dict.fromkeys(own, arena)
 
     def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> _Away:
         kept, shape, dtype = _Away(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
@@ -186,7 +196,8 @@ class Home:
             kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
         return kept
 
-    def _in_chunks(self, names: Sequence[str], offload: OffloadConfig) -> list[_Chunk]:
+    def _in_chunks(self, names: Sequence[str], offload: OffloadConfig, method: Method) -> list[_Chunk]:
+        on_host = offload.adamw_on == "cpu" and isinstance(method, ElementMethod) and method.on_host is not None
         chunks: list[_Chunk] = []
         room = 0
         for name in names:
@@ -194,7 +205,7 @@ class Home:
             # A momentum is written to a file where it is fetched: by itself.
             alone = offload.device == "nvme" and bool(self._kept[name].momentum)
             if size > room or not chunks or alone:
-                chunks.append(_Chunk())
+                chunks.append(_Chunk(on_host))
                 room = max(offload.buffer_bytes, size)
             chunks[-1].names.append(name)
             room -= size
@@ -287,7 +298,13 @@ class Home:
     # ------------------------------------------------------------------ steps
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
+        self,
+        accounts: Sequence[Account],
+        what: Lent,
+        step: int,
+        *,
+        moved: Collection[Account] = (),
+        withheld: Tensor | None = None,
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
         beside = [account for account in accounts if account.name not in self._kept]
@@ -299,16 +316,27 @@ class Home:
         for chunk in self._chunks:
             if own := [wanted[name] for name in chunk.names if name in wanted]:
                 todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
+        ferry = self._ferry if todo and todo[0][0].on_host else None  # all are of one group
+        across = ferry.across([own for _, own, _ in todo], withheld) if ferry is not None else None
         for number, (chunk, own, buckets) in enumerate(todo):
+            given = next(across, None) if across is not None else [{}] * len(own)
+            if given is None:  # withheld
+                return
             read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
                 held |= self._opened(bucket)
             for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
                 self._arenas[bucket].start(bucket)
+            if ferry is not None:
+                self._count_on_host(own)
             self._note(own, what)
-            lent = [self._views(account, held) for account in own]
+            lent = [self._views(account, held) | row for account, row in zip(own, given, strict=True)]
             yield own, lent
+            if ferry is not None:
+                if self._on_disk:  # what is noted is of before
+                    ferry.follow()
+                ferry.back(own, lent)
             for account, views in zip(own, lent, strict=True):
                 slots, kept = self._state_of(account), self._kept[account.name]
                 own_names = slots.keys() - kept.slots.keys()
@@ -340,6 +368,14 @@ class Home:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
+    def _count_on_host(self, accounts: Sequence[Account]) -> None:
+        """What is kept of a parameter beside its elements, made where a GPU counts, is where the host does."""
+        for account in accounts:
+            slots = self._state_of(account)
+            for name, tensor in {**slots}.items():
+                if name not in self._kept[account.name].slots and tensor.device.type != "cpu":
+                    slots[name] = tensor.cpu()
+
     def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
         kept = self._kept[account.name]
         found = {name: tensor for name, tensor in {**self._state_of(account)}.items() if name not in kept.slots}
@@ -357,7 +393,10 @@ class Home:
                 if name in views:
                     by_label.setdefault(label, {})[account] = views[name]
         for label, tensors in by_label.items():
-            for account, flag in zip(tensors, not_finite(list(tensors.values())).unbind(), strict=True):
+            flags = not_finite(list(tensors.values()))
+            if flags.device.type != self._device.type:
+                flags = flags.pin_memory().to(self._device, non_blocking=True)
+            for account, flag in zip(tensors, flags.unbind(), strict=True):
                 self._wrong[account.name, label] = flag
 
     def wrong(self, account: Account, label: str) -> Tensor | None:
@@ -375,6 +414,8 @@ class Home:
         Raises:
             OffloadError: on every rank, if a disk of one failed.
         """
+        if self._ferry is not None:
+            self._ferry.begin()
         with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield
             for store in self._stores:
@@ -550,7 +591,8 @@ class Home:
     @property
     def bytes_in_buffers(self) -> int:
         """Of the device that buckets of it take turns in."""
-        return min(self._buffers, len(self._there)) * max((bucket.nbytes for bucket in self._there), default=0)
+        sizes = [bucket.nbytes for bucket in self._there if bucket not in self._on_host]
+        return min(self._buffers, len(sizes)) * max(sizes, default=0)
 
     @property
     def disk_bytes(self) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.lender import MASTER, Lent
+from compile_muon.runtime.lender import GRADIENT, MASTER, WEIGHT, Lent
 from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["Lend", "Matrices", "Prepared", "advance", "commit_elements", "commit_states", "commit_weights"]
@@ -33,13 +34,15 @@ Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Seq
 
 
 def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
-    """What a step writes of a parameter: the shard, or the master weight that it is rounded from."""
+    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or either's copy."""
+    if WEIGHT in states:
+        return states[WEIGHT]
     return local_tensor(states[MASTER]) if account.spec.master else account.local.detach()
 
 
-def gradient_of(account: Account) -> Tensor:
-    """The shard of ``.grad`` in the dtype of the states."""
-    return account.local_grad.to(decode_dtype(account.spec.state_dtype))
+def gradient_of(account: Account, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+    """The shard of ``.grad`` in the dtype of the states, or a copy of it."""
+    return (states[GRADIENT] if GRADIENT in states else account.local_grad).to(decode_dtype(account.spec.state_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,15 +355,21 @@ def commit_elements(
 
     Args:
         accounts: parameters with a gradient.
-        slots: the optimizer's states of each.
+        slots: the optimizer's states of each; of all, or of none, with what :class:`~.lender.Lender` adds for the host:
+            then whoever lent it brings the weights back.
         withheld: as for :func:`~compile_muon.kernels.muon_apply`.
     """
     if not accounts:
         return
+    step, on_host = method.step, GRADIENT in slots[0]
+    if on_host:
+        assert method.on_host is not None
+        step, withheld = method.on_host, None
+        rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
     for account, row in zip(accounts, slots, strict=True):
         for state in method.states:  # kernels count steps themselves; a checkpoint may have brought them to the host
             count = row[state.name]
-            if state.each == "parameter" and account.local.is_cuda and not count.is_cuda:
+            if state.each == "parameter" and account.local.is_cuda and not (on_host or count.is_cuda):
                 row[state.name] = count.to(account.local.device, non_blocking=True)
     params = [weight_of(account, row) for account, row in zip(accounts, slots, strict=True)]
     states: list[MutableMapping[str, Tensor]] = [
@@ -371,8 +380,10 @@ def commit_elements(
     with _unless(withheld if written else None, written):
         before = [param.clone() for param in params] if decays else []
         given = {**rates, "weight_decay": 0.0} if decays else rates
-        method.step(params, [gradient_of(account) for account in accounts], states, given, withheld)
+        grads = [gradient_of(account, row) for account, row in zip(accounts, slots, strict=True)]
+        step(params, grads, states, given, withheld)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
             param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))
-    round_masters(dict(zip(accounts, params, strict=True)))
+    if not on_host:
+        round_masters(dict(zip(accounts, params, strict=True)))

@@ -13,10 +13,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from compile_muon.runtime.account import Account
 
-__all__ = ["MASTER", "Lender", "Lent"]
+__all__ = ["GRADIENT", "MASTER", "WEIGHT", "Lender", "Lent"]
 
 #: the state that is a master weight, of parameters that are rounded copies of one
 MASTER = "master_weight"
+#: beside the states of a parameter whose step the host computes: what it is to write, and along what
+WEIGHT, GRADIENT = "weight", "gradient"
 
 
 class Lent(Enum):
@@ -52,9 +54,18 @@ class Lender(Protocol):
         """
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
+        self,
+        accounts: Sequence[Account],
+        what: Lent,
+        step: int,
+        *,
+        moved: Collection[Account] = (),
+        withheld: Tensor | None = None,
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
+
+        Those whose step the host computes have their weight and gradient among them, in host memory, as ``WEIGHT`` and
+        ``GRADIENT``.
 
         Args:
             accounts: in any order.
@@ -62,6 +73,7 @@ class Lender(Protocol):
                 back if the step fails.
             step: which one.
             moved: of whom the momentum is not asked for.
+            withheld: 1.0 on the device for nothing to be written; what the host computes is not lent then.
         """
 
     def writing(self) -> AbstractContextManager[None]:

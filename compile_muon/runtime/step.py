@@ -553,7 +553,7 @@ class Step:
                     commit_weights(prepared, self.summed, self.group, withheld, self.lend if masters else None)
             with self.ledger.range("step commit adamw"):
                 for method, group, own in rest:
-                    for chosen, states in self.lend(own, Lent.ALL):
+                    for chosen, states in self.lend(own, Lent.ALL, withheld=withheld):
                         commit_elements(method, group, chosen, states, withheld)
         if not (beside or masters):
             with self.ledger.range("step commit muon"):
@@ -562,14 +562,20 @@ class Step:
             self.max_logit = clip_heads(self.muon, threshold, self.group, withheld)
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
+        self,
+        accounts: Sequence[Account],
+        what: Lent,
+        *,
+        moved: Collection[Account] = (),
+        withheld: Tensor | None = None,
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """Their states, to be read and written; all at once where they are beside the parameters.
 
         Args:
             moved: whose momentum has been moved already.
+            withheld: 1.0 on the device for nothing to be written.
         """
         if self.home is not None:
-            yield from self.home.lend(accounts, what, self.ledger.status.step, moved=moved)
+            yield from self.home.lend(accounts, what, self.ledger.status.step, moved=moved, withheld=withheld)
         elif accounts:
             yield accounts, [self.optimizer.state[account.param] for account in accounts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,9 +20,11 @@ def _step(
     states: list[MutableMapping[str, Tensor]],
     group: Mapping[str, Any],
     withheld: Tensor | None,
+    *,
+    fused: bool | None = None,
 ) -> None:
     """On CUDA torch's fused kernel, which rounds once where ``foreach`` rounds after every operation."""
-    fused = True if params[0].is_cuda else None
+    fused = True if params[0].is_cuda else fused
     adamw(
         params,
         grads,
@@ -51,5 +54,6 @@ ADAMW = ElementMethod(
         State("exp_avg_sq", "second moment"),
     ),
     step=_step,
+    on_host=partial(_step, fused=True),
     withholds=True,
 )

@@ -171,17 +171,23 @@ class MatrixMethod(Method):
     finish: Callable[[Tensor, float, float, Piece], tuple[Tensor | float, Tensor | float]] | None = None
 
 
+ElementStep = Callable[
+    [list[Tensor], list[Tensor], list[MutableMapping[str, Tensor]], Mapping[str, Any], Tensor | None], None
+]
+
+
 @dataclass(frozen=True)
 class ElementMethod(Method):
     """A method for everything that is no matrix, element by element of a shard.
 
     Args:
         step: ``(params, grads, states, group, withheld)`` in place: shards, states of each by name, the group's rates.
+        on_host: the same for contiguous tensors in host memory, in one pass over them; ``withheld`` is None, and rates
+            are no tensors. None for a method that is not computed there.
         withholds: whether it writes nothing by itself on CUDA where ``withheld`` (fp32, one element) is 1; else the
             engine puts back what was there.
     """
 
-    step: Callable[
-        [list[Tensor], list[Tensor], list[MutableMapping[str, Tensor]], Mapping[str, Any], Tensor | None], None
-    ] = field(kw_only=True)
+    step: ElementStep = field(kw_only=True)
+    on_host: ElementStep | None = None
     withholds: bool = False
