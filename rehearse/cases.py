@@ -10,7 +10,7 @@ from typing import Any
 
 from order import Op
 
-__all__ = ["BUDGETS", "CASES", "SHARED", "Case", "Figures", "over", "sent_bytes"]
+__all__ = ["BUDGETS", "CASES", "SHARED", "FEW", "Case", "Figures", "over", "sent_bytes"]
 
 _PLAIN = str.maketrans("", "", "{}'\"")
 
@@ -50,7 +50,10 @@ class Case:
 
     @property
     def waits(self) -> int:
-        """Of the host for the device in a steady step: for the numbers that it reads there."""
+        """Of the host for the device in a steady step: for the numbers that it reads there, and for each of AdamW's two
+        buckets of gradients where it works on them."""
+        if self.params.get("offload", {}).get("adamw_on") == "cpu":
+            return 2
         return 0 if self.params.get("checks") == "next_step" else 1
 
     def config(self) -> dict[str, Any]:
@@ -67,7 +70,7 @@ class Case:
 #: bytes of the digest of a batch
 _DIGEST = 16
 #: of buckets: they have to take turns
-_FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 20}
+FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 20}
 #: numbers are not compared: the device computes none
 SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
 CASES = (
@@ -83,11 +86,12 @@ CASES = (
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
     *(
-        Case(stage, 4, params={"checks": "next_step", "offload": _FEW | more})
+        Case(stage, 4, params={"checks": "next_step", "offload": FEW | more})
         for more in ({}, {"masters": True})
         for stage in (2, 3)
     ),
     *(Case(3, world, params={"checks": "next_step", "offload_param": "cpu"}) for world in (1, 4)),
+    Case(3, 4, params={"checks": "next_step", "offload": FEW | {"masters": True, "adamw_on": "cpu"}}),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(

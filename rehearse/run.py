@@ -30,6 +30,7 @@ import torch
 from alone import Alone, group_of
 from cases import BUDGETS, CASES, Case, Figures, collectives_of, over, sent_bytes, without_survey
 from device import Device
+from host_adamw import host_adamw
 from order import unordered
 from rich.console import Console
 from rich.table import Table
@@ -254,7 +255,7 @@ def misaligned_map(device: Device) -> int:
 
 
 def rehearsed(name: str) -> Any:
-    """Figures of a case, or what was found of "mistakes": of a process of its own, whose memory nobody has written."""
+    """Figures of a case, or what was found of "mistakes" or "host": of a process of its own, whose memory nobody has written."""
     out = FOLDER / "figures.json"
     out.unlink(missing_ok=True)
     ran = subprocess.run([sys.executable, __file__, "--one", name, "--json", str(out)], capture_output=True, text=True)
@@ -271,6 +272,8 @@ def one(name: str) -> Any:
         return mistakes(device, alone)
     if name == "yardsticks":
         return yardsticks()
+    if name == "host":
+        return host_adamw(lambda case: Training(case, alone))
     (case,) = (case for case in CASES if case.name == name)
     return measure(case, device, alone).to_json()
 
@@ -328,6 +331,10 @@ def main() -> int:
         for mistake, seen in made.items() if isinstance(made, dict) else [(made, False)]:
             console.print(f"{'found' if seen else 'NOT FOUND'}: {mistake}", highlight=False)
             problems[mistake] = [] if seen else ["was made on purpose and not found"]
+        compared = rehearsed("host")
+        for numbers, same in compared.items() if isinstance(compared, dict) else [(compared, False)]:
+            console.print(f"{'holds' if same else 'DOES NOT HOLD'}: {numbers}", highlight=False)
+            problems[numbers] = [] if same else ["numbers differ"]
         if subprocess.run([sys.executable, str(Path(__file__).with_name("ranks.py"))]).returncode:
             problems["several ranks"] = ["see above"]
     if options.json:

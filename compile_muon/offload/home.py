@@ -149,7 +149,8 @@ class Home:
             for chunk in self._in_chunks([name for name in each.members if name in self._kept], offload, each.method)
         ]
         self._on_host = {bucket for chunk in self._chunks if chunk.on_host for bucket in chunk.buckets}
-        self._ferry = Ferry(device) if self._on_host and real else None
+        self._ferry = Ferry(device, real=real and bool(self._on_host))
+        self._arrivals: Iterator[dict[Account, dict[str, Tensor]]]  # of the step under way
         self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
         momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
         others = [each for chunk in self._chunks for each in (chunk.states, chunk.masters) if each is not None]
@@ -298,13 +299,7 @@ class Home:
     # ------------------------------------------------------------------ steps
 
     def lend(
-        self,
-        accounts: Sequence[Account],
-        what: Lent,
-        step: int,
-        *,
-        moved: Collection[Account] = (),
-        withheld: Tensor | None = None,
+        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
         beside = [account for account in accounts if account.name not in self._kept]
@@ -316,10 +311,8 @@ class Home:
         for chunk in self._chunks:
             if own := [wanted[name] for name in chunk.names if name in wanted]:
                 todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
-        ferry = self._ferry if todo and todo[0][0].on_host else None  # all are of one group
-        across = ferry.across([own for _, own, _ in todo], withheld) if ferry is not None else None
         for number, (chunk, own, buckets) in enumerate(todo):
-            given = next(across, None) if across is not None else [{}] * len(own)
+            given = next(self._arrivals, None) if chunk.on_host else {}
             if given is None:  # withheld
                 return
             read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
@@ -328,15 +321,15 @@ class Home:
                 held |= self._opened(bucket)
             for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
                 self._arenas[bucket].start(bucket)
-            if ferry is not None:
+            if chunk.on_host:
                 self._count_on_host(own)
             self._note(own, what)
-            lent = [self._views(account, held) | row for account, row in zip(own, given, strict=True)]
+            lent = [self._views(account, held) | given.get(account, {}) for account in own]
             yield own, lent
-            if ferry is not None:
-                if self._on_disk:  # what is noted is of before
-                    ferry.follow()
-                ferry.back(own, lent)
+            if chunk.on_host:
+                if self._on_disk:  # what was noted is of before
+                    self._ferry.follow()
+                self._ferry.back(own, lent)
             for account, views in zip(own, lent, strict=True):
                 slots, kept = self._state_of(account), self._kept[account.name]
                 own_names = slots.keys() - kept.slots.keys()
@@ -408,14 +401,15 @@ class Home:
         return torch.zeros((), device=self._device) if found is None else found
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Around all that a step writes to states: on every rank all of it is kept, or nothing.
+    def writing(self, withheld: Tensor | None) -> Iterator[None]:
+        """See :class:`~compile_muon.runtime.lender.Lender`.
 
         Raises:
             OffloadError: on every rank, if a disk of one failed.
         """
-        if self._ferry is not None:
-            self._ferry.begin()
+        own = [[self._accounts[name] for name in chunk.names] for chunk in self._chunks if chunk.on_host]
+        graded = [[account for account in each if account.param.grad is not None] for each in own]
+        self._arrivals = self._ferry.across([each for each in graded if each], withheld)
         with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield
             for store in self._stores:

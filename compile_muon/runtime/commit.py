@@ -34,7 +34,7 @@ Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Seq
 
 
 def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
-    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or either's copy."""
+    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy."""
     if WEIGHT in states:
         return states[WEIGHT]
     return local_tensor(states[MASTER]) if account.spec.master else account.local.detach()

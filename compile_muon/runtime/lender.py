@@ -17,7 +17,7 @@ __all__ = ["GRADIENT", "MASTER", "WEIGHT", "Lender", "Lent"]
 
 #: the state that is a master weight, of parameters that are rounded copies of one
 MASTER = "master_weight"
-#: beside the states of a parameter whose step the host computes: what it is to write, and along what
+#: beside the states of a parameter whose step the host computes: what it writes, and along what
 WEIGHT, GRADIENT = "weight", "gradient"
 
 
@@ -54,18 +54,12 @@ class Lender(Protocol):
         """
 
     def lend(
-        self,
-        accounts: Sequence[Account],
-        what: Lent,
-        step: int,
-        *,
-        moved: Collection[Account] = (),
-        withheld: Tensor | None = None,
+        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
 
-        Those whose step the host computes have their weight and gradient among them, in host memory, as ``WEIGHT`` and
-        ``GRADIENT``.
+        Those whose step the host computes have ``GRADIENT`` among them, and ``WEIGHT`` without a master weight, all in
+        host memory. They are not lent where the step is withheld.
 
         Args:
             accounts: in any order.
@@ -73,11 +67,14 @@ class Lender(Protocol):
                 back if the step fails.
             step: which one.
             moved: of whom the momentum is not asked for.
-            withheld: 1.0 on the device for nothing to be written; what the host computes is not lent then.
         """
 
-    def writing(self) -> AbstractContextManager[None]:
-        """Around all that a step writes to states: on every rank all of it is kept, or nothing."""
+    def writing(self, withheld: Tensor | None) -> AbstractContextManager[None]:
+        """Around all that a step writes to states: on every rank all of it is kept, or nothing. Gradients are final.
+
+        Args:
+            withheld: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
+        """
 
     def confirm(self) -> None:
         """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""

@@ -544,7 +544,7 @@ class Step:
         moved = self.home.moved(self.fetches) if self.home is not None and withheld is None else frozenset[Account]()
         # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
         masters = any(account.spec.master for account in self.muon)
-        with self.home.writing() if self.home is not None else nullcontext():
+        with self.home.writing(withheld) if self.home is not None else nullcontext():
             with self.ledger.range("step commit muon"):
                 prepared = commit_states(matrices, partial(self.lend, moved=moved), withheld, beside=beside)
                 if self.home is not None and masters and self.summed:
@@ -553,7 +553,7 @@ class Step:
                     commit_weights(prepared, self.summed, self.group, withheld, self.lend if masters else None)
             with self.ledger.range("step commit adamw"):
                 for method, group, own in rest:
-                    for chosen, states in self.lend(own, Lent.ALL, withheld=withheld):
+                    for chosen, states in self.lend(own, Lent.ALL):
                         commit_elements(method, group, chosen, states, withheld)
         if not (beside or masters):
             with self.ledger.range("step commit muon"):
@@ -562,20 +562,14 @@ class Step:
             self.max_logit = clip_heads(self.muon, threshold, self.group, withheld)
 
     def lend(
-        self,
-        accounts: Sequence[Account],
-        what: Lent,
-        *,
-        moved: Collection[Account] = (),
-        withheld: Tensor | None = None,
+        self, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
     ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """Their states, to be read and written; all at once where they are beside the parameters.
 
         Args:
             moved: whose momentum has been moved already.
-            withheld: 1.0 on the device for nothing to be written.
         """
         if self.home is not None:
-            yield from self.home.lend(accounts, what, self.ledger.status.step, moved=moved, withheld=withheld)
+            yield from self.home.lend(accounts, what, self.ledger.status.step, moved=moved)
         elif accounts:
             yield accounts, [self.optimizer.state[account.param] for account in accounts]

@@ -1,0 +1,103 @@
+"""AdamW that the host computes needs no device: its numbers are compared, from gradients to weights."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from alone import group_of
+from cases import FEW, Case
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+__all__ = ["host_adamw"]
+
+#: one of them is withheld
+STEPS, WITHHELD = 4, 1
+
+
+def host_adamw(training_of: Callable[[Case], Any]) -> dict[str, bool]:
+    """Cases in words, and whether their weights and moments are torch's to the bit, and a step that the device withholds
+    changes none."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"device": "nvme", "nvme_path": folder}  # of which other ranks would have to tell
+        for stage, world, more in ((3, 4, {}), (0, 1, disk)):
+            for masters in (True, False):
+                offload = FEW | more | {"masters": masters, "adamw_on": "cpu"}
+                case = Case(stage, world, params={"checks": "next_step", "offload": offload})
+                with group_of(case.world, case.rank):
+                    name = f"AdamW on the host is torch's: {offload['device']}, masters {masters}"
+                    found[name] = _is_torchs(training_of(case))
+    return found
+
+
+def _is_torchs(training: Any) -> bool:
+    optimizer = training.optimizer
+    params = [(group, param) for group in optimizer.param_groups if "betas" in group for param in group["params"]]
+    for _, param in params:  # what no kernel has filled
+        states = optimizer.state[param]
+        weight = _memory(states.get("master_weight", param)).normal_(std=0.02)
+        _memory(param).copy_(weight)
+        _memory(states["step"]).zero_()
+    same = True
+    for number in range(STEPS):
+        expected: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+        def gradients(loss: Tensor, number: int = number, expected: Any = expected) -> None:
+            for group, param in params:
+                grad, states = _memory(param.grad), optimizer.state[param]
+                grad.copy_(torch.randn(grad.shape))
+                own = {name: _memory(value).clone() for name, value in states.items()}
+                own.setdefault("master_weight", _memory(param).clone())
+                expected.append((param, own))
+                if number != WITHHELD:
+                    _step(group, grad, own)
+
+        with _withheld() if number == WITHHELD else nullcontext():
+            training.step(gradients)
+        for param, own in expected:
+            states = optimizer.state[param]
+            found = {"master_weight": _memory(param)} | {name: _memory(value) for name, value in states.items()}
+            same &= all(torch.equal(found[name], own[name]) for name in own)
+            same &= torch.equal(_memory(param), own["master_weight"].to(param.dtype))
+    return same
+
+
+def _step(group: Any, grad: Tensor, own: dict[str, Tensor]) -> None:
+    weight, (near, far) = own["master_weight"], group["betas"]
+    adamw(
+        [weight], [grad.to(weight.dtype)], [own["exp_avg"]], [own["exp_avg_sq"]], [], [own["step"]], fused=True,
+        amsgrad=False, beta1=near, beta2=far, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+        maximize=False,
+    )  # fmt: skip
+
+
+def _memory(tensor: Any) -> Tensor:
+    """What this rank has of it as a tensor of the host, in whose memory it is."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    raw = torch.frombuffer((ctypes.c_char * own.nbytes).from_address(own.data_ptr()), dtype=torch.uint8)
+    return raw.view(own.dtype).view(own.shape)
+
+
+@contextmanager
+def _withheld() -> Iterator[None]:
+    """Inside this block the device finds in every step something that is not finite."""
+    from compile_muon.runtime.survey import Survey
+
+    before = Survey.withheld
+
+    def withheld(self: Survey) -> Tensor:
+        flag = before(self)
+        _memory(flag).fill_(1.0)
+        return flag
+
+    Survey.withheld = withheld  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Survey.withheld = before  # type: ignore[method-assign]
