@@ -87,11 +87,10 @@ CASES = (
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
     *(
         Case(stage, 4, params={"checks": "next_step", "offload": FEW | more})
-        for more in ({}, {"masters": True})
+        for more in ({}, {"masters": True}, {"masters": True, "adamw_on": "cpu"})
         for stage in (2, 3)
     ),
     *(Case(3, world, params={"checks": "next_step", "offload_param": "cpu"}) for world in (1, 4)),
-    Case(3, 4, params={"checks": "next_step", "offload": FEW | {"masters": True, "adamw_on": "cpu"}}),
     Case(2, 4, params={"checks": "next_step", "momentum_dtype": "8bit"}),
     Case(3, 4, params={"checks": "next_step"}, more={"sequence_parallel": SHARED}),
     *(

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_muon
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
+from compile_muon.passes.methods import adamw
 from compile_muon.runtime.shards import local_tensor
 
 SMALL = {"buffer_bytes": 1}  # so that there are many buckets
@@ -70,6 +71,14 @@ def run(
         optimizer.zero_grad()
 
 
+def as_on_the_host(given: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Inside this block a resident AdamW is the one that the host computes where ``adamw_on`` says so: torch's fused."""
+    if given.get("adamw_on") != "cpu":
+        return nullcontext()
+    step = adamw.adamw
+    return mock.patch.object(adamw, "adamw", lambda *args, **rates: step(*args, **{**rates, "fused": True}))
+
+
 def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, Tensor]:
     """Master weights and states, whole."""
     found = {name: full(param.detach()).clone() for name, param in model.named_parameters()}
@@ -89,11 +98,13 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given: Any) -> list[str]:
     loop = {name: given.pop(name) for name in ("codegen", "micro", "clip") if name in given}
     what = {"momentum": given.pop("momentum_too", True), "masters": "param_dtype" in given}
+    what["adamw_on"] = given.pop("adamw_on", "device")
     weights = {"offload_param": given.pop("weights", None)}
     found = []
     for place in (None, where):
         torch._dynamo.reset()
-        with serving() if place == "direct" else nullcontext():
+        fused = as_on_the_host(what if place is None or ratio < 1 else {})
+        with serving() if place == "direct" else nullcontext(), fused:
             pair = made(**given, **offload(place, folder, ratio=ratio, **what), **({} if place is None else weights))
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
@@ -104,6 +115,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
 
 
 STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
+HOST = {"adamw_on": "cpu"}
 MASTERS = {"param_dtype": torch.bfloat16}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled": (2, {"where": "nvme", "stage": 3, **COMPILED, "weights": "cpu"}),
@@ -114,6 +126,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "moments": (2, {"where": "cpu", "stage": 2, **STEP, "momentum_too": False}),
     "masters": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, "method": "muonh"}),
     "direct": (2, {"where": "direct", "stage": 3, **COMPILED, **MASTERS}),
+    "on the host": (3, {"where": "cpu", "stage": 2, **STEP, **HOST, "clip": 0.05, "ratio": 0.2}),
+    "masters, on the host": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, **HOST}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -260,6 +274,24 @@ def test_rounded_weights_have_rounded_gradients(given: dict[str, Any]) -> None:
     assert next(iter(given)) in str(error.value) or "micro-batches" in str(error.value)
 
 
+def test_the_host_computes_adamw_and_nothing_else() -> None:
+    with pytest.raises(compile_muon.ConfigError, match="OffloadConfig.adamw_on = 'cpu': finds no moments of AdamW"):
+        made(auxiliary="lion", offload={"device": "cpu", **HOST})
+
+
+def test_the_host_steps_weights_in_any_memory_format() -> None:
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
+        config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu", **HOST}}}
+        _, optimizer = compile_muon.initialize(model, config)
+        model.weight.grad = torch.randn(4, 3, 3, 3)
+        optimizer.step()
+        found.append(torch.stack([model.weight.detach(), optimizer.state[model.weight]["exp_avg"]]))
+    assert torch.equal(*found)
+
+
 def test_master_weights_follow_edits(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     resident, away = (ranks(2).run(with_averages, where=place, folder=str(tmp_path))[0] for place in (None, "nvme"))
     assert not differing(resident, away)
@@ -286,8 +318,11 @@ def through_a_fault(folder: str, what: str, after: int, number: int, rank: int, 
         return _through_a_fault(folder, what, after, number, rank, **given)
 
 
-def _through_a_fault(folder: str, what: str, after: int, number: int, rank: int, **given: Any) -> dict[str, Any]:
-    model, optimizer = made(stage=2, update="step", **given, **offload("nvme", folder, buffer_count=2, masters=True))
+def _through_a_fault(
+    folder: str, what: str, after: int, number: int, rank: int, adamw_on: str = "device", **given: Any
+) -> dict[str, Any]:
+    away = offload("nvme", folder, buffer_count=2, masters=True, adamw_on=adamw_on)
+    model, optimizer = made(stage=2, update="step", **given, **away)
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
@@ -325,10 +360,13 @@ def _through_a_fault(folder: str, what: str, after: int, number: int, rank: int,
         ("_write", (12, 15), {**MASTERS, "method": "normuon"}),
         ("raw_read", (0, 9), {}),
         ("raw_write", (5,), {}),
+        ("_write", (5, 7), HOST),
         pytest.param("_read", range(6), {}, marks=pytest.mark.full),
         pytest.param("_write", range(0, 14, 2), {}, marks=pytest.mark.full),
         pytest.param("_write", range(20), {**MASTERS, "method": "normuon"}, marks=pytest.mark.full),
         pytest.param("_read", range(0, 20, 2), MASTERS, marks=pytest.mark.full),
+        pytest.param("_write", range(12), {**MASTERS, **HOST}, marks=pytest.mark.full),
+        pytest.param("_read", range(12), HOST, marks=pytest.mark.full),
     ],
 )
 def test_a_disk_that_fails_changes_nothing(
@@ -352,8 +390,9 @@ def test_a_disk_that_fails_changes_nothing(
 
 
 def untouched(**given: Any) -> dict[str, Tensor]:
-    pair = made(stage=2, update="step", **given)
-    run(*pair, range(4))
+    pair = made(stage=2, update="step", **{name: value for name, value in given.items() if name not in HOST})
+    with as_on_the_host(given):
+        run(*pair, range(4))
     return everything(*pair)
 
 
