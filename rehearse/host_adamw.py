@@ -21,8 +21,8 @@ STEPS, WITHHELD = 4, 1
 
 
 def host_adamw(training_of: Callable[[Case], Any]) -> dict[str, bool]:
-    """Cases in words, and whether their weights and moments are torch's to the bit, and a step that the device withholds
-    changes none."""
+    """Cases in words, and whether their weights and moments are torch's to the bit, and as they were behind a step that
+    the device withholds."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         disk = {"device": "nvme", "nvme_path": folder}  # of which other ranks would have to tell

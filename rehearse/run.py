@@ -255,7 +255,7 @@ def misaligned_map(device: Device) -> int:
 
 
 def rehearsed(name: str) -> Any:
-    """Figures of a case, or what was found of "mistakes" or "host": of a process of its own, whose memory nobody has written."""
+    """Figures of a case, or what was found of "mistakes" or "host": of a process whose memory nobody has written."""
     out = FOLDER / "figures.json"
     out.unlink(missing_ok=True)
     ran = subprocess.run([sys.executable, __file__, "--one", name, "--json", str(out)], capture_output=True, text=True)

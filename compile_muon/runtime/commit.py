@@ -42,7 +42,7 @@ def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
 
 def gradient_of(account: Account, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
     """The shard of ``.grad`` in the dtype of the states, or a copy of it."""
-    return (states[GRADIENT] if GRADIENT in states else account.local_grad).to(decode_dtype(account.spec.state_dtype))
+    return states.get(GRADIENT, account.local_grad).to(decode_dtype(account.spec.state_dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,7 +72,7 @@ def run(
 
 
 def as_on_the_host(given: dict[str, Any]) -> AbstractContextManager[Any]:
-    """Inside this block a resident AdamW is the one that the host computes where ``adamw_on`` says so: torch's fused."""
+    """Inside this block a resident AdamW is the host's, torch's fused, where ``adamw_on`` says so."""
     if given.get("adamw_on") != "cpu":
         return nullcontext()
     step = adamw.adamw
@@ -286,9 +286,10 @@ def test_the_host_steps_weights_in_any_memory_format() -> None:
         model = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
         config = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"offload_optimizer": {"device": "cpu", **HOST}}}
         _, optimizer = compile_muon.initialize(model, config)
-        model.weight.grad = torch.randn(4, 3, 3, 3)
+        weight = next(param for param in model.parameters() if param.ndim == 4)
+        weight.grad = torch.randn(4, 3, 3, 3)
         optimizer.step()
-        found.append(torch.stack([model.weight.detach(), optimizer.state[model.weight]["exp_avg"]]))
+        found.append(torch.stack([weight.detach(), optimizer.state[weight]["exp_avg"]]))
     assert torch.equal(*found)
 
 
