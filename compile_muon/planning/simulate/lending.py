@@ -49,8 +49,8 @@ class Lending:
         disk: bytes/s of a disk, reads and writes together; 0 without one.
 
     Attributes:
-        bytes_in, bytes_out: that have begun to move, so far.
-        travels: of each: by which way, from when to when.
+        bytes_in, bytes_out: of what this step has opened and closed, so far.
+        travels: of each bucket: by which way, from when to when.
     """
 
     def __init__(self, moves: Moves, *, buffers: int, host: float, disk: float) -> None:
@@ -78,6 +78,7 @@ class Lending:
         elif move is Move.OPEN:
             self._read_ahead(now)
             opened, there = self._waiting.popleft()
+            self.bytes_in += opened.nbytes
             now = max(now, self._travel("in", opened, max(there, now)) if self._disk else there)
         elif bucket is not None:
             self._kept[bucket] = self._write(bucket, now)
@@ -93,9 +94,9 @@ class Lending:
         self._free = [free - seconds for free in self._free]
         self._waiting = deque((bucket, there - seconds) for bucket, there in self._waiting)
         self._ways.update({way: free - seconds for way, free in self._ways.items()})
-        self._kept = {bucket: there - seconds for bucket, there in self._kept.items()}
+        self._kept.clear()  # what comes next has its buffer from one of these
         self.bytes_in = self.bytes_out = 0
-        self.travels.clear()
+        self.travels = [(way, start - seconds, end - seconds) for way, start, end in self.travels if end > seconds]
 
     def _read_ahead(self, now: float) -> None:
         while self._free and self._next < len(self._order):
@@ -103,7 +104,6 @@ class Lending:
             begin = max(now, heapq.heappop(self._free), self._kept.get(bucket, now))
             self._waiting.append((bucket, self._travel("disk" if self._disk else "in", bucket, begin)))
             self._next += 1
-            self.bytes_in += bucket.nbytes
 
     def _write(self, bucket: Bucket, now: float) -> float:
         self.bytes_out += bucket.nbytes
