@@ -345,6 +345,12 @@ class Home:
                     self._arenas[bucket].close(bucket)
                     self._written.append(bucket)
 
+    def opens(self, account: Account, what: Lent | None = None, *, moved: bool = False) -> list[Bucket]:
+        """Of what is not on the device: what :meth:`lend` opens for it, or without ``what`` :meth:`fetch`."""
+        chunk = self._chunk_of.get(account.name, _Chunk())
+        opened = [chunk.momentum] if what is None else chunk.lent(what, moved=moved)
+        return [bucket for bucket in self._there if bucket in opened]
+
     def _note(self, accounts: Sequence[Account], what: Lent) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it: who is lent masters
         alone writes no states, and who is lent some to write moves parameters."""

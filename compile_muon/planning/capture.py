@@ -8,9 +8,12 @@ does beside the directions, the survey, the writes and the refresh, is called, a
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.backend import compile_frame
-from compile_muon.config import Config, FrameOptions
+from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
@@ -31,9 +34,11 @@ from compile_muon.passes.layout import Axis
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
+from compile_muon.planning.lent import fetches
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
+from compile_muon.planning.simulate.lending import Lending
 from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import gathers
@@ -61,7 +66,8 @@ class Captured:
         codegen: that graphs were made for.
         states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
             them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
-            and "largest" the most moments of one parameter, which are lent together.
+            and "momentum", "moment" and "master" are the most of each that one parameter has, which are lent together.
+        offload: how graphs were told to.
         on_host: bytes of "parameters" that a GPU reads from host memory.
     """
 
@@ -71,6 +77,7 @@ class Captured:
     resident: Mapping[str, int]
     codegen: str
     states: Mapping[str, int]
+    offload: OffloadConfig | None = None
     on_host: int = 0
 
     def simulated(
@@ -81,7 +88,8 @@ class Captured:
     ) -> Timeline:
         """See :func:`~compile_muon.planning.simulate.simulate`."""
         elsewhere = self.on_host if machine.device == "cuda" else 0
-        return simulate(
+        play = partial(
+            simulate,
             self.graphs,
             machine,
             groups=self.groups,
@@ -90,6 +98,19 @@ class Captured:
             codegen=self.codegen,
             others=others,
         )
+        lending = self._lending(machine.shared_by(self.ranks))
+        if lending is not None:  # what is under way at the end of a step is so when the next begins
+            lending.next_step(play(lending=lending).seconds)
+        return play(lending=lending)
+
+    def _lending(self, machine: Machine) -> Lending | None:
+        if self.offload is None:
+            return None
+        moves = [
+            move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())
+        ]
+        disk = (machine.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0
+        return Lending(moves, buffers=self.offload.buffer_count, host=machine.host_bandwidth, disk=disk)
 
 
 def capture_step(
@@ -203,6 +224,7 @@ def captured(
             awaits=_awaits(graph, states, number),
             parameters=len(set(states.values())),
             replayed=options.cuda_graphs,
+            moves=fetches(graph.gm, states, optimizer),
         )
         for graph, states in graphs
     ]
@@ -222,6 +244,7 @@ def captured(
         resident,
         options.codegen,
         _states(optimizer, trained),
+        optimizer.config.zero.offload,
         sum(account.local.nbytes for account in accounts if account.spec.on_host),
     )
 
@@ -235,20 +258,21 @@ def _weight_bytes(account: Account) -> int:
 
 
 def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
-    found = {"momenta": 0, "moments": 0, "masters": 0, "rounded": 0, "largest": 0}
+    found = dict.fromkeys(("momenta", "moments", "masters", "rounded", "momentum", "moment", "master"), 0)
     for account in trained:
-        moments = 0
+        own = Counter[str]()
         local, compute = account.local, decode_dtype(account.spec.compute_dtype)
         if compute.itemsize < local.dtype.itemsize:
-            found["masters"] += local.nbytes
+            own["master"] = local.nbytes
             found["rounded"] += 0 if account.spec.layout.resident else local.numel() * compute.itemsize
         for slot, state in optimizer.state[account.param].items():
             if slot.startswith("momentum"):
-                found["momenta"] += local_tensor(state).nbytes
+                own["momentum"] += local_tensor(state).nbytes
             elif state.shape == account.param.shape and state.ndim:
-                moments += local_tensor(state).nbytes
-        found["moments"] += moments
-        found["largest"] = max(found["largest"], moments)
+                own["moment"] += local_tensor(state).nbytes
+        for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
+            found[all_of] += own[one]
+            found[one] = max(found[one], own[one])
     return found
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from compile_muon.passes.work import Work, note_work
+from compile_muon.planning.simulate.lending import Moves
 
 __all__ = ["EagerGraph"]
 
@@ -36,10 +37,13 @@ class EagerGraph(TorchDispatchMode):
         #: by the id of what each results in, which its meta keeps: no other tensor gets the same id
         self._nodes: dict[int, Node] = {}
         self._work: Work | None = None
+        #: of offloaded state, ahead of each node
+        self.moves: dict[Node, Moves] = {}
+        self._pending: Moves = ()
 
     def done(self) -> GraphModule:
         """The graph."""
-        self._graph.output(())
+        self.moves[self._graph.output(())] = self._pending
         return GraphModule(nn.Module(), self._graph)
 
     @contextmanager
@@ -50,6 +54,10 @@ class EagerGraph(TorchDispatchMode):
             yield
         finally:
             self._work = before
+
+    def move(self, moves: Moves) -> None:
+        """Of offloaded state, ahead of what comes next."""
+        self._pending = (*self._pending, *moves)
 
     def wait(self, tensor: Tensor) -> None:
         """Whatever is under way into ``tensor`` is awaited here."""
@@ -93,6 +101,7 @@ class EagerGraph(TorchDispatchMode):
     def _add(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
         node = self._graph.call_function(target, args, dict(kwargs))
         node.meta["val"] = results
+        self.moves[node], self._pending = self._pending, ()
         if self._work is not None:
             note_work(node, self._work)
         if isinstance(results, Tensor):

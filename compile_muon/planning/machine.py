@@ -51,7 +51,7 @@ class Machine(Costs):
         late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
         host_bandwidth: bytes/s between a rank's device and pinned host memory, each way; 0 where they are the same.
-        disk_bandwidth: bytes/s that a rank reads from its disk, and writes beside it; 0 where it has none.
+        disk_bandwidth: bytes/s that a rank reads from its disk and writes to it, both together; 0 where it has none.
         sources: field -> where its numbers come from.
     """
 

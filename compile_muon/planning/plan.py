@@ -18,7 +18,7 @@ from compile_muon.planning.candidates import Candidate, candidates, meshes, with
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
 from compile_muon.planning.simulate import Timeline
-from compile_muon.planning.simulate.engine import OFFLOAD
+from compile_muon.planning.simulate.engine import LENT
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 __all__ = ["Figures", "Plan", "Question", "World", "make_plan"]
@@ -40,7 +40,8 @@ class Question:
     Args:
         subject: the model.
         batch: of a rank at a time.
-        config: as the plan is to follow it, see :func:`~.candidates.planned_for`; its offload is simulated by formula.
+        config: as the plan is to follow it, see :func:`~.candidates.planned_for`; what its offload leaves on the device
+            is by formula.
         options: of torch.compile.
         machine: that every rank has.
         worlds: numbers of ranks.
@@ -73,7 +74,8 @@ class Figures:
         adamw_seconds, adamw_exposed_seconds: of the step with AdamW for every parameter.
         price_seconds, price_exposed_seconds: what Muon adds to those; ``price_share`` as a fraction of AdamW's step.
         offloaded_bytes: of optimizer state that are not on the device.
-        offload_seconds: of the step, that its writes wait for this state.
+        offload_waits: seconds of the step that wait for this state, by where: "backward", "step".
+        offload_moved: bytes of it that come to the device, and go back, in a step.
         warnings: in words.
     """
 
@@ -101,7 +103,8 @@ class Figures:
     price_exposed_seconds: float
     price_share: float
     offloaded_bytes: int = 0
-    offload_seconds: float = 0.0
+    offload_waits: Mapping[str, float] = field(default_factory=dict)
+    offload_moved: tuple[int, int] = (0, 0)
     warnings: Sequence[str] = ()
 
     @property
@@ -255,33 +258,42 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
     machine = question.machine
     config = candidate.config(question.config)
     backend = "nccl" if machine.device == "cuda" else "gloo"
-    target = Target(world, config, candidate.axes, backend)
-    owned = trace.owner_work(target)
+    offload = question.config.zero.offload
+
+    def target(offload: OffloadConfig | None) -> Target:
+        return Target(world, replace(config, zero=replace(config.zero, offload=offload)), candidate.axes, backend)
+
+    owned = trace.owner_work(target(offload))
     rank = max(range(world), key=owned.__getitem__)
-    captured = trace.captured(target, rank=rank)
-    step = captured.simulated(machine)
-    plain = step
+
+    def offloaded(offload: OffloadConfig) -> Timeline:
+        return trace.captured(target(offload), rank=rank).simulated(machine)
+
+    captured = trace.captured(target(None), rank=rank)
+    resident = captured.simulated(machine)
+    step = resident if offload is None else offloaded(offload)
+    plain = resident
     if config.algorithm == "muon":
         adamw = Target(world, with_adamw(config), candidate.axes, backend)
         plain = trace.captured(adamw, rank=rank).simulated(machine)
     limit = machine.shared_by(world).memory_bytes
     tokens = question.batch.tokens * config.zero.micro_batches / candidate.sharing
     newton_schulz = sum(event.end - event.start for event in step.events if event.category == "newton_schulz")
-    exposed, plain_exposed = sum(step.exposed.values()), sum(plain.exposed.values())
+    plain_exposed = sum(plain.exposed.values())
     mean = sum(owned) / world
     figures = Figures(
         stage=candidate.stage,
         mesh=dict(candidate.axes),
         asked=candidate.asked,
         rank=rank,
-        fits=step.peak.total <= limit,
-        peak_bytes=step.peak.total,
+        fits=resident.peak.total <= limit,
+        peak_bytes=resident.peak.total,
         limit_bytes=limit,
-        memory={name: nbytes for name, nbytes in step.peak.by_category.items() if nbytes},
-        largest=step.peak.largest,
+        memory={name: nbytes for name, nbytes in resident.peak.by_category.items() if nbytes},
+        largest=resident.peak.largest,
         sent=dict(step.traffic.by_axis),
         step_seconds=step.seconds,
-        exposed_seconds=exposed,
+        exposed_seconds=sum(step.exposed.values()),
         exposed=dict(step.exposed),
         tokens_per_second=tokens / step.seconds,
         newton_schulz_seconds=newton_schulz,
@@ -290,97 +302,88 @@ def _simulated(trace: Trace, question: Question, candidate: Candidate, world: in
         owners_uneven=max(owned) / mean if mean else 1.0,
         adamw_seconds=plain.seconds,
         adamw_exposed_seconds=plain_exposed,
-        price_seconds=step.seconds - plain.seconds,
-        price_exposed_seconds=exposed - plain_exposed,
-        price_share=step.seconds / plain.seconds - 1,
+        price_seconds=resident.seconds - plain.seconds,
+        price_exposed_seconds=sum(resident.exposed.values()) - plain_exposed,
+        price_share=resident.seconds / plain.seconds - 1,
+        offload_waits=dict(step.lent),
+        offload_moved=step.moved,
     )
-    given = captured.states, machine.shared_by(world), config.zero.micro_batches
+    given = captured.states, machine.shared_by(world)
     if captured.on_host and (rate := given[1].host_bandwidth):  # a step reads and writes each of these weights
         figures = _later(figures, captured.on_host / rate)
-    figures = with_offload(figures, question.config.zero.offload, *given)
-    return _warned(figures, _remedy(figures, *given)), step
+    figures = with_offload(figures, offload, *given)
+    return _warned(figures, _remedy(figures, *given, offloaded)), step
 
 
 def with_offload(
-    figures: Figures,
-    offload: OffloadConfig | None,
-    states: Mapping[str, int],
-    machine: Machine,
-    micro_batches: int = 1,
+    figures: Figures, offload: OffloadConfig | None, states: Mapping[str, int], machine: Machine
 ) -> Figures:
-    """The figures with optimizer state elsewhere, by formula.
+    """The figures of a resident step with what it holds where optimizer state is elsewhere.
 
-    A step's writes wait for what they read: state comes in once for them, over the slower of the two ways. What
-    directions of backward fetch, and what goes back, travels beside the last micro-batch's backward, two thirds of it,
-    and is waited for as far as it takes longer; momenta in a file need no more than that. Gradients count as they were,
-    though beside offloaded masters they have the dtype of the weights that stay.
+    Gradients count as they were, though beside offloaded masters they have the dtype of the weights that stay.
     """
     if offload is None:
         return figures
     masters = states["masters"] if offload.masters else 0
-    beside = states["moments"] + masters
-    total = beside + (states["momenta"] if offload.momentum else 0)
+    total = states["moments"] + masters + (states["momenta"] if offload.momentum else 0)
     away = math.ceil(offload.ratio * total)
     kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
-    bucket = max(offload.buffer_bytes, states["largest"])
+    lent = {"moment": True, "momentum": offload.momentum, "master": offload.masters}
+    bucket = max(offload.buffer_bytes, *(states[each] for each, goes in lent.items() if goes))
     left = min(away, offload.buffer_count * bucket) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
         left = away
     peak = figures.peak_bytes - away + left + kept
-    gone = math.ceil(offload.ratio * masters)
+    weights = math.ceil(offload.ratio * masters)
     memory = {
         **figures.memory,
-        "parameters": figures.memory.get("parameters", 0) - gone + kept,
-        "optimizer": max(figures.memory.get("optimizer", 0) - away + gone, 0),
+        "parameters": figures.memory.get("parameters", 0) - weights + kept,
+        "optimizer": max(figures.memory.get("optimizer", 0) - away + weights, 0),
         "offload buffers": left,
     }
-    moments = math.ceil(away * beside / total) if total else 0
-    seconds = 0.0
-    if rate := _rate(offload.device, machine):
-        late = (away - moments) / rate - 2 / 3 * figures.step_seconds / micro_batches
-        seconds = (moments if offload.device == "nvme" else away) / rate + max(late, 0.0)
     return replace(
-        _later(figures, seconds),
+        figures,
         fits=peak <= figures.limit_bytes,
         peak_bytes=peak,
         memory={name: nbytes for name, nbytes in memory.items() if nbytes},
         offloaded_bytes=away,
-        offload_seconds=seconds,
     )
 
 
 def _later(figures: Figures, seconds: float) -> Figures:
     """The figures with so much more waiting for what is offloaded."""
-    step, exposed = figures.step_seconds + seconds, dict(figures.exposed)
-    if seconds:
-        exposed[OFFLOAD] = exposed.get(OFFLOAD, 0.0) + seconds
+    step = figures.step_seconds + seconds
     return replace(
         figures,
         step_seconds=step,
         exposed_seconds=figures.exposed_seconds + seconds,
-        exposed=exposed,
+        exposed={**figures.exposed, LENT: figures.exposed.get(LENT, 0.0) + seconds},
         tokens_per_second=figures.tokens_per_second * figures.step_seconds / step,
         newton_schulz_share=figures.newton_schulz_seconds / step,
     )
 
 
-def _rate(device: str, machine: Machine) -> float:
-    """Bytes/s of the slowest way that state goes; 0 where it goes none."""
-    ways = (machine.host_bandwidth, machine.disk_bandwidth if device == "nvme" else 0.0)
-    return min((way for way in ways if way), default=0.0)
+def _remedy(
+    figures: Figures,
+    states: Mapping[str, int],
+    machine: Machine,
+    offloaded: Callable[[OffloadConfig], Timeline],
+) -> str:
+    """The smallest offload that makes it fit, in words; empty where it fits, or none does.
 
 
-def _remedy(figures: Figures, states: Mapping[str, int], machine: Machine, micro_batches: int = 1) -> str:
-    """The smallest offload that makes it fit, in words; empty where it fits, or none does."""
+    Args:
+        offloaded: the step with one.
+    """
     if figures.fits or figures.offloaded_bytes:
         return ""
     for device in ("cpu", "nvme"):
         for tenths in range(1, 11):
             offload = OffloadConfig(device, "/", ratio=tenths / 10)
-            found = with_offload(figures, offload, states, machine, micro_batches)
+            found = with_offload(figures, offload, states, machine)
             if found.fits:
                 share = "" if tenths == 10 else f", ratio {tenths / 10}"
-                slower = found.step_seconds / figures.step_seconds - 1
+                slower = offloaded(offload).seconds / figures.step_seconds - 1
                 return f"fits with offload {device}{share}: {gib(found.peak_bytes)} GiB, {slower:.0%} slower"
     return ""
 

@@ -17,6 +17,7 @@ from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.passes.work import Category, Work
 from compile_muon.planning.eager_graph import EagerGraph
+from compile_muon.planning.lent import fetches, noting_lends
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
@@ -55,16 +56,19 @@ def step_graphs(
         if late:
             step = Recorder(fake_mode_of([account.local for account in late]))
             StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], options)
-            found += [replace(visit.played, parameters=len(visit.states)) for visit in step.visits]
+            found += [
+                replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
+                for v in step.visits
+            ]
             found.append(_check(survey, {account.name: directions[account.name] for account in late}))
         for account in trained:
             state = optimizer.state[account.param]
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
-        with EagerGraph() as graph:
+        with EagerGraph() as graph, noting_lends(optimizer, graph):
             optimizer._steps.commit({account.name: directions[account.name] for account in muon})
-        found.append(replace(_played(graph.done(), "commit"), parameters=len(trained)))
+        found.append(replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves))
         return [*found, _refresh(trained)]
 
 

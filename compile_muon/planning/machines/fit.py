@@ -75,8 +75,8 @@ def fit(measured: Measured, name: str) -> Machine:
 
 
 def _away(way: str, samples: Sequence[Sample]) -> float:
-    """Bytes/s of a rank, each way; 0 where it was not measured."""
-    return max((s.nbytes / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
+    """Bytes/s of a rank; 0 where it was not measured."""
+    return max((s.served / s.seconds for s in samples if isinstance(s, TransferSample) and s.way == way), default=0.0)
 
 
 def _operations(sample: ProductSample) -> float:

@@ -181,7 +181,12 @@ class TransferSample(Sample):
 
     def predicted(self, machine: Machine) -> float:
         own = machine.shared_by(self.ranks)
-        return self.nbytes / (own.host_bandwidth if self.way == "host" else own.disk_bandwidth)
+        return self.served / (own.host_bandwidth if self.way == "host" else own.disk_bandwidth)
+
+    @property
+    def served(self) -> int:
+        """Bytes that the busier side serves: a disk those of both ways."""
+        return self.nbytes if self.way == "host" else 2 * self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

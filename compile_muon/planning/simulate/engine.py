@@ -7,6 +7,8 @@ stream, as NCCL and Gloo serve them.
 Collectives of several groups at a time share a link: their hops go on side by side, and of n that send bytes over the
 same link each gets an n-th of it. The link of a group is the outermost that its ranks need: over loopback that is one
 for all groups, on GPUs those inside a node have NVLink and those across nodes have the adapter.
+
+What opens a bucket of offloaded state waits for it (:mod:`.lending`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from compile_muon.offload.store import Bucket
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
@@ -29,15 +32,15 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.aliases import nbytes
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches
 from compile_muon.planning.simulate.fusion import kernels
+from compile_muon.planning.simulate.lending import Lending, Move, Moves
 from compile_muon.planning.simulate.memory import Held, Memory
 
-__all__ = ["COMPUTE", "HOST", "LINK", "OFFLOAD", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
+__all__ = ["COMPUTE", "HOST", "LENT", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
 
-#: names of the compute stream, of what the host does beside it, and of copies from its memory; other streams have those
-#: of their groups
-COMPUTE, HOST, LINK = "compute", "host", "host memory"
-#: why a rank waits for what is in host memory
-OFFLOAD = "offload"
+#: names of the compute stream and of what the host does beside it; other streams have those of their groups
+COMPUTE, HOST = "compute", "host"
+#: why a rank waits for offloaded state, and the first word of the streams of that
+LENT = "offload"
 #: why a rank waits for collectives that no pass inserted
 _MODEL = "model"
 
@@ -58,6 +61,7 @@ class Played:
         parameters: that its caller looks after; None where it is a part of another's call.
         waits: the host waits for the device behind it.
         replayed: a CUDA graph, which the host starts at once.
+        moves: what is asked for of offloaded state, ahead of a node.
     """
 
     gm: GraphModule
@@ -72,6 +76,7 @@ class Played:
     parameters: int | None = None
     waits: bool = False
     replayed: bool = False
+    moves: Mapping[Node, Moves] = field(default_factory=dict)
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
@@ -111,6 +116,8 @@ class Timeline:
         traffic: as :func:`~..collectives.measure_traffic` counts.
         peak: the most that is live at a time.
         issued: by a group's ranks, its collectives in order: what all of these call each, and when it was issued.
+        lent: of ``exposed``, what waits for offloaded state, by where: "backward", "step".
+        moved: bytes of offloaded state that come to the device, and go back.
     """
 
     seconds: float
@@ -120,6 +127,8 @@ class Timeline:
     traffic: Traffic
     peak: Held
     issued: Mapping[tuple[int, ...], tuple[tuple[str, float], ...]]
+    lent: Mapping[str, float] = field(default_factory=dict)
+    moved: tuple[int, int] = (0, 0)
 
 
 def simulate(
@@ -131,6 +140,7 @@ def simulate(
     resident: Mapping[str, int] | None = None,
     codegen: str = "inductor",
     others: Mapping[tuple[int, ...], Sequence[float]] | None = None,
+    lending: Lending | None = None,
 ) -> Timeline:
     """Play ``graphs`` one behind the other, as a step among others like it.
 
@@ -144,9 +154,10 @@ def simulate(
         codegen: what compiles the graphs: "inductor", which fuses kernels, or "eager".
         others: by a group's ranks, when the last of the others issues each of its collectives, which does not begin
             before (:func:`~.together.simulate_together`); of groups that are not in it all ranks keep this one's pace.
+        lending: plays what moves of offloaded state the graphs have.
     """
     machine = machine.shared_by(ranks)
-    player = _Player(machine, groups, others or {})
+    player = _Player(machine, groups, others or {}, lending)
     memory = Memory(resident or {}, machine)
     traffic = Traffic()
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
@@ -160,7 +171,10 @@ def simulate(
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
     issued = {group: tuple(times) for group, times in player.issued.items()}
-    return Timeline(player.now, player.busy, dict(player.exposed), events, traffic, memory.peak, issued)
+    moved = (0, 0) if lending is None else (lending.bytes_in, lending.bytes_out)
+    return Timeline(
+        player.now, player.busy, dict(player.exposed), events, traffic, memory.peak, issued, dict(player.lent), moved
+    )
 
 
 @dataclass(eq=False)
@@ -237,6 +251,7 @@ class _Player:
         machine: Machine,
         groups: Mapping[Axis, Sequence[int]],
         others: Mapping[tuple[int, ...], Sequence[float]],
+        lending: Lending | None,
     ) -> None:
         self.machine = machine
         self.groups = {axis.group: (axis, tuple(ranks)) for axis, ranks in groups.items()}
@@ -249,10 +264,11 @@ class _Player:
         self._runs_behind = machine.device != "cpu"
         #: whether it launches each kernel, and starts each collective, of the graph
         self._launches = self._starts = False
-        #: when copies from host memory, one after the other, are done
-        self._copied = 0.0
         self.busy = 0.0
         self.exposed: dict[str, float] = defaultdict(float)
+        self.lending = lending
+        self._ways = lending or Lending((), buffers=1, host=machine.host_bandwidth, disk=0.0)
+        self.lent: dict[str, float] = defaultdict(float)
         self._wires = _Wires()
         self._events: list[Event] = []
         self._sent: list[_Sent] = []
@@ -271,6 +287,8 @@ class _Player:
         lifted: dict[Node, float] = {}
         late = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
+            for move, bucket in played.moves.get(node, ()):
+                self._move(move, bucket, played.half)
             if node in played.awaits:
                 self._finish_refresh(played.awaits[node])
                 continue
@@ -311,15 +329,13 @@ class _Player:
 
     def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
         """Begin to copy a shard; the device's own memory is there in time."""
-        start = max(self._copied, self.now, self.host)
-        self._copied = lifted[node] = start + nbytes(node) / self.machine.host_bandwidth
-        self._events.append(Event(node.name, "copy", LINK, start, self._copied))
+        lifted[node] = self._ways.lift(nbytes(node), max(self.now, self.host))
 
     def _landed(self, until: Sequence[float], act: Callable[[], None]) -> None:
         """Do what reads these copies."""
         if (end := max(until)) > self.now:
             self._wires.advance(end)
-            self.exposed[OFFLOAD] += end - self.now
+            self.exposed[LENT] += end - self.now
             self.now = end
         act()
 
@@ -369,6 +385,15 @@ class _Player:
             self.exposed[_cause(work_of(node))] += end - self.now
             self.now = end
 
+    def _move(self, move: Move, bucket: Bucket | None, half: Half) -> None:
+        if self.lending is None:
+            return
+        ready = self.lending.play(move, bucket, self.now)
+        if ready > self.now:
+            self.exposed[LENT] += ready - self.now
+            self.lent[half.value] += ready - self.now
+            self.now = ready
+
     def _link(self, ranks: Sequence[int]) -> int:
         for number, link in enumerate(self.machine.links):
             if link.within is None or len({rank // link.within for rank in ranks}) == 1:
@@ -381,6 +406,8 @@ class _Player:
         self._wires.advance(math.inf)
         for sent in self._sent:
             self._events.append(Event(sent.name, _cause(work_of(sent.node)), sent.stream, sent.start, sent.end))
+        for way, start, end in self._ways.travels:
+            self._events.append(Event(f"{LENT} {way}", LENT, f"{LENT} {way}", max(start, 0.0), end))
         return self._events
 
 

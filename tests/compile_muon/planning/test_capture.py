@@ -26,7 +26,7 @@ from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
-from compile_muon.planning.simulate.engine import COMPUTE, LINK
+from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.runtime import frame
 from compile_muon.runtime.step import Step
 from compile_muon.runtime.survey import Survey
@@ -181,7 +181,7 @@ def test_weights_in_host_memory_are_not_on_a_gpu_and_come_over_its_link() -> Non
     before, after = here.simulated(gpu), there.simulated(gpu)
     assert there.on_host == before.peak.by_category["parameters"] and not after.peak.by_category["parameters"]
     # Forward and backward read copies.
-    copied = sum(event.end - event.start for event in after.events if event.stream == LINK)
+    copied = sum(event.end - event.start for event in after.events if event.stream == "offload in")
     assert copied == pytest.approx(2 * there.on_host / 1e12, rel=0.01)  # of embeddings backward reads nothing
     assert after.peak.total < before.peak.total
     slow = there.simulated(replace(gpu, host_bandwidth=1e6))

@@ -28,6 +28,7 @@ from compile_muon.planning.machines.samples import (
     ProductSample,
     Sample,
     StepSample,
+    TransferSample,
 )
 
 H100 = load_machine("h100")
@@ -222,6 +223,16 @@ def test_the_fit_finds_what_made_the_samples() -> None:
     assert dict(found.attention_rates["float32"]) == pytest.approx(dict(TRUTH.attention_rates["float32"]), rel=0.01)
     assert found.function_seconds == pytest.approx(1e-9, rel=0.15)
     assert (found.name, found.device, found.cores) == ("found", "cpu", 2)
+
+
+def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
+    given = [
+        TransferSample(way=way, nbytes=6 * 10**8, ranks=2, seconds=3.0, held_out=False) for way in ("host", "disk")
+    ]
+    found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, (*of_the_truth(), *given)), "found")
+    assert found.host_bandwidth == 2e8
+    assert found.shared_by(2).disk_bandwidth == 4e8
+    assert [sample.predicted(found) for sample in given] == [3.0, 3.0]
 
 
 def test_the_fit_does_not_see_what_is_held_out() -> None:

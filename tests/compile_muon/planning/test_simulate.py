@@ -21,7 +21,6 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
 from compile_muon.planning.simulate.aliases import base, is_free, mutated
 from compile_muon.planning.simulate.cost import kernel_seconds, operations, workspace_bytes
-from compile_muon.planning.simulate.engine import LINK
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -142,7 +141,7 @@ def test_copies_from_host_memory_come_one_after_the_other_beside_compute(compute
     read = [(draw.neg(draw.input(next(between))), draw.neg(x)) for x in lifted]
     found = play(draw.done(*(node for pair in read for node in pair)), machine=replace(GPU_ALONE, host_bandwidth=4.0))
     assert (found.seconds, found.exposed) == (seconds, exposed)
-    assert [(event.start, event.end) for event in found.events if event.stream == LINK] == [(0, 4), (4, 8)]
+    assert [(event.start, event.end) for event in found.events if event.stream == "offload in"] == [(0, 4), (4, 8)]
 
 
 def test_a_host_that_waits_has_nothing_queued_behind() -> None:

@@ -1,0 +1,96 @@
+"""Which buckets of offloaded state the graphs of a step ask for, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compile_muon.offload.home import Home
+from compile_muon.optimizer import MuonZero
+from compile_muon.passes.holder import FETCH
+from compile_muon.planning.eager_graph import EagerGraph
+from compile_muon.planning.simulate.lending import Move, Moves
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.lender import Lender, Lent
+
+__all__ = ["fetches", "noting_lends"]
+
+
+def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> dict[Node, Moves]:
+    """The moves of the momenta that this graph fetches.
+
+    Args:
+        states: name of the parameter by the position of its state among the inputs.
+    """
+    home = optimizer._steps.home
+    if not isinstance(home, Home):
+        return {}
+    done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
+    accounts = {account.name: account for account in optimizer._ledger.accounts}
+    inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    found: dict[Node, Moves] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=FETCH):
+        account = accounts[states[inputs[node.args[0]]]]
+        for bucket in home.opens(account):
+            found[node] = (Move.OPEN, bucket), (done, bucket)
+    return found
+
+
+@contextmanager
+def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
+    """What the commit in this block is lent is noted in ``graph``."""
+    steps = optimizer._steps
+    home = steps.home
+    if isinstance(home, Home):
+        # Where the device decides whether to write, no momentum has been moved for good.
+        written = _writes(optimizer) and not optimizer._ledger.checks_later
+        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.opens(a))
+        steps.home = cast("Lender", _Noted(home, graph, fetched))
+    yield
+    steps.home = home
+
+
+def _writes(optimizer: MuonZero) -> bool:
+    """Whether a momentum is written when it is fetched."""
+    offload = optimizer.config.zero.offload
+    return offload is not None and offload.device == "nvme"
+
+
+class _Noted:
+    """Lends what ``home`` does to a commit that ``graph`` records.
+
+    Args:
+        fetched: whose momentum was written when it was fetched.
+    """
+
+    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[Account]) -> None:
+        self._home, self._graph, self._fetched = home, graph, fetched
+
+    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        return self._fetched
+
+    def lend(
+        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
+    ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        for own, states in self._home.lend(accounts, what, step, moved=moved):
+            buckets = self._home.opens(own[0], what, moved=own[0] in moved)
+            read_only = self._home.opens(own[0], Lent.MASTERS) if what is Lent.BESIDE_MASTERS else []
+            self._graph.move([(Move.OPEN, bucket) for bucket in buckets])
+            yield own, states
+            self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
+
+    @contextmanager
+    def writing(self, withheld: Tensor | None) -> Iterator[None]:
+        """See :class:`~compile_muon.runtime.lender.Lender`."""
+        with self._home.writing(withheld):
+            yield
+        self._graph.move([(Move.COMMIT, None)])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._home, name)

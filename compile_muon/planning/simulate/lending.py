@@ -1,0 +1,143 @@
+"""Buckets of offloaded state beside a step: on their way to the device and back, while kernels run.
+
+What opens a bucket waits until it is there. What follows it in a step is read ahead, as far as buffers are free, from
+the commit of the step before on. A bucket keeps its buffer from the beginning of its read until another is opened, or
+until it is where it is kept. Each way between host and device, and the disk, serves one bucket at a time, first come;
+of a file, a bucket goes on to the device when it is asked for. Requests are made when the device is there, of which the
+host is ahead at times. docs/how-to/offload.md is the same for users.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from compile_muon.offload.store import Bucket
+
+__all__ = ["Lending", "Move", "Moves"]
+
+
+class Move(Enum):
+    """What is asked for, of a bucket.
+
+    Attributes:
+        OPEN: it is about to be used.
+        LEAVE: it was only read.
+        CLOSE: it was written to.
+        COMMIT: of none: all that was closed in this step is kept.
+    """
+
+    OPEN = "open"
+    LEAVE = "leave"
+    CLOSE = "close"
+    COMMIT = "commit"
+
+
+Moves = Sequence[tuple[Move, Bucket | None]]
+
+
+class Lending:
+    """Plays the moves of one step after the other; each step is the same.
+
+    Args:
+        moves: of a step.
+        buffers: how many buckets are on the device or on their way.
+        host: bytes/s between host and device, each way; 0 where no bucket goes there.
+        disk: bytes/s of a disk, reads and writes together; 0 without one.
+
+    Attributes:
+        bytes_in, bytes_out: of what this step has opened and closed, so far.
+        travels: of each bucket: by which way, from when to when.
+    """
+
+    def __init__(self, moves: Moves, *, buffers: int, host: float, disk: float) -> None:
+        self._order = list(_reads(moves))
+        self._host, self._disk = host or math.inf, disk
+        self._free = [0.0] * max(buffers, _together(moves))
+        self._waiting: deque[tuple[Bucket, float]] = deque()  # read, or being read: when it is there
+        self._next = 0
+        self._ways: dict[str, float] = defaultdict(lambda: -math.inf)  # when each is free
+        self._kept: dict[Bucket, float] = {}
+        self._left: Bucket | None = None
+        self.bytes_in = self.bytes_out = 0
+        self.travels: list[tuple[str, float, float]] = []
+        self._read_ahead(0.0)
+
+    def play(self, move: Move, bucket: Bucket | None, now: float) -> float:
+        """When whoever asks may go on."""
+        if self._left is not None and bucket is not self._left and move is not Move.CLOSE:
+            heapq.heappush(self._free, now)
+            self._left = None
+        if move is Move.LEAVE:
+            self._left = bucket
+        elif move is Move.OPEN and bucket is self._left:
+            self._left = None
+        elif move is Move.OPEN:
+            self._read_ahead(now)
+            opened, there = self._waiting.popleft()
+            self.bytes_in += opened.nbytes
+            now = max(now, self._travel("in", opened.nbytes, max(there, now)) if self._disk else there)
+        elif bucket is not None:
+            self._kept[bucket] = self._write(bucket, now)
+            heapq.heappush(self._free, self._kept[bucket])
+        else:
+            now = max(now, *self._kept.values()) if self._disk and self._kept else now
+            self._next = 0
+        self._read_ahead(now)
+        return now
+
+    def lift(self, nbytes: int, now: float) -> float:
+        """Copy a shard of a weight to the device; when it is there."""
+        return self._travel("in", nbytes, now)
+
+    def next_step(self, seconds: float) -> None:
+        """The step has taken so long: times count from its end on."""
+        self._free = [free - seconds for free in self._free]
+        self._waiting = deque((bucket, there - seconds) for bucket, there in self._waiting)
+        self._ways.update({way: free - seconds for way, free in self._ways.items()})
+        self._kept.clear()  # what comes next has its buffer from one of these
+        self.bytes_in = self.bytes_out = 0
+        self.travels = [(way, start - seconds, end - seconds) for way, start, end in self.travels if end > seconds]
+
+    def _read_ahead(self, now: float) -> None:
+        while self._free and self._next < len(self._order):
+            bucket = self._order[self._next]
+            begin = max(now, heapq.heappop(self._free), self._kept.get(bucket, now))
+            self._waiting.append((bucket, self._travel("disk" if self._disk else "in", bucket.nbytes, begin)))
+            self._next += 1
+
+    def _write(self, bucket: Bucket, now: float) -> float:
+        self.bytes_out += bucket.nbytes
+        end = self._travel("out", bucket.nbytes, now)
+        return self._travel("disk", bucket.nbytes, end) if self._disk else end
+
+    def _travel(self, way: str, nbytes: int, now: float) -> float:
+        """Over this way as soon as it is free; when it is over."""
+        start = max(now, self._ways[way])
+        end = self._ways[way] = start + nbytes / (self._disk if way == "disk" else self._host)
+        if end > start:
+            self.travels.append((way, start, end))
+        return end
+
+
+def _reads(moves: Moves) -> Iterator[Bucket]:
+    """Those that are opened, but where they are there already: none has been opened since they were left."""
+    left = None
+    for move, bucket in moves:
+        if move is Move.OPEN and bucket is not None and bucket is not left:
+            yield bucket
+        if move is not Move.CLOSE:
+            left = bucket if move is Move.LEAVE else None
+
+
+def _together(moves: Moves) -> int:
+    """The most that are open at a time."""
+    steps = {Move.OPEN: 1, Move.CLOSE: -1, Move.LEAVE: -1, Move.COMMIT: 0}
+    count = most = 0
+    for move, _ in moves:
+        count += steps[move]
+        most = max(most, count)
+    return most

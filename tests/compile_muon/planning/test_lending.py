@@ -1,0 +1,225 @@
+"""Offloaded state beside a simulated step: against what one computes by hand, a recursion, runs and a measurement.
+
+Buckets have pages, of which a way takes one a second.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tiny_gpt
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import Graph, GraphModule
+
+import compile_muon
+from compile_muon.config import FrameOptions, config_from_kwargs
+from compile_muon.offload import store
+from compile_muon.passes import Half
+from compile_muon.passes.costs import Link
+from compile_muon.planning import capture_step
+from compile_muon.planning.machine import Machine, load_machine
+from compile_muon.planning.simulate import Played, simulate
+from compile_muon.planning.simulate.lending import Lending, Move
+
+PAGE = 4096
+OPEN, LEAVE, CLOSE, COMMIT = Move
+
+
+def bucket(pages: int) -> store.Bucket:
+    return store.Bucket([store.Slot("", (pages * PAGE,), torch.uint8)])
+
+
+def waited(script, *, buffers: int = 8, host: float = 1.0, disk: float = 0.0) -> float:
+    """Seconds of a step, in the midst of others like it, that are waited for.
+
+    Args:
+        script: moves, and seconds of compute between them.
+        host, disk: pages/s.
+    """
+    moves = [one for one in script if isinstance(one, tuple)]
+    lending = Lending(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE)
+    for _ in range(4):
+        now = waits = 0.0
+        for one in script:
+            ready = now if isinstance(one, (int, float)) else lending.play(*one, now)
+            waits += ready - now
+            now = ready + (one if isinstance(one, (int, float)) else 0)
+        lending.next_step(now)
+    return waits
+
+
+def used(buckets, last: Move, compute: float = 0.0):
+    """Each opened, computed on, and done with."""
+    return [one for b in buckets for one in ((OPEN, b), compute, (last, b))]
+
+
+END = (COMMIT, None)
+
+
+def test_what_a_bucket_takes_there_and_back_is_waited_for_beyond_what_is_computed_meanwhile() -> None:
+    """It leaves at 0, is there at 4, is back at 8, and is used for 1 second of 3: 8 - 3 are left."""
+    script = [3.0, *used([bucket(4)], CLOSE), END]
+    assert waited(script) == 8 - 3
+    assert waited(script, host=0.0) == 0  # device and host are the same
+    assert waited([9.0, *script[1:]]) == 0
+
+
+def test_two_ways_are_used_at_once_and_a_disk_by_one_at_a_time() -> None:
+    buckets = [bucket(2) for _ in range(10)]
+    script = [*used(buckets, CLOSE), END]
+    assert waited(script) == pytest.approx(20, abs=2)  # the first comes while the last goes
+    assert waited(script, host=0.0, disk=1.0) == 2 * 20
+    assert waited([15.0, *script], host=0.0, disk=1.0, buffers=10) == 2 * 20 - 15
+
+
+def test_of_a_file_a_bucket_goes_on_when_it_is_asked_for() -> None:
+    """One second on the disk, under compute; two to the device, and before the step ends two back and one."""
+    assert waited([5.0, *used([bucket(2)], CLOSE), END], host=1.0, disk=2.0) == 2 + 2 + 1
+
+
+def test_copies_to_host_memory_may_be_under_way_when_the_next_step_begins() -> None:
+    script = [6.0, *used([bucket(1), bucket(1)], LEAVE), *used([bucket(3)], CLOSE), END]
+    assert waited(script) == 0
+    assert waited(script, host=0.0, disk=1.0) == 3
+
+
+def test_what_was_left_is_there_until_another_is_opened() -> None:
+    one, two = bucket(2), bucket(2)
+    assert waited([*used([one, one, one, two], LEAVE), END]) == 4
+    assert waited([*used([one, two, one, two], LEAVE), END]) == 8
+
+
+def test_a_buffer_is_taken_until_what_was_written_in_it_is_kept() -> None:
+    script = [*used([bucket(4), bucket(4)], CLOSE), END]
+    assert waited(script, buffers=1) == 16  # in and out, one behind the other
+    assert waited(script, buffers=2) == 8
+
+
+def test_more_may_be_open_than_there_are_buffers() -> None:
+    several = [bucket(1) for _ in range(3)]
+    assert waited([*((OPEN, b) for b in several), *((CLOSE, b) for b in several), END], buffers=2) > 0
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=8)
+
+
+@given(sizes, st.integers(0, 12), st.integers(0, 3), st.integers(1, 5))
+def test_reads_are_ahead_as_far_as_buffers_allow(pages, before, compute, buffers) -> None:
+    """A read begins behind the one before it, once what had its buffer is done with."""
+    asked, read = [float(before)], [0.0]
+    for k, size in enumerate(pages):
+        free = asked[k - buffers + 1] if k >= buffers else 0.0  # when the one behind that bucket was asked for
+        read.append(max(read[-1], free) + size)
+        asked.append(max(asked[k], read[-1]) + compute)
+    expected = asked[-1] - before - compute * len(pages)
+    found = waited([float(before), *used([bucket(n) for n in pages], LEAVE, float(compute)), END], buffers=buffers)
+    assert found == pytest.approx(expected)
+
+
+@given(sizes, st.integers(0, 12), st.integers(1, 4), st.sampled_from([LEAVE, CLOSE]))
+def test_a_faster_link_and_more_buffers_never_make_a_step_wait_longer(pages, before, buffers, last) -> None:
+    script = [float(before), *used([bucket(n) for n in pages], last, 1.0), END]
+    found = waited(script, buffers=buffers)
+    assert waited(script, buffers=buffers + 1) <= found + 1e-9
+    assert waited(script, buffers=buffers, host=1.5) <= found + 1e-9
+    assert waited(script, buffers=buffers, disk=1.0) >= found - 1e-9
+
+
+# ---------------------------------------------------------------------------------------------------------- in a step
+
+
+def test_a_wait_for_a_bucket_is_exposed_where_it_is() -> None:
+    graph, one = Graph(), bucket(3)
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(2)
+    node = graph.call_function(torch.ops.aten.neg.default, (x,))
+    node.meta["val"] = torch.zeros(2)
+    end = graph.output((node,))
+    moves = {node: ((OPEN, one), (CLOSE, one)), end: ((COMMIT, None),)}
+    played = Played(GraphModule(torch.nn.Module(), graph), Half.BACKWARD, moves=moves)
+    machine = Machine(
+        name="round", device="cpu", memory_bytes=1, memory_bandwidth=8.0, kernel_seconds=0.0,
+        rates={"float32": ((1.0, 1.0),)}, links=(Link(None, 1.0, 0.0),),
+    )  # fmt: skip
+    lending = Lending([move for several in moves.values() for move in several], buffers=2, host=PAGE, disk=0.0)
+    found = simulate([played], machine, groups={}, ranks=1, codegen="eager", lending=lending)
+    assert (found.seconds, found.exposed, found.lent) == (3 + 2, {"offload": 3}, {"backward": 3})
+    assert found.moved == (one.nbytes, one.nbytes)
+    travels = [(e.stream, e.start, e.end) for e in found.events if e.category == "offload"]
+    assert travels == [("offload in", 0, 3), ("offload out", 3, 6), ("offload in", 6, 9)]
+
+
+class Watched:
+    """Names of the first slots of what is opened and closed in a file."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def __enter__(self):
+        def watch(name):
+            call = getattr(store.FileStore, name)
+
+            def watched(file, bucket, *args, **kwargs):
+                self.seen.append((name, bucket.slots[0].name))
+                return call(file, bucket, *args, **kwargs)
+
+            return mock.patch.object(store.FileStore, name, watched)
+
+        self._patches = [watch(name) for name in ("open", "close")]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+
+
+@pytest.mark.parametrize("settings", [{}, {"update": "step"}, {"method": "adamuon", "momentum": False}])
+def test_a_plan_asks_for_what_a_run_asks_for_in_that_order(settings, tmp_path) -> None:
+    tokens = torch.arange(16).reshape(2, 8)
+    settings = {**settings, "offload": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_bytes": 2**16}}
+    if "momentum" in settings:
+        settings["offload"]["momentum"] = settings.pop("momentum")
+    model = tiny_gpt.GPT()
+    optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=1, **settings)
+    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    for _ in range(2):
+        with Watched() as watched:
+            compiled(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    config = config_from_kwargs(gradient_accumulation_steps=1, **settings)
+    captured = capture_step(tiny_gpt.GPT, (tokens,), world=1, config=config, options=FrameOptions(codegen="eager"))
+    moves = [move for played in captured.graphs for several in played.moves.values() for move in several]
+    assert [(move.value, bucket.slots[0].name) for move, bucket in moves if bucket is not None] == watched.seen
+    assert watched.seen and sum(move is COMMIT for move, _ in moves) == 1
+
+
+def test_what_a_slow_disk_costs_is_about_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/offload.py: 1.09 of the resident step, of which a disk without a limit has 1.04, the host's work."""
+    folder = Path(__file__).parents[3] / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    gpt = __import__("gpt")
+    measured = json.loads((folder / "results" / "offload.json").read_text())
+    shape = gpt.PRESETS[measured["preset"]]
+    batch = (torch.zeros(shape.batch, shape.context, dtype=torch.int64),) * 2
+    offload = {"device": "nvme", "nvme_path": "/", "buffer_bytes": 4 << 20, "buffer_count": 8}
+
+    def captured(**settings):
+        config = config_from_kwargs(stage=2, gradient_accumulation_steps=1, **settings)
+        return capture_step(lambda: gpt.GPT(shape), batch, world=1, config=config)
+
+    machine, offloaded = load_machine("cpu"), captured(offload=offload)
+    resident = captured().simulated(machine).seconds
+    slow = replace(machine, disk_bandwidth=measured["bytes_a_step"] / (measured["share"] * resident))
+    step = offloaded.simulated(slow)
+    assert sum(step.moved) == measured["bytes_a_step"]
+    assert step.seconds / resident + 0.04 == pytest.approx(measured["of_resident"]["offloaded"], abs=0.015)
+    assert dict(step.lent) == pytest.approx({"step": 0.019}, rel=0.1)
