@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ from compile_muon.runtime.survey import not_finite
 __all__ = ["Home"]
 
 MOMENTUM = "momentum_buffer"
+#: of a bucket, how often it has been opened in a step; of none, the beginning
+_Visit = tuple[Bucket | None, int]
 _NOT_KEPT = "could not keep optimizer state: weights and state are as they were"
 
 
@@ -117,9 +120,10 @@ class Home:
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
-        # What was opened behind it, the last time; behind None, first in a step.
-        self._followed: dict[Bucket | None, Bucket] = {}
-        self._last: Bucket | None = None
+        # What was opened behind it, the last time, each by how often it had been in the step; behind None, first.
+        self._followed: dict[_Visit, _Visit] = {}
+        self._visits: Counter[Bucket | None] = Counter()
+        self._last: _Visit = None, 0
         self._moved: dict[str, tuple[int, Tensor]] = {}  # which fetch, and whether it is not finite since
         self._written: list[Bucket] = []  # by the step under way
         self._wrong: dict[tuple[str, str], Tensor] = {}
@@ -266,7 +270,7 @@ class Home:
             arena.close(bucket)
         else:
             arena.leave(bucket)
-        self._read_ahead(bucket)
+        self._read_ahead()
         return out
 
     def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
@@ -283,18 +287,21 @@ class Home:
 
     def _opened(self, bucket: Bucket) -> dict[Slot, Tensor]:
         """Its slots; what is opened behind what is remembered."""
-        if bucket is not self._last:
-            self._followed[self._last] = bucket
-            self._last = bucket
+        if bucket is not self._last[0]:
+            self._visits[bucket] += 1
+            before, self._last = self._last, (bucket, self._visits[bucket])
+            self._followed[before] = self._last
         return self._arenas[bucket].open(bucket)
 
-    def _read_ahead(self, bucket: Bucket | None) -> None:
-        """Begin to read what came behind it in a step the last time, as far as there is room."""
-        for _ in range(self._buffers):
-            following = self._followed.get(bucket)
-            if following is None or not self._arenas[following].start(following):
+    def _read_ahead(self) -> None:
+        """Begin to read what came behind the last in a step before, as far as there is room beside that."""
+        visit = self._last
+        for _ in range(self._buffers - (visit[0] is not None)):
+            if (following := self._followed.get(visit)) is None:
                 break
-            bucket = following
+            bucket, _ = visit = following
+            if bucket is None or not self._arenas[bucket].start(bucket):
+                break
 
     # ------------------------------------------------------------------ steps
 
@@ -427,10 +434,10 @@ class Home:
         self._undone.clear()
         self._new_momenta()
         self._show()
-        if self._last is not None:
-            self._followed.pop(self._last, None)  # what the next step reads is current from now on
-            self._last = None
-        self._read_ahead(None)
+        self._followed.pop(self._last, None)  # what the next step reads is current from now on
+        self._visits.clear()
+        self._last = None, 0
+        self._read_ahead()
 
     def confirm(self) -> None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_muon
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
+from compile_muon.offload.arena import Arena
 from compile_muon.passes.methods import adamw
 from compile_muon.runtime.shards import local_tensor
 
@@ -186,6 +187,37 @@ def test_a_step_reads_a_state_once(ranks: Callable[[int], Ranks], tmp_path: Path
     """What is read ahead is what is wanted, and as it is wanted."""
     given = {"folder": str(tmp_path), "buffer_count": buffer_count, "update": "backward"}
     assert ranks(2).run(reads_of_two_steps, **given) == [{2}, {2}]
+
+
+def asked_for_first() -> list[str]:
+    """The momenta in host memory that a step opens without having begun to read them, once their order is known."""
+    model, optimizer = made(stage=2, update="backward", **offload("cpu", "", buffer_count=2))
+    called = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    run(called, optimizer, range(2))
+    begun: set[store.Bucket] = set()
+    found, opened = [], []
+    start, opening = Arena.start, Arena.open
+
+    def started(self: Arena, bucket: store.Bucket) -> bool:
+        begun.add(bucket)
+        return start(self, bucket)
+
+    def asked(self: Arena, bucket: store.Bucket) -> Any:
+        if bucket not in begun and bucket not in opened[-1:]:
+            found.append(bucket.slots[0].name)
+        begun.discard(bucket)
+        opened.append(bucket)
+        return opening(self, bucket)
+
+    with mock.patch.object(Arena, "start", started), mock.patch.object(Arena, "open", asked):
+        run(called, optimizer, range(2, 4))
+    assert len({*opened}) > 4
+    return [name for name in found if name.startswith("momentum")][1:]  # the first was begun ahead of these steps
+
+
+def test_host_memory_is_read_ahead_in_the_order_of_backward_and_of_the_step(ranks: Callable[[int], Ranks]) -> None:
+    """They open the same momenta, in another order."""
+    assert ranks(2).run(asked_for_first) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ from place to place
