@@ -165,24 +165,25 @@ class Home:
         self._stores: list[Store] = []
         with fake or nullcontext():
             if here:
-                self._move_in(MemoryStore(here, device), here, offload, real)
-            if there:
-                self._move_in(self._away(there, offload, real), there, offload, real)
+                self._move_in(MemoryStore(here, device), here, device, offload, real)
+            for user, on_host in ((device, False), (torch.device("cpu"), True)):
+                if own := [bucket for bucket in there if (bucket in self._on_host) == on_host]:
+                    self._move_in(self._away(own, user, offload, real), own, user, offload, real)
 
-    def _away(self, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> Store:
-        pin = offload.pin_memory and self._device.type != "cpu" and real
+    def _away(self, buckets: Sequence[Bucket], user: torch.device, offload: OffloadConfig, real: bool) -> Store:
+        pin = offload.pin_memory and user.type != "cpu" and real
         if offload.device != "nvme" or not real:
             return MemoryStore(buckets, torch.device("cpu"), pin=pin)
         assert offload.nvme_path is not None
         with self._agreeing("has no place for optimizer state: nothing was sharded"):
-            return on_disk(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin, device=self._device)
+            return on_disk(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin, device=user)
 
-    def _move_in(self, store: Store, buckets: Sequence[Bucket], offload: OffloadConfig, real: bool) -> None:
+    def _move_in(
+        self, store: Store, buckets: Sequence[Bucket], user: torch.device, offload: OffloadConfig, real: bool
+    ) -> None:
+        arena = Arena(store, buckets, user, buffers=offload.buffer_count, real=real)
         self._stores.append(store)
-        for device, on_host in ((self._device, False), (torch.device("cpu"), True)):
-            if own := [bucket for bucket in buckets if (bucket in self._on_host) == on_host]:
-                arena = Arena(store, own, device, buffers=offload.buffer_count, real=real)
-                self._arenas |= dict.fromkeys(own, arena)
+        self._arenas |= dict.fromkeys(buckets, arena)
 
     def _slots(self, name: str, spec: ParamSpec, method: Method, away: bool) -> _Away:
         kept, shape, dtype = _Away(), spec.layout.local_shape, decode_dtype(spec.state_dtype)
