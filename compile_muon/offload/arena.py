@@ -121,7 +121,9 @@ class Arena:
         return torch.accelerator.current_stream().record_event().synchronize
 
     def discard(self) -> None:
-        """Forget what is in buffers: someone wrote to what is kept."""
+        """Forget what is in buffers and lent: someone wrote to what is kept, or a step is given up."""
+        self.settle()
+        self._lent.clear()
         self.store.discard()
         for room in self._rooms if self._streams else ():
             room.bucket = None

@@ -160,15 +160,16 @@ class Home:
         others = [each for chunk in self._chunks for each in (chunk.states, chunk.masters) if each is not None]
         here = momenta if config.zero.offload is None or not offload.momentum else []
         there = others if here else [*momenta, *others]
-        self._there, self._buffers = there, offload.buffer_count
+        # All of a chunk may be lent at a time.
+        self._there, self._buffers = there, max([offload.buffer_count, *(len(c.buckets) for c in self._chunks)])
         self._arenas: dict[Bucket, Arena] = {}
         self._stores: list[Store] = []
         with fake or nullcontext():
             if here:
-                self._move_in(MemoryStore(here, device), here, device, offload, real)
+                self._move_in(MemoryStore(here, device), here, device, real)
             for user, on_host in ((device, False), (torch.device("cpu"), True)):
                 if own := [bucket for bucket in there if (bucket in self._on_host) == on_host]:
-                    self._move_in(self._away(own, user, offload, real), own, user, offload, real)
+                    self._move_in(self._away(own, user, offload, real), own, user, real)
 
     def _away(self, buckets: Sequence[Bucket], user: torch.device, offload: OffloadConfig, real: bool) -> Store:
         pin = offload.pin_memory and user.type != "cpu" and real
@@ -176,12 +177,10 @@ class Home:
             return MemoryStore(buckets, torch.device("cpu"), pin=pin)
         assert offload.nvme_path is not None
         with self._agreeing("has no place for optimizer state: nothing was sharded"):
-            return on_disk(offload.nvme_path, buckets, buffers=offload.buffer_count, pin=pin, device=user)
+            return on_disk(offload.nvme_path, buckets, buffers=self._buffers, pin=pin, device=user)
 
-    def _move_in(
-        self, store: Store, buckets: Sequence[Bucket], user: torch.device, offload: OffloadConfig, real: bool
-    ) -> None:
-        arena = Arena(store, buckets, user, buffers=offload.buffer_count, real=real)
+    def _move_in(self, store: Store, buckets: Sequence[Bucket], user: torch.device, real: bool) -> None:
+        arena = Arena(store, buckets, user, buffers=self._buffers, real=real)
         self._stores.append(store)
         self._arenas |= dict.fromkeys(buckets, arena)
 
@@ -208,9 +207,8 @@ class Home:
         room = 0
         for name in names:
             size = sum(slot.nbytes for slot in self._kept[name].slots.values())
-            # A momentum is written to a file where it is fetched: by itself.
-            alone = offload.device == "nvme" and bool(self._kept[name].momentum)
-            if size > room or not chunks or alone:
+            # A momentum is fetched, and to a file written, by itself: two exchanges may have parts of a larger bucket.
+            if size > room or not chunks or self._kept[name].momentum:
                 chunks.append(_Chunk(on_host))
                 room = max(offload.buffer_bytes, size)
             chunks[-1].names.append(name)
@@ -478,8 +476,8 @@ class Home:
 
     def _undo(self) -> None:
         """All is as it was ahead of the step."""
-        for store in self._stores:
-            store.abort()
+        for arena in set(self._arenas.values()):
+            arena.discard()
         for tensor, before in reversed(self._undone):
             tensor.copy_(before)
         self._undone.clear()
