@@ -1,6 +1,6 @@
 """Every torch API used here that is not public, in one place.
 
-Checked on torch 2.11 and 2.13; ``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
+Checked on torch 2.11 to 2.15; ``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
 here patches torch beyond the ``with`` block of a documented ``config.patch``.
 """
 
@@ -291,7 +291,7 @@ def order_saved_values(forward: GraphModule, backward: GraphModule, user_outputs
     mesh of DTensor parameters, from torch 2.12 or 2.13 on (to 2.11 a mesh is no value of a graph). AOTAutograd then
     takes the mesh for a tensor: "expected all tensors_saved_with_vc_check to be Tensors". Where nothing is out of
     place, nothing changes. Delete this, its call and its test once ``functionalize_rng_ops`` in
-    ``torch/_functorch/partitioners.py`` puts its states before the opaque objects; in 2.13 it does not.
+    ``torch/_functorch/partitioners.py`` puts its states before the opaque objects; in 2.15 it does not.
 
     Args:
         forward: returns its user outputs, then what is saved.

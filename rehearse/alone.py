@@ -155,4 +155,5 @@ def group_of(world: int, rank: int, *, of_one: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        torch.cuda.synchronize()  # else the group waits until collectives have been slow enough
         dist.destroy_process_group()

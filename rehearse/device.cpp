@@ -10,6 +10,7 @@
 #include <nccl.h>
 #include <sys/mman.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -73,11 +74,14 @@ struct Stream {
   std::vector<unsigned> clock;
   int capture_id;
   ranks::Needs needs;  // collectives that other ranks have not all asked for
+  int last;            // kind of what it was asked last, records apart
 };
 struct Event {
   std::vector<unsigned> clock;
   bool recorded;
   ranks::Needs needs;
+  bool of_collective;  // that nothing followed on its stream
+  std::chrono::steady_clock::time_point when;
 };
 std::vector<Stream*> streams;
 Stream* default_stream() {
@@ -104,6 +108,7 @@ Op& note(int kind, void* s, const char* name, long long a = 0, long long b = 0) 
   if ((int)stream->clock.size() <= stream->id) stream->clock.resize(stream->id + 1, 0);
   merge(stream->clock, host_clock);
   stream->clock[stream->id]++;
+  if (kind != RECORD) stream->last = kind;
   static Op scrap;
   if (!logging) {
     scrap = Op();
@@ -617,6 +622,8 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   event->clock = of(s)->clock;
   event->needs = of(s)->needs;
   event->recorded = true;
+  event->of_collective = of(s)->last == NCCL_OP;
+  event->when = std::chrono::steady_clock::now();
   return cudaSuccess;
 }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned) { return cudaEventRecord(e, s); }
@@ -624,8 +631,21 @@ static ranks::Needs needs_of_event(cudaEvent_t e) {
   Guard g(lock);
   return ((Event*)e)->needs;
 }
+// Whether one rank alone finds an event done. All are at once but those of collectives, which take until the host has
+// waited for them, or for what follows them, or SLOW. Were they done at once, too, PyTorch's watchdog would find them
+// so before a stream waits for them, and ProcessGroupNCCL2 (torch 2.15) makes no stream wait for what is done.
+const auto SLOW = std::chrono::seconds(10);
+static bool found_done(cudaEvent_t e) {
+  Guard g(lock);
+  auto event = (Event*)e;
+  if (!event->of_collective || std::chrono::steady_clock::now() - event->when > SLOW) return true;
+  for (size_t i = 0; i < event->clock.size(); i++)
+    if (event->clock[i] > (i < host_clock.size() ? host_clock[i] : 0)) return false;
+  return true;
+}
 API cudaError_t cudaEventQuery(cudaEvent_t e) {
-  return last = ranks::done(needs_of_event(e)) ? cudaSuccess : cudaErrorNotReady;
+  bool done = ranks::folder() ? ranks::done(needs_of_event(e)) : found_done(e);
+  return last = done ? cudaSuccess : cudaErrorNotReady;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   ranks::await(needs_of_event(e));

@@ -311,8 +311,9 @@ def test_what_is_wrong_is_one_line_with_a_remedy(
     assert printed.out == ""
     assert field in printed.err
     assert problem in printed.err
-    assert "Traceback" not in printed.err
-    assert len(printed.err.strip().splitlines()) == 1
+    # From 2.15 on PyTorch logs what a fake tensor fails at to the standard error of the moment, which is captured.
+    ours = [line for line in printed.err.strip().splitlines() if " torch/_" not in line]
+    assert len(ours) == 1 and "Traceback" not in ours[0]
 
 
 @pytest.mark.parametrize(
