@@ -357,6 +357,10 @@ class Home:
         opened = [chunk.momentum] if what is None else chunk.lent(what, moved=moved)
         return [bucket for bucket in self._there if bucket in opened]
 
+    def computes(self, account: Account) -> bool:
+        """Whether the host computes its step."""
+        return self._chunk_of.get(account.name, _Chunk()).on_host
+
     def _note(self, accounts: Sequence[Account], what: Lent) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it: who is lent masters
         alone writes no states, and who is lent some to write moves parameters."""

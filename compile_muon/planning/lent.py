@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compile_muon.offload.home import Home
+from compile_muon.offload.store import Bucket, Slot
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.holder import FETCH
 from compile_muon.planning.eager_graph import EagerGraph
@@ -49,7 +50,7 @@ def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer._ledger.checks_later
         fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.opens(a))
-        steps.home = cast("Lender", _Noted(home, graph, fetched))
+        steps.home = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
     yield
     steps.home = home
 
@@ -65,10 +66,13 @@ class _Noted:
 
     Args:
         fetched: whose momentum was written when it was fetched.
+        on_disk: whether states are in a file.
     """
 
-    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[Account]) -> None:
+    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[Account], *, on_disk: bool) -> None:
+        self._on_disk = on_disk
         self._home, self._graph, self._fetched = home, graph, fetched
+        self._ferried: dict[str, Bucket] = {}
 
     def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
@@ -80,10 +84,19 @@ class _Noted:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         for own, states in self._home.lend(accounts, what, step, moved=moved):
             buckets = self._home.opens(own[0], what, moved=own[0] in moved)
+            if self._home.computes(own[0]):
+                buckets = self._crossing(own, buckets)
             read_only = self._home.opens(own[0], Lent.MASTERS) if what is Lent.BESIDE_MASTERS else []
             self._graph.move([(Move.OPEN, bucket) for bucket in buckets])
             yield own, states
             self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
+
+    def _crossing(self, own: Sequence[Account], buckets: list[Bucket]) -> list[Bucket]:
+        """What travels where the host computes: gradients, and weights as large; of a file its states, too, which cross
+        no link and count as if they did."""
+        numels = [account.local.numel() for account in own]
+        slots = [Slot(a.name, (n,), a.local_grad.dtype) for a, n in zip(own, numels, strict=True)]
+        return [self._ferried.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
 
     @contextmanager
     def writing(self, withheld: Tensor | None) -> Iterator[None]:

@@ -472,6 +472,17 @@ def test_the_smallest_offload_that_fits_is_named() -> None:
     assert plans._remedy(figures(2, 4000, 90), *given) == ""
 
 
+def test_gradients_and_weights_travel_to_a_host_that_computes_adamw_in_place_of_moments() -> None:
+    def moved(**offload: Any) -> tuple[int, int]:
+        asked = question(world=2, offload={"device": "cpu", "momentum": False, "buffer_bytes": 2**16, **offload})
+        slow = replace(asked.machine, host_bandwidth=1e8)
+        return make_plan(replace(asked, machine=slow)).worlds[0].candidates[1].offload_moved
+
+    (came, went), (weights, gradients) = moved(), moved(adamw_on="cpu")
+    assert weights == gradients and went == came
+    assert gradients == pytest.approx(went / 2, rel=0.2)  # 4 bytes of 8, in whole pages
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_a_plan_plays_what_its_config_offloads(device: str) -> None:
     asked = question(world=2, offload={"device": device, "nvme_path": "/tmp", "buffer_bytes": 2**16})
