@@ -170,9 +170,7 @@ def measure(case: Case, device: Device, alone: Alone) -> Figures:
         training.step()
         waits, ops = dict(device.waits), device.ops()
         counted = training.optimizer.traffic.bytes_sent - before
-        stats = torch.cuda.memory_stats()
-        peak = stats["requested_bytes.all.peak"]
-        print("REQ", peak, stats["allocated_bytes.all.peak"])
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         races = races_of(training, device, alone)
         del training
         plain = theirs(case) if case.world > 1 else 0.0
