@@ -168,8 +168,8 @@ class Home:
             if here:
                 self._move_in(MemoryStore(here, device), here, device, real)
             for user, on_host in ((device, False), (torch.device("cpu"), True)):
-                if own := [bucket for bucket in there if (bucket in self._on_host) == on_host]:
-                    self._move_in(self._away(own, user, offload, real), own, user, real)
+                if used := [bucket for bucket in there if (bucket in self._on_host) == on_host]:
+                    self._move_in(self._away(used, user, offload, real), used, user, real)
 
     def _away(self, buckets: Sequence[Bucket], user: torch.device, offload: OffloadConfig, real: bool) -> Store:
         pin = offload.pin_memory and user.type != "cpu" and real
