@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "rehearse"
 
@@ -144,6 +145,8 @@ def test_all_ranks_say_what_this_one_says(module) -> None:
 
         def add_facts(self, what: str, found: Any) -> None: ...
         def wait(self) -> None: ...
+        def withheld(self) -> torch.Tensor:
+            return torch.full((), 0.5)
 
     module("scripted").script(Survey)
     survey: Any = Survey()
@@ -151,3 +154,4 @@ def test_all_ranks_say_what_this_one_says(module) -> None:
     survey.wait()
     assert survey._read == {"gradient": {"norm": 0.25}, "ready": {"a": 8.0}, "held": {"b": 0.0}}
     assert survey.each("digest") == [(0.0,)] * 4
+    assert survey.withheld() == 0
