@@ -327,8 +327,7 @@ class Home:
                 held |= self._opened(bucket)
             for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
                 self._arenas[bucket].start(bucket)
-            if chunk.on_host:
-                self._count_on_host(own)
+            self._count_on(torch.device("cpu") if chunk.on_host else self._device, own)
             self._note(own, what)
             lent = [self._views(account, held) | given.get(account, {}) for account in own]
             yield own, lent
@@ -377,13 +376,13 @@ class Home:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
-    def _count_on_host(self, accounts: Sequence[Account]) -> None:
-        """What is kept of a parameter beside its elements, made where a GPU counts, is where the host does."""
+    def _count_on(self, device: torch.device, accounts: Sequence[Account]) -> None:
+        """What is kept of a parameter beside its elements is where its step is computed, wherever a load put it."""
         for account in accounts:
             slots = self._state_of(account)
             for name, tensor in {**slots}.items():
-                if name not in self._kept[account.name].slots and tensor.device.type != "cpu":
-                    slots[name] = tensor.cpu()
+                if name not in self._kept[account.name].slots and tensor.device.type != device.type:
+                    slots[name] = tensor.to(device)
 
     def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
         kept = self._kept[account.name]
