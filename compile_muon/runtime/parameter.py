@@ -47,6 +47,9 @@ class ShardedParameter(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         given = tree_leaves((args, kwargs))
+        if func is torch.ops.aten.t.default and args[0].ndim == 2:
+            # PyTorch (2.14, 2.15) copies a matrix with fewer rows than ranks here, and edits of the copy are lost.
+            func, args = torch.ops.aten.transpose.int, (*args, 0, 1)
         if func._schema.is_mutable:
             _count_edits(func, args, kwargs)
         change = _as_plain if _is_gradient(given) else _as_dtensor

@@ -66,9 +66,8 @@ def foreach_of_data(model: Any, params: Sequence[Any], values: Sequence[Any]) ->
 
 
 def of_a_view(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
-    # Not t(): from torch 2.14 on that of a DTensor with fewer rows than ranks is a copy, on every rank whole.
     for param, value in zip(params, values, strict=True):
-        (param.data.mT if param.ndim == 2 else param.data).copy_(value.mT if param.ndim == 2 else value)
+        (param.data.t() if param.ndim == 2 else param.data).copy_(value.t() if param.ndim == 2 else value)
 
 
 def foreach_of_a_state_dict(model: Any, params: Sequence[Any], values: Sequence[Any]) -> None:
