@@ -112,8 +112,8 @@ class Figures:
         collectives: of NCCL, by name.
         sent: bytes of theirs, but for the one sum of numbers that ``step()`` makes; ``counted`` are those of
             ``optimizer.traffic``.
-        peak, planned: bytes that were asked of the allocator at its peak, and what the planner said. What it leaves of a
-            block unsplit, up to a MiB of each, is in neither.
+        peak, planned: bytes that were asked of the allocator at its peak, and what the planner said. What it leaves of
+            a block unsplit, up to a MiB of each, is in neither.
         host_ms: of Python for forward, backward and step; ``planned_ms`` as the planner says, ``theirs_ms`` with plain
             torch.compile, FSDP2 where there are several ranks, and AdamW.
         replayed: CUDA graphs, whose operations are in no log.

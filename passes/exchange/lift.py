@@ -7,6 +7,7 @@ always see. What is read for every use, by the gathers of forward and backward, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -17,7 +18,7 @@ __all__ = ["LIFT", "land"]
 _ARRIVED = "_muon_zero_arrived"
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-_LIBRARY.define("lift(Tensor shard) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+_LIBRARY.define("lift(Tensor[] shards) -> Tensor[]", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 @cache
@@ -27,31 +28,32 @@ def _copies(device: torch.device) -> torch.Stream:
 
 
 @torch.library.impl(_LIBRARY, "lift", "CompositeExplicitAutograd")
-def _lift(shard: Tensor) -> Tensor:
-    out = torch.empty_like(shard, memory_format=torch.contiguous_format)
-    if not shard.is_cuda or not shard.numel():
-        return out.copy_(shard)
-    stream = _copies(shard.device)
-    # The memory may have been let go by work that is not done, and the step may be writing the shard.
-    stream.wait_event(torch.accelerator.current_stream(shard.device).record_event())
+def _lift(shards: Sequence[Tensor]) -> list[Tensor]:
+    found = [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
+    if not shards[0].is_cuda:
+        return [out.copy_(shard) for out, shard in zip(found, shards, strict=True)]
+    stream = _copies(shards[0].device)
+    # The memory may have been let go by work that is not done, and the step may be writing the shards.
+    stream.wait_event(torch.accelerator.current_stream(shards[0].device).record_event())
     with stream:
-        out.copy_(shard, non_blocking=True)
-        setattr(out, _ARRIVED, stream.record_event())
-    return out
+        for out, shard in zip(found, shards, strict=True):
+            out.copy_(shard, non_blocking=True)
+        arrived = stream.record_event()
+    for out in found:
+        setattr(out, _ARRIVED, arrived)
+    return found
 
 
 @torch.library.register_fake("muon_zero::lift", lib=_LIBRARY)
-def _(shard: Tensor) -> Tensor:
-    return torch.empty_like(shard, memory_format=torch.contiguous_format)
+def _(shards: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(shard, memory_format=torch.contiguous_format) for shard in shards]
 
 
-def land(lifted: Tensor) -> Tensor:
-    """The same tensor, for work that is queued from now on: behind the copy, if :data:`LIFT` made it."""
-    arrived = getattr(lifted, _ARRIVED, None)
-    if arrived is not None:
-        torch.accelerator.current_stream(lifted.device).wait_event(arrived)
-    return lifted
+def land(tensors: Sequence[Tensor]) -> None:
+    """Work that is queued from now on comes behind the copies of those that :data:`LIFT` made."""
+    for arrived in {event for x in tensors if (event := getattr(x, _ARRIVED, None)) is not None}:
+        torch.accelerator.current_stream(tensors[0].device).wait_event(arrived)
 
 
-#: A copy of a shard on the device. It is under way when this returns, and only ``pack`` may read it.
+#: Copies of shards on the device. They are under way when this returns, and only ``pack`` may read them.
 LIFT = torch.ops.muon_zero.lift.default

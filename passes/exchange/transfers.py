@@ -125,12 +125,13 @@ def gather(
 
     Args:
         slices: this rank's rows of each weight, ``spec.layout.slice_shape``, master or compute dtype.
-        specs: of parameters that share a mesh and compute dtype.
+        specs: of parameters that share a mesh, compute dtype, and whether they are in host memory.
         dtype: to send them in; default: compute dtype.
         category: of what they are gathered for.
     """
     layout, dtype = specs[0].layout, dtype or decode_dtype(specs[0].compute_dtype)
-    slices = [LIFT(x) if spec.on_host else x for x, spec in zip(slices, specs, strict=True)]
+    if specs[0].on_host:
+        slices = LIFT(list(slices))
     if layout.sharded:
         world, widths = layout.shard.size, shard_widths(specs)
         # Cast before the gather: half the bytes, and the same numbers as casting behind it.

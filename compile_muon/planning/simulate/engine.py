@@ -298,8 +298,8 @@ class _Player:
                 act = partial(self._compute, node.name, kind, seconds, launched)
                 if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
                     act = partial(self._lift, node, lifted)
-                elif (behind := [source for source in node.all_input_nodes if source.target is LIFT]) and lifted:
-                    act = partial(self._landed, [lifted[source] for source in behind], act)
+                elif behind := [lifted[s] for x in node.all_input_nodes for s in x.all_input_nodes if s in lifted]:
+                    act = partial(self._landed, behind, act)
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
             else:

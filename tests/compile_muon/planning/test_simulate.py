@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
+from torch.fx.node import map_arg
 
 from compile_muon.passes import Half
 from compile_muon.passes.costs import Link
@@ -52,8 +53,7 @@ class Drawing:
 
     def call(self, target, *args, work=None):
         node = self.graph.call_function(target, args)
-        values = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
-        node.meta["val"] = target(*values)
+        node.meta["val"] = target(*map_arg(args, lambda node: node.meta["val"]))
         if work is not None:
             note_work(node, work)
         return node
@@ -137,7 +137,7 @@ def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
 def test_copies_from_host_memory_come_one_after_the_other_beside_compute(computed, seconds, exposed) -> None:
     """Four seconds each."""
     draw, between = Drawing(), iter(computed)
-    lifted = [draw.call(LIFT, draw.input(4)) for _ in computed]
+    lifted = [draw.call(operator.getitem, draw.call(LIFT, [draw.input(4)]), 0) for _ in computed]
     read = [(draw.neg(draw.input(next(between))), draw.neg(x)) for x in lifted]
     found = play(draw.done(*(node for pair in read for node in pair)), machine=replace(GPU_ALONE, host_bandwidth=4.0))
     assert (found.seconds, found.exposed) == (seconds, exposed)

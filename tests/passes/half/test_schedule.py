@@ -322,22 +322,22 @@ def test_shards_are_lifted_while_the_weights_ahead_of_them_are_in_use(size, half
     for node in nodes:
         work = work_of(node)
         if node.target is LIFT:
-            lifts.setdefault(work.bucket, []).append(node)
+            assert work.bucket not in lifts
+            lifts[work.bucket] = node
         elif node.target is torch.ops.muon_zero.pack.default and work.category is Category.GATHER:
             packed[work.bucket] = node
-    sources = [lift.args[0] for found in lifts.values() for lift in found]
+    sources = [shard for lift in lifts.values() for shard in lift.args[0]]
     assert len(sources) == len(set(sources)) == sum(read.op == "placeholder" for read in sources)
     assert len(lifts) == len(packed) > 3
     multiplying = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     products = [place[node] for node in nodes if node.target in multiplying]
     beside = 0
     for bucket, pack in packed.items():
-        assert set(lifts[bucket]) <= set(pack.all_input_nodes)
-        first, last = place[lifts[bucket][0]], place[lifts[bucket][-1]]
-        assert last < place[pack]
+        assert {lifts[bucket]} == {lifted.args[0] for lifted in pack.all_input_nodes}
+        lift = place[lifts[bucket]]
         if bucket and size > 1:
-            assert place[packed[bucket - 1]] < first
-        beside += any(last < product < place[pack] for product in products)
+            assert place[packed[bucket - 1]] < lift
+        beside += any(lift < product < place[pack] for product in products)
     assert beside > len(packed) / 2
 
 
