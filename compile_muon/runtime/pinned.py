@@ -22,14 +22,20 @@ class _Pages:
 
     def __init__(self, nbytes: int) -> None:
         self._memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        begin, runtime = self._memory.data_ptr(), torch.cuda.cudart()
-        if error := int(runtime.cudaHostRegister(begin, nbytes, 0)):
+        begin = self._memory.data_ptr()
+        if error := int(torch.cuda.cudart().cudaHostRegister(begin, nbytes, 0)):
             raise OffloadError(
                 f"offload_param = 'cpu': the driver cannot pin {nbytes:,} more bytes of host memory "
                 f"(cudaError {error}); use more ranks, or leave it out"
             )
-        weakref.finalize(self, runtime.cudaHostUnregister, begin)
+        weakref.finalize(self, _unpin, begin)
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (begin, False), "version": 3}
+
+
+def _unpin(begin: int) -> None:
+    """Once work that is queued has no use for it."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(begin)
 
 
 def on_host(values: Tensor) -> Tensor:
