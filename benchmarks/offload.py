@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpt import GPT, PRESETS, read_corpus, sample_batch
@@ -36,20 +35,23 @@ _TURN = 4  # steps
 
 
 class Slow:
-    """A call of the disk, of so many bytes a second together with the others of its kind."""
+    """Calls of the disk, of so many bytes a second together."""
 
     lock = threading.Lock()
     rate = float("inf")
 
-    def __init__(self, call: Callable[..., int]) -> None:
-        self.call = call
+    @classmethod
+    def down(cls, call: Callable[..., int]) -> Callable[..., int]:
+        """A method of the store that reads or writes."""
 
-    def __call__(self, file: int, memory: Any, place: int) -> int:
-        with Slow.lock:
-            began = time.perf_counter()
-            done = self.call(file, memory, place)
-            time.sleep(max(done / Slow.rate - (time.perf_counter() - began), 0))
-        return done
+        def slowed(store: disk.FileStore, memory: torch.Tensor, place: int) -> int:
+            with cls.lock:
+                began = time.perf_counter()
+                done = call(store, memory, place)
+                time.sleep(max(done / cls.rate - (time.perf_counter() - began), 0))
+            return done
+
+        return slowed
 
 
 class Run:
@@ -112,7 +114,8 @@ def main() -> None:
     parser.add_argument("--buffer-count", type=int, default=4)
     parser.add_argument("--json", type=Path, default=_RESULTS / "offload.json")
     args = parser.parse_args()
-    disk._read, disk._write = Slow(disk._read), Slow(disk._write)
+    for name in ("_read", "_write"):
+        setattr(disk.FileStore, name, Slow.down(getattr(disk.FileStore, name)))
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         runs = {
             "resident": Run(args, None),
