@@ -31,6 +31,7 @@ import torch
 
 from compile_muon.config.checked import Checked
 from compile_muon.config.checks import check_boolean, check_mapping
+from compile_muon.config.foreign import off_by
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
 from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, parameters, read_json, section
 from compile_muon.config.settings import (
@@ -160,11 +161,9 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
 def _put_offload(given: Given, zero: dict[str, Any]) -> None:
     """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``, and
     ``offload_param`` where it asks for nothing."""
-    param = zero.get("offload_param")
-    if param is None or (isinstance(param, Mapping) and param.get("device", "none") in (None, "none")):
-        if "offload_param" in zero:
-            given.hints.append("zero_optimization.offload_param")
-        zero.pop("offload_param", None)
+    if "offload_param" in zero and off_by("device")(zero["offload_param"]):
+        del zero["offload_param"]
+        given.hints.append("zero_optimization.offload_param")
     key, value = "offload_optimizer", zero.pop("offload_optimizer", None)
     if (cpu := zero.pop("cpu_offload", None)) and value is None:
         key, value = "cpu_offload", {"device": "cpu"} if cpu is True else cpu

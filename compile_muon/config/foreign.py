@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from compile_muon.errors import ConfigError, config_error
 
-__all__ = ["FOREIGN", "full_name", "refusal"]
+__all__ = ["FOREIGN", "full_name", "off_by", "refusal"]
 
 
 def _off(value: object) -> bool:
@@ -22,13 +22,13 @@ def _off(value: object) -> bool:
     return not value or (isinstance(value, str) and value.lower() == "none")
 
 
-def _off_by(key: str, *also: object) -> Callable[[object], bool]:
+def off_by(key: str, *also: object) -> Callable[[object], bool]:
     """Of an object, what it says under the key that DeepSpeed heeds; values that ask for nothing there, too."""
     return lambda value: _off(value.get(key)) or value.get(key) in also if isinstance(value, Mapping) else _off(value)
 
 
 #: An object that does not say ``"enabled": true``.
-_switched_off = _off_by("enabled")
+_switched_off = off_by("enabled")
 
 
 def _nothing_enabled(value: object) -> bool:
@@ -123,7 +123,7 @@ _REQUESTS: tuple[_Request, ...] = (
         {"": "torch_autocast amp"},
         "is a DeepSpeed precision setting that is not honoured here",
         'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
-        _off_by("enabled", "auto"),  # which leaves it to the Trainer of Transformers
+        off_by("enabled", "auto"),  # which leaves it to the Trainer of Transformers
     ),
     _Request(
         {"": "data_types"},

@@ -85,7 +85,7 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
 
 
 def check_offload_param(field: str, value: object) -> str | None:
-    """ "cpu", alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
+    """The device, alone or as DeepSpeed writes it. A GPU reads the memory, which is always pinned."""
     if not isinstance(value, Mapping):
         return check_choice(field, value, allowed=("cpu",))
     known = ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ)

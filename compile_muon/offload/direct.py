@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from compile_muon.errors import warn_user
-from compile_muon.offload.store import Bucket, FileStore, Slot
+from compile_muon.offload.store import ALIGNED, Bucket, FileStore, Slot
 
 __all__ = ["DirectStore", "on_disk"]
 
-_PAGE = 4096
 _PROOF = 3 << 20  # numbers of 4 bytes: more than one request
 _log = logging.getLogger("compile_muon")
 
@@ -51,8 +50,8 @@ class DirectStore(FileStore):
         super().abort()
 
     def _buffer(self, nbytes: int, *, pin: bool) -> Tensor:
-        memory = torch.empty(nbytes + _PAGE, dtype=torch.uint8, device=self.device)
-        begin = -memory.data_ptr() % _PAGE
+        memory = torch.empty(nbytes + ALIGNED, dtype=torch.uint8, device=self.device)
+        begin = -memory.data_ptr() % ALIGNED
         return memory[begin : begin + nbytes]
 
     def _read(self, memory: Tensor, place: int) -> int:

@@ -27,14 +27,14 @@ from torch import Tensor
 from compile_muon.errors import OffloadError, warn_user
 from compile_muon.storage.disk import unnamed_file
 
-__all__ = ["Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
+__all__ = ["ALIGNED", "Bucket", "FileStore", "MemoryStore", "Slot", "Store"]
 
-_ALIGNED = 4096
+ALIGNED = 4096  # bytes: requests past the page cache begin and end with a page
 _PIECE = 8 << 20  # bytes of one request: several are under way at a time
 
 
 def _up(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 @dataclass(eq=False)
@@ -234,7 +234,7 @@ class FileStore(Store):
     ) -> None:
         self.folder = Path(folder)
         *starts, self.nbytes = accumulate((bucket.nbytes for bucket in buckets), initial=0)
-        self._file = _unnamed(self.folder, max(2 * self.nbytes, _ALIGNED))
+        self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
         self._places: dict[Slot, _Place] = {}
@@ -451,7 +451,7 @@ def _pass_the_cache(file: int, folder: Path) -> None:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
         fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.preadv(file, [mmap.mmap(-1, _ALIGNED)], 0)
+        os.preadv(file, [mmap.mmap(-1, ALIGNED)], 0)
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
         warn_user(f"offload.nvme_path = {str(folder)!r}: its file system has no O_DIRECT; state goes by the page cache")

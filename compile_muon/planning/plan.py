@@ -371,7 +371,6 @@ def _remedy(
 ) -> str:
     """The smallest offload that makes it fit, in words; empty where it fits, or none does.
 
-
     Args:
         offloaded: the step with one.
     """

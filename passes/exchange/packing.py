@@ -35,8 +35,8 @@ def _rows(x: Tensor, world: int, width: int) -> Tensor:
 @torch.library.impl(_LIBRARY, "pack", "CompositeExplicitAutograd")
 def _pack(xs: Sequence[Tensor], widths: Sequence[int], world: int, dtype: str, divisor: float) -> Tensor:
     packed = xs[0].new_empty((world, sum(widths)), dtype=decode_dtype(dtype))
-    # Casts on the way in: one pass over the tensors.
     land(xs)
+    # Casts on the way in: one pass over the tensors.
     torch.cat([_rows(x, world, width) for x, width in zip(xs, widths, strict=True)], dim=1, out=packed)
     return packed.view(-1) if divisor == 1 else packed.view(-1).div_(divisor)
 

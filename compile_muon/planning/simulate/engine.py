@@ -328,7 +328,7 @@ class _Player:
             self._compute(name, "host", seconds)
 
     def _lift(self, node: Node, lifted: dict[Node, float]) -> None:
-        """Begin to copy a shard; the device's own memory is there in time."""
+        """Begin to copy shards of a bucket."""
         lifted[node] = self._ways.lift(nbytes(node), max(self.now, self.host))
 
     def _landed(self, until: Sequence[float], act: Callable[[], None]) -> None:

@@ -765,3 +765,10 @@ def test_the_example_of_the_page_is_what_convert_makes_of_it():
     (notice,) = re.findall(r"^no effect here: (.*)$", SECTION, flags=re.MULTILINE)
     assert convert(before) == after
     assert load_noting(before)[1] == notice.split(", ")
+
+
+@pytest.mark.parametrize("off", [False, None, "none", {}, {"device": "none", "pin_memory": True}])
+def test_weights_that_are_not_offloaded_are_no_request(off):
+    reading = read_all({"zero_optimization": {"stage": 3, "offload_param": off}})
+    assert reading.config.zero.offload_param is None
+    assert (reading.hints, reading.errors) == (["zero_optimization.offload_param"], [])
