@@ -500,20 +500,26 @@ class Home:
             arena.settle()
 
     def own(self) -> None:
-        """What users put into the optimizer's state, as they may, becomes what is kept."""
+        """What users put into the optimizer's state, as they may, becomes what is kept; what they took out begins anew."""
         self._follow_parameters()
         moved = False
         for owner, shown in self._shown.items():
-            slots = self._state_of(self._accounts[owner])
+            account = self._accounts[owner]
+            slots = self._state_of(account)
             found = {**slots}
             for name, tensor in shown.items():
-                if found.get(name) is not tensor:
-                    self.settle()
-                    local_tensor(tensor).copy_(local_tensor(found[name]))
-                    slots[name] = tensor
-                    moved = True
+                if found.get(name) is tensor:
+                    continue
+                self.settle()
+                # What was taken out begins anew, a master weight as what its parameter is.
+                anew = account.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
+                local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
+                slots[name] = tensor
+                moved = True
         if moved or self._edits() != self._seen:
             self.loaded()
+        if moved:
+            self._show()
 
     def loaded(self) -> None:
         """Someone wrote to what is shown."""

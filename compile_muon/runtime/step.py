@@ -7,6 +7,7 @@ Facts are what :mod:`~compile_muon.runtime.survey` finds, the decision is a func
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.decision import Decision, Facts, decide, over
 from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
@@ -38,6 +40,9 @@ from compile_muon.runtime.step_graph import StepGraphs
 from compile_muon.runtime.survey import Survey, not_finite
 
 __all__ = ["Step"]
+
+#: of a gradient's norm, whose square is finite in fp32
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.accounts: dict[Tensor, Account] = {}
+        self._states: dict[Tensor, set[str]] = {}  # that a method keeps beside each parameter, by name
         self._know([account for account in self.ledger.accounts if account.param.requires_grad])
 
     def take_up(self, accounts: Sequence[Account], methods: Mapping[str, Method]) -> None:
@@ -139,9 +145,11 @@ class Step:
                 away = set() if self.home is None else self.home.names(account)
                 if account.spec.muon is not None and not account.spec.muon.fetched:
                     slots["momentum_buffer"] = account.momentum_buffer
-                for state in self.method(group).states:
-                    if state.name not in away and state.name not in slots:
+                own = [state for state in self.method(group).states if state.name not in away]
+                for state in own:
+                    if state.name not in slots:
                         slots[state.name] = new_state(account, state)
+                self._states[param] = {state.name for state in own}
 
     def sync_momentum(self) -> None:
         """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
@@ -164,16 +172,24 @@ class Step:
 
     @torch.no_grad()
     def own_momenta(self) -> None:
-        """States that users put into the optimizer's, as they may, become those that graphs read."""
+        """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
+        begins anew, as in torch.optim."""
         if self.home is not None:
             self.home.own()
         for account in self.muon:
             if account.spec.muon_settings.fetched:
                 continue
             slots = self.optimizer.state[account.param]
-            if slots["momentum_buffer"] is not account.momentum_buffer:
-                account.momentum.copy_(local_tensor(slots["momentum_buffer"]))
-                slots["momentum_buffer"] = account.momentum_buffer
+            held = slots.get("momentum_buffer")
+            if held is account.momentum_buffer:
+                continue
+            if held is None:
+                account.momentum.zero_()
+            else:
+                account.momentum.copy_(local_tensor(held))
+            slots["momentum_buffer"] = account.momentum_buffer
+        if any(not names <= self.optimizer.state[param].keys() for param, names in self._states.items()):
+            self.create_state()
 
     def run(self) -> bool:
         """One step on what ``.grad`` holds; returns whether it was not left out.
@@ -220,7 +236,7 @@ class Step:
                 f"backward that made its direction: nothing was updated in step {survey.step}; edit .grad itself, or "
                 "set checks='in_step' or update='step'"
             )
-        if self._refused(survey, facts.wrong(pending.directions)):
+        if self._refused(survey, facts.wrong(pending.directions), later=True):
             return False
         self.ledger.counters.skipped_in_a_row = 0
         return True
@@ -337,7 +353,7 @@ class Step:
         at_once = not self.ledger.speculating and self.stages is None
         survey.add_speculations(self.muon, {} if at_once else ready)
         survey.reduce()
-        self.grad_norm = survey.total("gradient").sqrt()
+        self.grad_norm = survey.total("gradient").sqrt().float()
         made: dict[str, Tensor] = {}
         if at_once:
             self._clip(self.grad_norm)
@@ -477,21 +493,19 @@ class Step:
                     f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
                 )
 
-    def _refused(self, survey: Survey, wrong: dict[str, list[str]]) -> bool:
+    def _refused(self, survey: Survey, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
         """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
 
         Args:
             wrong: names by kind.
+            later: whether its gradients may be gone.
         """
-        found = "; ".join(f"{what} of {listed(names)}" for what, names in wrong.items())
         others = "" if self.stages is None else self.stages.elsewhere()
-        if not found and not others:
+        if not wrong and not others:
             return False
         zero, counters = self.config.zero, self.ledger.counters
-        if found:
-            where = survey.ranks(wrong) if self.compares and zero.nonfinite == "error" else ""
-            where += "" if self.stages is None else self.stages.here()
-            found = f"{found} = inf or nan{where}"
+        if wrong:
+            found = self._named(survey, wrong, later=later)
         else:
             found = f"{others} found inf or nan, and itself says where"
         if batches := self.differing_batches():
@@ -518,6 +532,32 @@ class Step:
                 "(optimizer.metrics()['skipped_steps'] counts them)"
             )
         return True
+
+    def _named(self, survey: Survey, wrong: dict[str, list[str]], *, later: bool) -> str:
+        """What is not finite, and where; collective."""
+        value, large = "inf or nan", frozenset[str]()
+        squares = survey.numbers("gradient")
+        if infinite := [name for name in wrong.get("gradient", ()) if squares[name] == math.inf]:
+            if later:
+                value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
+            else:
+                large = self._finite(infinite)
+        found = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
+        parts = ["; ".join(f"{what} of {listed(names)}" for what, names in found.items() if names)]
+        parts[0] += f" = {value}" if parts[0] else ""
+        if large:
+            named = listed([name for name in infinite if name in large])
+            parts.append(f"gradient of {named} = over {_LARGEST:.1e}, finite, but its square is inf in float32")
+        where = survey.ranks(wrong) if self.compares and self.config.zero.nonfinite == "error" else ""
+        return "; ".join(filter(None, parts)) + where + ("" if self.stages is None else self.stages.here())
+
+    def _finite(self, names: Sequence[str]) -> frozenset[str]:
+        """Those of these gradients that hold no inf on any rank; collective."""
+        named = {account.name: account for account in (*self.muon, *self.rest)}
+        held = [name for name in names if named[name].param.grad is not None]
+        infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
+        everyone = gather_objects(infinite, self.group) if self.compares and self.group is not None else [infinite]
+        return frozenset(names).difference(*everyone)
 
     def commit(self, directions: dict[str, Tensor], withheld: Tensor | None = None) -> None:
         """Write momenta, moments and parameters.

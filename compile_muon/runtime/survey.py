@@ -7,11 +7,11 @@ or to the device alone (:meth:`Survey.withheld`), and then the host reads the ve
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,13 +36,17 @@ _OF_ALL = ("missing", "ready")
 _Spans = tuple[tuple[str, int], ...]
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """2-norm of each tensor, ``[len(tensors)]`` fp32."""
+def _norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
+    """Norm of each tensor, ``[len(tensors)]`` fp32."""
     found: dict[int, Tensor] = {}
     for kind in {tensor.dtype for tensor in tensors}:
         chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
+        if order == math.inf:  # of nothing there is no largest entry
+            found |= {i: tensors[i].new_zeros(()) for i in chosen if not tensors[i].numel()}
+            chosen = [i for i in chosen if tensors[i].numel()]
         # A norm that is returned in half precision would overflow where no entry does.
-        norms = torch._foreach_norm([tensors[i] for i in chosen], 2, dtype=torch.float32 if kind in _HALF else None)
+        dtype = torch.float32 if kind in _HALF else None
+        norms = torch._foreach_norm([tensors[i] for i in chosen], order, dtype=dtype) if chosen else ()
         found.update(zip(chosen, norms, strict=True))
     return torch.stack([found[i].float() for i in range(len(tensors))])
 
@@ -54,7 +58,8 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
-    return (~torch.isfinite(_norms(tensors))).float()
+    # The largest entry: a 2-norm overflows where no entry does.
+    return (~torch.isfinite(_norms(tensors, math.inf))).float()
 
 
 @dataclass
@@ -196,13 +201,18 @@ class Survey:
         self._names, self._values = [], []
 
     def total(self, what: str) -> Tensor:
-        """Sum of the numbers under ``what``, reduced but not read yet; 0-dim, on the device."""
-        total = torch.zeros((), device=self.device)
+        """Sum of the numbers under ``what``, reduced but not read yet; 0-dim fp64, on the device.
+
+        Squares of gradients that are finite each may be inf together in fp32.
+        """
+        sums = []
         for names, vector in self._reduced:
             places = [i for i, (kind, _) in enumerate(names) if kind == what]
             if places:  # added by one call, so they are neighbours
-                total = total + vector[places[0] : places[-1] + 1].sum()
-        return total
+                sums.append(vector[places[0] : places[-1] + 1].sum(dtype=torch.float64))
+        if not sums:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return functools.reduce(torch.add, sums)
 
     def withheld(self) -> Tensor:
         """1.0 if anything that was reduced speaks against the step, else 0.0: 0-dim fp32, on the device.
@@ -279,7 +289,7 @@ class Survey:
         return {name for name, number in self.numbers(what).items() if number != 0}
 
 
-@lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=16)
 def _masks(spans: _Spans, each: Set[str], world: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
     rank 0's number where all ranks' must be the same, which else is its own."""

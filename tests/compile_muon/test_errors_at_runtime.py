@@ -547,3 +547,67 @@ def test_settings_are_checked_before_the_model_is_touched(settings, match):
     with pytest.raises(ConfigError, match=match):
         MuonZero(model, **settings)
     assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("checks", ["in_step", "next_step"])
+def test_a_finite_gradient_whose_square_overflows_is_not_called_infinite(update, checks):
+    lab = Lab(update=update, checks=checks)
+    before = lab.frozen()
+    lab.loss().backward()
+    lab.params["head.bias"].grad.fill_(1e20)
+    named = "inf, nan or over 1.8e.19" if checks == "next_step" else "over 1.8e.19, finite, but its square is inf"
+    with pytest.raises(NonFiniteError, match=f"^gradient of head.bias = {named}"):
+        lab.optimizer.step()
+        lab.optimizer.check()
+    lab.assert_unchanged(before)
+
+
+def test_gradients_whose_squares_overflow_together_are_clipped():
+    """Of each the square is finite in float32, of all together it is not."""
+    lab = Lab(update="step", gradient_clipping=1.0)
+    lab.loss().backward()
+    for param in lab.params.values():
+        param.grad.fill_(1.7e19 / param.numel() ** 0.5)
+    lab.optimizer.step()
+    assert lab.optimizer.grad_norm == pytest.approx(1.7e19 * len(lab.params) ** 0.5, rel=1e-5)
+    for param in lab.params.values():
+        assert param.grad.norm() == pytest.approx(len(lab.params) ** -0.5, rel=1e-4)
+
+
+def test_a_state_whose_square_overflows_is_finite():
+    lab = Lab(update="step")
+    lab.loss().backward()
+    lab.optimizer.step()
+    lab.optimizer.state[lab.params["head.bias"]]["exp_avg_sq"].fill_(1e30)
+    lab.loss().backward()
+    lab.optimizer.step()
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("cleared", ["all", "momentum_buffer", "exp_avg", "step", "parameter"])
+def test_state_that_was_taken_out_begins_anew(update, cleared):
+    """As in torch.optim: the next step is that of an optimizer without this state."""
+    lab, fresh = Lab(update=update), Lab(update=update)
+    for each in (lab, fresh):
+        each.loss().backward()
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.loss().backward()
+    for name, param in lab.params.items():
+        held, new = lab.optimizer.state[param], fresh.optimizer.state[fresh.params[name]]
+        if cleared in ("all", "parameter"):
+            for slot in new.values():
+                slot.zero_()
+        elif cleared in held:
+            del held[cleared]
+            new[cleared].zero_()
+        if cleared == "parameter":
+            del lab.optimizer.state[param]
+    if cleared == "all":
+        lab.optimizer.state.clear()
+    for each in (lab, fresh):
+        each.optimizer.step()
+    for name, param in lab.params.items():
+        torch.testing.assert_close(param, fresh.params[name], rtol=0, atol=0)
+    lab.recovers()
