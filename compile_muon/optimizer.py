@@ -31,12 +31,14 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
+from compile_muon.errors import MuonZeroError
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group
 from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
+from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.step import Step
 from compile_muon.sequence import check_first
@@ -199,6 +201,7 @@ class MuonZero(Optimizer):
         self._steps.create_state()
         self._steps.sync_momentum()
         self._ledger.before_backward = self._steps.sync_momentum
+        refuse_shared(self)
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
 
@@ -321,6 +324,13 @@ class MuonZero(Optimizer):
         self._ledger.drop_gradients()
 
     # ------------------------------------------------------------------ state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise MuonZeroError(
+            "MuonZero: an optimizer belongs to the shards of one model, and cannot be copied or pickled; keep "
+            "optimizer.state_dict(), save the run with a Checkpointer, or make a MuonZero over the copy.deepcopy(model) "
+            "that is taken inside `with compile_muon.full_parameters(model):`"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train parameters that were frozen when the model was sharded, in a group of their own; on all ranks alike.

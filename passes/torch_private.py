@@ -44,6 +44,7 @@ __all__ = [
     "never_a_frame",
     "order_saved_values",
     "profiler_enabled",
+    "being_compiled",
     "storage_holders",
     "unflattened",
     "store_of",
@@ -410,6 +411,13 @@ def compiled_autograd_active() -> bool:
         getattr(compiled_autograd, "compiled_autograd_enabled", False)
         or getattr(torch._dynamo.config, "compiled_autograd", False)
     )
+
+
+def being_compiled() -> bool:
+    """Whether a frame is being compiled: Dynamo then looks at tensors itself, as user code would."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

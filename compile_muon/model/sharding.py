@@ -8,7 +8,7 @@ those of data parallelism (uneven and empty shards allowed), and its module read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.config import Config
 from compile_muon.config.machine import costs_for
+from compile_muon.errors import listed, warn_user
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh, Role
 from compile_muon.model.param_spec import describe
@@ -28,6 +29,7 @@ from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.other_holders import replace
 from compile_muon.runtime.parameter import sharded_parameter
 from compile_muon.runtime.pinned import on_host
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
@@ -92,7 +94,8 @@ def _split(
         whole = torch.empty_like(whole, device=device)
     if mesh is None or (layout.stage == 0 and not mesh.parted):
         if not param.is_meta and role.placed is None and param.dtype is dtype and not spec.on_host:
-            return param, None
+            # With other ranks, who has the parameter from before would read past the marker that averages gradients.
+            return (param if mesh is None else _like(param, param.detach())), None
         whole = whole.to(dtype)
         return _like(param, on_host(whole) if spec.on_host else whole), None
     replica = None
@@ -195,4 +198,18 @@ def shard_model(
             name, new, spec, momentum, hypers[name], replica, ledger, handouts, group, placed=roles[name].placed
         )
     install_readers(model, accounts)
+    _drop_gradients(list(accounts.values()), accounts)
+    replace({account.name: param for param, account in accounts.items() if param is not account.param})
     return list(accounts.values())
+
+
+def _drop_gradients(accounts: Sequence[Account], before: Iterable[nn.Parameter]) -> None:
+    """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told."""
+    with_gradient = [name for name, param in zip((a.name for a in accounts), before, strict=True) if param.grad is not None]
+    if not with_gradient:
+        return
+    for account in accounts:
+        account.param.grad = None
+    warn_user(
+        f"gradients of {listed(with_gradient)} from a backward before MuonZero are dropped; run backward after it"
+    )

@@ -265,6 +265,8 @@ def written_by_users(where: str | None, folder: str) -> dict[str, Tensor]:
         if step == 3:
             optimizer.load_state_dict(optimizer.state_dict())
             optimizer.state[vector]["exp_avg_sq"] = optimizer.state[vector]["exp_avg_sq"] * 4
+            del optimizer.state[vector]["exp_avg"]
+            optimizer.state[matrix].clear()
         optimizer.step()
         optimizer.zero_grad()
     return everything(model, optimizer)

@@ -280,6 +280,17 @@ def test_compiled_autograd_is_noticed():
     assert seen == [True], moved("compiled_autograd._enable", "is no longer noticed")
 
 
+def test_a_frame_that_is_compiled_is_noticed():
+    seen = []
+
+    def backend(gm, inputs):
+        seen.append(private.being_compiled())
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert seen == [True] and not private.being_compiled()
+
+
 def test_trace_artifact_reaches_the_structured_trace():
     records = []
     handler = logging.Handler()
