@@ -328,8 +328,8 @@ class MuonZero(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise MuonZeroError(
             "MuonZero: an optimizer belongs to the shards of one model, and cannot be copied or pickled; keep "
-            "optimizer.state_dict(), save the run with a Checkpointer, or make a MuonZero over the copy.deepcopy(model) "
-            "that is taken inside `with compile_muon.full_parameters(model):`"
+            "optimizer.state_dict(), save the run with a Checkpointer, or make a MuonZero over a copy.deepcopy(model) "
+            "taken inside `with compile_muon.full_parameters(model):`"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

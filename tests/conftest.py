@@ -2,10 +2,12 @@
 
 import contextlib
 import gc
+import re
 import resource
 import sys
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +25,19 @@ with contextlib.suppress(ImportError):
     settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("suite")
 
-#: what a core takes for :func:`_slowness` that has nothing else to do
-_CORE = 0.055
 _LONGER = ("full", "campaign", "gpu")
-_began = pytest.StashKey[float]()
+#: what a test of the default tier may ask for, ranks and all; it is the same on every machine, as seconds are not
+_MOST = {"frames compiled": 60, "graphs lowered": 16, "ranks started": 8}
+#: Dynamo's own names for the first two
+_OWN = {"frames compiled": "_compile.compile_inner", "graphs lowered": "compile_fx_inner"}
+_began = pytest.StashKey[tuple[float, dict[str, int]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "seconds of a core that a test of the default tier may take, fixtures and ranks included"
+    help_text = "seconds of a core from which on a test of the default tier is named as a long one, ranks included"
     parser.addini("cpu_limit", help_text, default="10")
+    help_text = "times what a test of the default tier may compile, lower and start, or it fails; 0: it never does"
+    parser.addini("limit_work", help_text, default="0")
 
 
 def _cpu_seconds() -> float:
@@ -42,15 +48,13 @@ def _cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime + ranks
 
 
-def _slowness() -> float:
-    """How many times longer this core takes just now, with what runs beside it; never less than 1."""
-    taken = []
-    for _ in range(5):
-        began, total = time.process_time(), 0
-        for number in range(1_000_000):
-            total += number
-        taken.append(time.process_time() - began)
-    return max(1.0, min(taken) / _CORE)
+def _work() -> dict[str, int]:
+    """What this process and its ranks have done until now, by the names in :data:`_MOST`."""
+    dynamo, harness = sys.modules.get("torch._dynamo.utils"), sys.modules.get("harness")
+    own = (
+        {} if dynamo is None else {name: len(dynamo.compilation_time_metrics.get(of, ())) for name, of in _OWN.items()}
+    )
+    return {name: own.get(name, 0) + (0 if harness is None else harness.work()[name]) for name in _MOST}
 
 
 def pytest_collection_finish() -> None:
@@ -60,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    item.stash[_began] = _cpu_seconds()
+    item.stash[_began] = _cpu_seconds(), _work()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,25 +73,52 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if call.when == "call":
-        took = _cpu_seconds() - item.stash[_began]
-        report.user_properties.append(("cpu", took))
-        shorter = report.passed and not any(item.get_closest_marker(name) for name in _LONGER)
-        limit = float(item.config.getini("cpu_limit"))
-        if shorter and took > limit and took > (limit := limit * _slowness()):
+        seconds, work = item.stash[_began]
+        done = {name: number - work[name] for name, number in _work().items()}
+        short = not any(item.get_closest_marker(name) for name in _LONGER)
+        report.user_properties += [("cpu", _cpu_seconds() - seconds), ("work", done), ("short", short)]
+        factor = float(item.config.getini("limit_work"))
+        over = [f"{n} {name} (at most {_MOST[name]})" for name, n in done.items() if n > factor * _MOST[name]]
+        if short and report.passed and over and factor:
             report.outcome = "failed"
-            report.longrepr = (
-                f"{item.nodeid} took {took:.1f} s of CPU, more than the {limit:.0f} of the default tier: make it "
-                "shorter, or mark it full"
-            )
+            report.longrepr = f"{item.nodeid}: {', '.join(over)}: have it do less, or mark it full"
     return report
 
 
+def _told(report: pytest.TestReport) -> dict[str, object]:
+    return dict(report.user_properties)
+
+
+def _skipped(reports: list[pytest.TestReport]) -> Iterator[str]:
+    """How many tests were skipped for want of what, and how many because there is nothing to test."""
+    reasons = Counter(
+        (report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)).removeprefix("Skipped: ")
+        for report in reports
+    )
+    wanting = {reason: n for reason, n in reasons.items() if re.match("needs |no g|.*not (installed|on PATH)", reason)}
+    for heading, found in (
+        ("skipped for want of something, as is right where it is missing", wanting),
+        ("skipped because there is nothing to test", {r: n for r, n in reasons.items() if r not in wanting}),
+    ):
+        if found:
+            yield f"{sum(found.values())} {heading}:"
+            yield from (f"{n:6} {reason}" for reason, n in sorted(found.items(), key=lambda item: -item[1]))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    write, config = terminalreporter.write_line, terminalreporter.config
+    for line in _skipped(terminalreporter.stats.get("skipped", [])):
+        write(line)
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    took = {r.nodeid: seconds for r in reports for name, seconds in r.user_properties if name == "cpu"}
-    if terminalreporter.config.getoption("durations") is not None:
-        for name, seconds in sorted(took.items(), key=lambda item: -item[1])[
-            : terminalreporter.config.getoption("durations") or None
-        ]:
-            terminalreporter.write_line(f"{seconds:8.2f} s of CPU {name}")
-    terminalreporter.write_line(f"{sum(took.values()):.0f} s of CPU in {len(took)} tests")
+    took = {report.nodeid: told for report in reports if "cpu" in (told := _told(report))}
+    slowest = sorted(took.items(), key=lambda item: -item[1]["cpu"])
+    if (shown := config.getoption("durations")) is not None:
+        for name, told in slowest[: shown or None]:
+            work = ", ".join(f"{number} {what}" for what, number in told["work"].items() if number)
+            write(f"{told['cpu']:8.2f} s of CPU {name}" + (f": {work}" if work else ""))
+    limit = float(config.getini("cpu_limit"))
+    if long := [(name, told) for name, told in slowest if told["short"] and told["cpu"] > limit]:
+        write(f"longer than {limit:g} s of CPU, on this machine and with what ran beside; nothing is wrong with them:")
+        for name, told in long:
+            write(f"{told['cpu']:8.1f} {name}")
+    write(f"{sum(told['cpu'] for told in took.values()):.0f} s of CPU in {len(took)} tests")

@@ -205,7 +205,9 @@ def shard_model(
 
 def _drop_gradients(accounts: Sequence[Account], before: Iterable[nn.Parameter]) -> None:
     """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told."""
-    with_gradient = [name for name, param in zip((a.name for a in accounts), before, strict=True) if param.grad is not None]
+    with_gradient = [
+        name for name, param in zip((a.name for a in accounts), before, strict=True) if param.grad is not None
+    ]
     if not with_gradient:
         return
     for account in accounts:

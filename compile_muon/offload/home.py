@@ -500,7 +500,7 @@ class Home:
             arena.settle()
 
     def own(self) -> None:
-        """What users put into the optimizer's state, as they may, becomes what is kept; what they took out begins anew."""
+        """What users put into the optimizer's state, as they may, is kept; what they took out begins anew."""
         self._follow_parameters()
         moved = False
         for owner, shown in self._shown.items():

@@ -1,6 +1,6 @@
 """Who else holds a parameter: lists and closures that have it as it was before it was sharded, and other optimizers.
 
-What held a parameter when ``MuonZero`` replaced it holds it still: a list that is clipped, an average of weights, another
+What held a parameter when ``MuonZero`` replaced it holds it still: a list that is clipped, an average of weights, an
 optimizer, a module that keeps a second reference. Nothing trains that tensor any more, so each such use is refused by
 name, or told where it only reads.
 """
@@ -82,7 +82,9 @@ def _tell(held: Sequence[ReplacedParameter]) -> None:
 
 
 def _stale(name: str, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name}: {what}, as it was before MuonZero sharded it, which nothing trains; {_REMEDY}")
+    return UnsupportedModelError(
+        f"{name}: {what}, as it was before MuonZero sharded it, which nothing trains; {_REMEDY}"
+    )
 
 
 def replace(replaced: Mapping[str, nn.Parameter]) -> None:

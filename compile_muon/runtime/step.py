@@ -542,7 +542,9 @@ class Step:
                 value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
             else:
                 large = self._finite(infinite)
-        found = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
+        found = {
+            what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()
+        }
         parts = ["; ".join(f"{what} of {listed(names)}" for what, names in found.items() if names)]
         parts[0] += f" = {value}" if parts[0] else ""
         if large:

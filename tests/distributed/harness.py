@@ -22,8 +22,9 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,10 +33,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import compilation_time_metrics
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["Outcome", "RankError", "Ranks", "cpu_seconds", "single_process"]
+__all__ = ["Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
 
 # what the other ranks get after one has failed, before they are stopped
 _GRACE_SECONDS = 5.0
@@ -49,9 +51,26 @@ _MOST_GROUPS = 40
 _taken = 0.0
 
 
+#: what they have compiled and lowered, and how many were started; the same
+_done: Counter[str] = Counter()
+
+
 def cpu_seconds() -> float:
     """Of all ranks so far."""
     return _taken
+
+
+def compiled() -> dict[str, int]:
+    """What this process has compiled: Dynamo's frames, and graphs that came to Inductor, cached or not."""
+    return {
+        "frames compiled": len(compilation_time_metrics.get("_compile.compile_inner", ())),
+        "graphs lowered": len(compilation_time_metrics.get("compile_fx_inner", ())),
+    }
+
+
+def work() -> Counter[str]:
+    """What all ranks have done so far."""
+    return _done
 
 
 def _of_children() -> float:
@@ -71,6 +90,7 @@ class Outcome:
     failure: str | None = None
     groups: int = 0  # process groups that the rank holds afterwards
     seconds: float = 0.0  # of a core
+    compiled: dict[str, int] = field(default_factory=dict)
 
 
 def _module(path: str) -> ModuleType:
@@ -85,7 +105,7 @@ def _module(path: str) -> ModuleType:
 
 
 def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
-    began = time.process_time()
+    began, before = time.process_time(), compiled()
     try:
         value = getattr(_module(path), name)(**kwargs)
         pickle.dumps(value)
@@ -95,7 +115,8 @@ def _run(path: str, name: str, kwargs: dict[str, Any]) -> Outcome:
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
-    return replace(found, seconds=time.process_time() - began)
+    made = {name: number - before[name] for name, number in compiled().items()}
+    return replace(found, seconds=time.process_time() - began, compiled=made)
 
 
 def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
@@ -184,6 +205,10 @@ class Ranks:
                     deadline = min(deadline, time.monotonic() + grace)
         global _taken
         _taken += sum(outcome.seconds for outcome in found.values())
+        made = [outcome.compiled for outcome in found.values() if outcome.compiled]
+        _done.update(
+            {name: max(each[name] for each in made) for name in compiled()} if made else {}
+        )  # ranks do the same
         silent = Outcome(failure="no answer: stuck, or waiting for a rank that failed")
         outcomes = [found.get(rank, silent) for rank in range(self.world)]
         if any(outcome.failure is not None or outcome.groups > _MOST_GROUPS for outcome in outcomes):
@@ -220,6 +245,7 @@ class Ranks:
             arguments = (rank, self.world, store, self.timeout, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
+            _done["ranks started"] += 1
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)

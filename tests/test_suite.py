@@ -1,0 +1,41 @@
+"""The suite itself: a slow machine fails no test, and its last lines say what was skipped for want of what."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = """
+import pytest, torch
+
+def test_compiles():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+
+@pytest.mark.parametrize("reason", ["needs a CUDA device", "Triton is not installed", "refused: unstable"])
+def test_skips(reason):
+    pytest.skip(reason)
+"""
+
+
+def suite(tests: Path, *options: str) -> tuple[int, str]:
+    """Our settings and conftest.py over these tests, each of which is a long one."""
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "conftest", "-o", "cpu_limit=0"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *settings, *options, str(tests)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tests.parent, capture_output=True, text=True, env=environment, timeout=600)
+    return done.returncode, done.stdout
+
+
+def test_seconds_fail_nothing_and_the_last_lines_tell(tmp_path: Path) -> None:
+    tests = tmp_path / "test_made_up.py"
+    tests.write_text(TESTS)
+    code, said = suite(tests)
+    assert code == 0, said
+    assert "longer than 0 s of CPU" in said and "test_compiles" in said
+    assert "2 skipped for want of something" in said and "1 skipped because there is nothing to test" in said
+    assert "     1 needs a CUDA device\n" in said and "     1 refused: unstable\n" in said
+    code, said = suite(tests, "-o", "limit_work=0.001")
+    assert code == 1 and "1 frames compiled (at most 60): have it do less" in said, said
