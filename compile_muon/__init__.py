@@ -32,6 +32,7 @@ from compile_muon.summary import Summary
 
 if TYPE_CHECKING:
     from compile_muon.checkpoint import Checkpointer
+    from compile_muon.model.norms import parameter_norms
     from compile_muon.runtime.clipping import clip_grad_norm_
     from compile_muon.sequence import check_sequence
     from compile_muon.weights import (
@@ -63,6 +64,7 @@ __all__ = [
     "load_full_state_dict",
     "load_pretrained",
     "merge_adapters",
+    "parameter_norms",
     "save_pretrained",
 ]
 
@@ -78,6 +80,7 @@ _LATE = {
     "load_full_state_dict": "compile_muon.weights",
     "load_pretrained": "compile_muon.weights",
     "merge_adapters": "compile_muon.weights",
+    "parameter_norms": "compile_muon.model.norms",
     "save_pretrained": "compile_muon.weights",
 }
 

@@ -423,7 +423,7 @@ class Home:
             OffloadError: on every rank, if a disk of one failed.
         """
         own = [[self._accounts[name] for name in chunk.names] for chunk in self._chunks if chunk.on_host]
-        graded = [[account for account in each if account.param.grad is not None] for each in own]
+        graded = [[account for account in each if account.grad is not None] for each in own]
         self._arrivals = self._ferry.across([each for each in graded if each], withheld)
         with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield

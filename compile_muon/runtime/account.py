@@ -21,6 +21,7 @@ from compile_muon.passes.spec import ParamSpec
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.parameter import raw_gradient
 from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
@@ -138,10 +139,16 @@ class Account:
         return local_tensor(self.param)
 
     @property
+    def grad(self) -> Tensor | None:
+        """``param.grad`` as autograd keeps it: what users read is a tensor that sees their edits, and takes longer."""
+        return raw_gradient(self.param)
+
+    @property
     def local_grad(self) -> Tensor:
         """The shard of ``param.grad``, of a parameter that has one."""
-        assert self.param.grad is not None
-        return local_tensor(self.param.grad)
+        grad = self.grad
+        assert grad is not None
+        return local_tensor(grad)
 
     def as_read(self, part: Tensor) -> Tensor:
         """What this rank's model has of the parameter, as the kind of tensor that its module reads."""
@@ -181,13 +188,13 @@ class Account:
 
     def place_gradient(self) -> None:
         """``.grad`` as the parameter is placed, which a gradient of eager code may not be; collective then."""
-        param, grad = self.param, self.param.grad
+        param, grad = self.param, self.grad
         if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
             param.grad = grad.redistribute(placements=param.placements)
 
     def add_gradient(self, shard: Tensor) -> None:
         """Add an averaged gradient of the shard to ``.grad``."""
-        if self.param.grad is not None:
+        if self.grad is not None:
             self.local_grad.add_(shard)
         else:
             self.param.grad = like_parameter(self.param, shard)
@@ -226,7 +233,7 @@ class Account:
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Around the reduction of an eager backward."""
-        detail = "reduce" if self.param.grad is None else "reduce and add to .grad"
+        detail = "reduce" if self.grad is None else "reduce and add to .grad"
         with self.ledger.status.at("an eager backward", "", [self]):
             self.ledger.status.change(TRAINING)
             yield
@@ -235,9 +242,9 @@ class Account:
 
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
-        if self.param.grad is None and call != self.visits.current:
+        if self.grad is None and call != self.visits.current:
             self.visits.drop()
-        self.sums.begin(call, self.param.grad, self.name)
+        self.sums.begin(call, self.grad, self.name)
 
     def watch(self) -> None:
         """Have autograd say when it writes ``.grad``: at stage 1, or where a step must know of edits without asking the
@@ -254,7 +261,7 @@ class Account:
 
         def delivered(_: Tensor) -> None:
             if account := reference():
-                account.sums.deliver(current_backward(), account.param.grad)
+                account.sums.deliver(current_backward(), account.grad)
 
         self.param.register_hook(arriving)
         self.param.register_post_accumulate_grad_hook(delivered)

@@ -213,7 +213,7 @@ class BackwardGraph:
         request = self._request(accounts, receives, call)
         # Who keeps what others have dropped adds to another gradient than they do.
         details = [
-            f"{purpose.value} and add to .grad" if account.param.grad is not None else purpose.value
+            f"{purpose.value} and add to .grad" if account.grad is not None else purpose.value
             for account, purpose in zip(accounts, request.purposes, strict=True)
         ]
         run, traffic = self._variant(request, accounts)
@@ -261,7 +261,7 @@ class BackwardGraph:
                     delivers and p is not Purpose.ACCUMULATE and a.sums.available(call)
                     for (a, p), delivers in zip(both, receives, strict=True)
                 ),
-                carried=tuple(p is Purpose.SPECULATE and a.param.grad is not None for a, p in both),
+                carried=tuple(p is Purpose.SPECULATE and a.grad is not None for a, p in both),
             )
 
         wanted = request(purposes)

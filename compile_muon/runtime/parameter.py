@@ -8,14 +8,15 @@ that it is old (:func:`compile_muon.runtime.shards.edits_of`).
 Before torch 2.13 a DTensor's operators never come to a subclass (:data:`_UNSEEN`). There what ``.data`` gives is of a
 class that hears of torch's functions instead, and edits by ``torch._foreach_*`` of parameters themselves do not count.
 
-What is computed of a sharded parameter is of this class, too. So the gradient of ``model(x) + penalty(parameters)``
-becomes the plain tensor that the rest of the model expects.
+What is computed of a sharded parameter is of this class, too, and so is its gradient. So the gradient of
+``model(x) + penalty(parameters)`` becomes the plain tensor that the rest of the model expects, and a number of which
+this rank has a part, as of ``param.grad.norm()``, is not read for the whole.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compile_muon.errors import UnsupportedModelError
+from compile_muon.errors import MuonZeroError, UnsupportedModelError
 from compile_muon.passes.torch_private import current_backward
 from compile_muon.runtime.shards import user_attributes
 
-__all__ = ["ShardedParameter", "of_frozen", "sharded_parameter"]
+__all__ = ["ShardedParameter", "of_frozen", "raw_gradient", "sharded_parameter"]
 
 
 class ShardedParameter(DTensor):
@@ -55,6 +56,20 @@ class ShardedParameter(DTensor):
         change = _as_plain if _is_gradient(given) else _as_dtensor
         results = func(*tree_map(change, args), **tree_map(change, kwargs))
         return tree_map(lambda result: _derived(result, given), results)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The gradient, or None."""
+        grad: Any = raw_gradient(self)
+        return _of_class(grad) if type(grad) is DTensor else grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
 
     @property
     def data(self) -> Tensor:
@@ -90,6 +105,44 @@ class ShardedParameter(DTensor):
         plain = _as_dtensor(self)
         plain.__dict__.update(user_attributes(self))
         return plain.__reduce_ex__(protocol)
+
+
+#: through which Python reads values
+_READING = ("item", "tolist", "numpy", "__array__", "__format__")
+_READING += ("__float__", "__int__", "__bool__", "__complex__", "__index__")
+
+
+def _read_values(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    def read(self: ShardedParameter, *args: Any, **kwargs: Any) -> Any:
+        parts = [
+            place
+            for dim, place in enumerate(self.placements)
+            if not place.is_replicate() and self.device_mesh.size(dim) > 1
+        ]
+        if parts:
+            what = "rows" if parts[0].is_shard() else f"part of a result over the ranks ({parts[0]})"
+            raise MuonZeroError(
+                f"{name.strip('_')}() of a sharded tensor: this rank has its own {what}, not the whole; call "
+                f".full_tensor() first, on every rank (compile_muon.parameter_norms(model) gives all norms at once)"
+            )
+        return method(self.to_local(), *args, **kwargs)
+
+    read.__name__, read.__doc__ = (
+        name,
+        f"``Tensor.{name}`` of the whole.\n\nRaises:\n    MuonZeroError: this rank has a part.",
+    )
+    return read
+
+
+for _name in _READING:
+    setattr(ShardedParameter, _name, _read_values(_name))
+
+
+def raw_gradient(param: Tensor) -> Tensor | None:
+    """``param.grad`` as autograd keeps it."""
+    return cast("Tensor | None", torch.Tensor.grad.__get__(param))  # type: ignore[attr-defined]
 
 
 class _Shown(ShardedParameter):

@@ -201,8 +201,8 @@ class Step:
         self.own_momenta()
         self.sync_momentum()
         self._whole_gradients()
-        muon = [account for account in self.muon if account.param.grad is not None]
-        rest = [account for account in self.rest if account.param.grad is not None]
+        muon = [account for account in self.muon if account.grad is not None]
+        rest = [account for account in self.rest if account.grad is not None]
         agreement = self.agreement() if self.compares else None
         directions = self._directions(muon, self.survey(problem, agreement), agreement)
         if directions is not None:
@@ -303,7 +303,7 @@ class Step:
         """
         for account in self.ledger.accounts:
             account.place_gradient()
-            account.sums.check(account.param.grad, account.name)
+            account.sums.check(account.grad, account.name)
             if account.sums.delivered is not None:
                 account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
                 account.speculations.drop()
@@ -424,16 +424,16 @@ class Step:
 
     def _untouched(self, account: Account) -> bool:
         """Whether the gradient is what backward wrote as far as the host knows, where it must know."""
-        return not self.ledger.checks_later or account.sums.untouched(account.param.grad)
+        return not self.ledger.checks_later or account.sums.untouched(account.grad)
 
     def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
         if not accounts:
             return {}
-        grads = [a.local_grad if a.param.grad is not None else torch.zeros_like(a.local) for a in accounts]
+        grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
         with self.ledger.range("step directions", payload=len(accounts)):
             results, traffic = self.step_graphs.orthogonalize(accounts, grads, self.ledger.options)
         self.ledger.count(traffic)
-        self.ledger.counters.in_step += sum(account.param.grad is not None for account in accounts)
+        self.ledger.counters.in_step += sum(account.grad is not None for account in accounts)
         survey.add("direction", [account.name for account in accounts], not_finite(results))
         return {account.name: result for account, result in zip(accounts, results, strict=True)}
 
@@ -458,7 +458,7 @@ class Step:
     def _clip(self, norm: Tensor) -> None:
         """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
         limit = self.config.zero.gradient_clipping
-        gradients = [a.local_grad for a in (*self.muon, *self.rest) if a.param.grad is not None]
+        gradients = [a.local_grad for a in (*self.muon, *self.rest) if a.grad is not None]
         if limit is None or not gradients:
             return
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -556,7 +556,7 @@ class Step:
     def _finite(self, names: Sequence[str]) -> frozenset[str]:
         """Those of these gradients that hold no inf on any rank; collective."""
         named = {account.name: account for account in (*self.muon, *self.rest)}
-        held = [name for name in names if named[name].param.grad is not None]
+        held = [name for name in names if named[name].grad is not None]
         infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
         everyone = gather_objects(infinite, self.group) if self.compares and self.group is not None else [infinite]
         return frozenset(names).difference(*everyone)

@@ -62,7 +62,7 @@ class Copies:
                 held[account.name] = account.replica
             elif not account.spec.layout.sharded:
                 held[account.name] = account.local
-                if account.param.grad is not None:
+                if account.grad is not None:
                     held[f"gradient of {account.name}"] = account.local_grad
                 slots = state.get(account.param, {})
                 held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot != "step"}

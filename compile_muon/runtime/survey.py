@@ -24,7 +24,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.speculation import Speculation, differ
 
-__all__ = ["Survey", "not_finite", "squares"]
+__all__ = ["Survey", "norms", "not_finite", "squares"]
 
 _HALF = (torch.float16, torch.bfloat16)
 # What speaks against a step if it is not zero, and if it is so for some ranks only; all else must be finite.
@@ -36,7 +36,7 @@ _OF_ALL = ("missing", "ready")
 _Spans = tuple[tuple[str, int], ...]
 
 
-def _norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
+def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
     """Norm of each tensor, ``[len(tensors)]`` fp32."""
     found: dict[int, Tensor] = {}
     for kind in {tensor.dtype for tensor in tensors}:
@@ -46,20 +46,20 @@ def _norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
             chosen = [i for i in chosen if tensors[i].numel()]
         # A norm that is returned in half precision would overflow where no entry does.
         dtype = torch.float32 if kind in _HALF else None
-        norms = torch._foreach_norm([tensors[i] for i in chosen], order, dtype=dtype) if chosen else ()
-        found.update(zip(chosen, norms, strict=True))
+        own = torch._foreach_norm([tensors[i] for i in chosen], order, dtype=dtype) if chosen else ()
+        found.update(zip(chosen, own, strict=True))
     return torch.stack([found[i].float() for i in range(len(tensors))])
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
     """Squared norm of each tensor, ``[len(tensors)]`` fp32."""
-    return _norms(tensors).square()
+    return norms(tensors).square()
 
 
 def not_finite(tensors: Sequence[Tensor]) -> Tensor:
     """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
     # The largest entry: a 2-norm overflows where no entry does.
-    return (~torch.isfinite(_norms(tensors, math.inf))).float()
+    return (~torch.isfinite(norms(tensors, math.inf))).float()
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Survey:
 
     def add_gradients(self, accounts: Sequence[Account]) -> None:
         """Squared norms of all gradients (0 without one), and which are missing."""
-        present = [account for account in accounts if account.param.grad is not None]
+        present = [account for account in accounts if account.grad is not None]
         values = None
         if present:
             # What several ranks hold would be counted once for each.
@@ -138,7 +138,7 @@ class Survey:
             else:
                 values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
         self._spread("gradient", accounts, present, values)
-        self.add_facts("missing", {account.name: float(account.param.grad is None) for account in accounts})
+        self.add_facts("missing", {account.name: float(account.grad is None) for account in accounts})
 
     def add_rate(self, name: str, rate: Any) -> None:
         """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
