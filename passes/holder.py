@@ -38,6 +38,10 @@ class Holder(Protocol):
             own: of these, how many entries of a key are of its head alone.
         """
 
+    def to_reduce(self, grad: Tensor) -> Tensor | None:
+        """What of the whole weight's gradient, made by an eager backward, is reduced now: with what earlier
+        micro-batches have left here; None where it is left as well."""
+
     def reducing(self) -> AbstractContextManager[object]:
         """Around the reduction of an eager backward."""
 

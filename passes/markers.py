@@ -80,9 +80,14 @@ def _save_for_reduce(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, ou
 
 def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     state, hyper = ctx.saved_tensors  # type: ignore[attr-defined]
+    text: str = ctx.spec  # type: ignore[attr-defined]
     holder = holder_of(state)
+    whole = grad if holder is None else holder.to_reduce(grad)
+    if whole is None:  # it stays here
+        spec = ParamSpec.decode(text)
+        return grad.new_zeros(spec.layout.local_shape, dtype=decode_dtype(spec.dtype)), None, None, None, None
     with nullcontext() if holder is None else holder.reducing():
-        return REDUCE_GRAD(grad, state, hyper, ctx.spec), None, None, None, None  # type: ignore[attr-defined]
+        return REDUCE_GRAD(whole, state, hyper, text), None, None, None, None
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)

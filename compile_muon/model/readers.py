@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import LedgerError, UnsupportedModelError
+from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame
@@ -127,6 +128,7 @@ def _reader(name: str) -> property:
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
         if account.spec.layout.gathered:
+            ledger.count(traffic_of_gather(account.text))
             ledger.trail.note("forward", "", [account])
         account.handouts.read(account.name, whole, inside=inside)
         return account.as_read(whole if inside else of_frozen(whole, account.param))

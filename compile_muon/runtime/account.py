@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compile_muon.errors import LedgerError
+from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
-from compile_muon.passes.spec import ParamSpec
+from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.lender import Lender
@@ -230,6 +231,18 @@ class Account:
             self.attention = Attention(key, torch.full_like(largest, -float("inf")), size, tuple(dims), own)
         self.attention.largest.copy_(torch.maximum(self.attention.largest, largest))
 
+    def to_reduce(self, grad: Tensor) -> Tensor | None:
+        """See :class:`~compile_muon.passes.holder.Holder`: stage 1 keeps sums until a step's last micro-batch."""
+        # Where a graph of the gradient is asked for, or it goes elsewhere than to .grad, it must be whole.
+        if not self.spec.layout.accumulates or torch.is_grad_enabled() or not self.receives():
+            return grad
+        call = current_backward()
+        self.begin_backward(call)
+        if self.ledger.keeps(self, call):
+            self.sums.keep(call, grad.to(decode_dtype(self.spec.dtype), copy=True))
+            return None
+        return grad + self.sums.take(call) if self.sums.available(call) else grad
+
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Around the reduction of an eager backward."""
@@ -238,6 +251,7 @@ class Account:
             self.ledger.status.change(TRAINING)
             yield
         if not self.spec.layout.everyone.alone:
+            self.ledger.count(traffic_of_reduction(self.text))
             self.ledger.trail.note("backward", "", [self], [detail])
 
     def begin_backward(self, call: int) -> None:

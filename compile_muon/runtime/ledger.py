@@ -161,6 +161,11 @@ class Ledger:
         worthwhile = alone and self._may_be_last(account, self._expected) and self._speculates(account)
         return Purpose.SPECULATE if speculates and worthwhile else Purpose.REDUCE
 
+    def keeps(self, account: Account, call: int) -> bool:
+        """Whether a gradient that eager code made stays on the rank, as :meth:`purpose` says of graphs."""
+        account.visits.backward(call, counts=not self.accumulating, compiled=False)
+        return not self._may_be_last(account, self.accumulation_steps or 1)
+
     def _may_be_last(self, account: Account, expected: int | None) -> bool:
         """Whether this can be the step's last micro-batch; with an unknown number the first step cannot tell."""
         return not self.accumulating and expected is not None and account.visits.backwards >= expected
@@ -219,7 +224,7 @@ class Ledger:
             declared = self.accumulation_steps
             self._expected = came if declared is None or came > declared else declared
         muon = [account for account in updated if account.spec.muon is not None]
-        unseen = self.update != "step" and bool(muon) and not any(a.visits.current >= 0 for a in muon)
+        unseen = self.update != "step" and bool(muon) and not any(a.visits.compiled for a in muon)
         self._steps_unseen = self._steps_unseen + 1 if unseen else 0
         if self._steps_unseen == 3:
             warn_user(

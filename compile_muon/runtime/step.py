@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
+from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
@@ -306,6 +307,7 @@ class Step:
             account.sums.check(account.grad, account.name)
             if account.sums.delivered is not None:
                 account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
+                self.ledger.count(traffic_of_reduction(account.text))
                 account.speculations.drop()
             account.sums.close()
 

@@ -20,6 +20,7 @@ class Visits:
         current: number of the backward call of the latest visit.
         in_call: visits of that call so far.
         usual: visits of the call before it; 0 before there was one.
+        compiled: whether any was that of a graph, since the start.
     """
 
     owed: int = 0
@@ -27,13 +28,14 @@ class Visits:
     current: int = -1
     in_call: int = 0
     usual: int = 0
+    compiled: bool = False
 
     def forward(self) -> None:
         """A partitioned frame that trains the parameter ran forward."""
         self.owed += 1
 
-    def backward(self, call: int, *, counts: bool) -> bool:
-        """A partitioned frame is about to run backward.
+    def backward(self, call: int, *, counts: bool, compiled: bool = True) -> bool:
+        """A partitioned frame is about to run backward, or eager code.
 
         Args:
             call: number of the backward call under way.
@@ -46,7 +48,8 @@ class Visits:
             self.current, self.usual, self.in_call = call, self.in_call, 0
             self.backwards += counts
         self.in_call += 1
-        self.owed = max(0, self.owed - 1)
+        self.compiled |= compiled
+        self.owed = max(0, self.owed - compiled)
         # Not by what is owed: a forward of one rank alone, to count operations, say, must not set it apart.
         return self.in_call == 1 and self.usual <= 1
 

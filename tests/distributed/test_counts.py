@@ -5,6 +5,7 @@ The counts are those of PyTorch's profiler (``traced.py``), which sees what comp
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Callable
@@ -91,18 +92,25 @@ def count(
     warm: int,
     micro: int,
     reshard_after_forward: bool = True,
+    eager: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train ``warm`` steps, then trace one."""
+    """Train ``warm`` steps, then trace one.
+
+    Args:
+        eager: without a compiler, and with micro-batches that only the loop knows of.
+    """
     everything = shapes(model)
-    optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=micro, **settings)
+    declared = None if eager else micro
+    optimizer = compile_muon.MuonZero(model, gradient_accumulation_steps=declared, **settings)
     options = {"codegen": "eager", "reshard_after_forward": reshard_after_forward}
-    compiled = torch.compile(model, backend="muon_zero", options=options)
+    compiled: Any = model if eager else torch.compile(model, backend="muon_zero", options=options)
     tokens = torch.randint(0, 16, (2, 4), generator=torch.Generator().manual_seed(rank))
 
     def step() -> None:
-        for _ in range(micro):
-            (torch.nn.functional.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten()) / micro).backward()
+        for number in range(micro):
+            with optimizer.accumulate() if eager and number < micro - 1 else contextlib.nullcontext():
+                (torch.nn.functional.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten()) / micro).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -299,6 +307,15 @@ def test_the_optimizers_own_count_is_the_profilers(
     counted: Callable[..., Any], stage: int, update: str, micro: int
 ) -> None:
     for result in counted(2, stage=stage, update=update, micro=micro):
+        assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_eager_code_reduces_when_due_and_is_counted(counted: Callable[..., Any], stage: int) -> None:
+    """As compiled graphs do: at stage 1 sums stay on the rank until the last micro-batch."""
+    results = counted(2, stage=stage, update="step", micro=3, eager=True)
+    test_gradients_are_reduced_when_due(lambda *args, **settings: results, stage, "step", 3)
+    for result in results:
         assert result["claimed"] == round(sum(Trace(**result["trace"]).sent.values()))
 
 
