@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import _C, Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -102,8 +103,9 @@ def replace(replaced: Mapping[str, nn.Parameter]) -> None:
 
         if param.requires_grad:
             param.register_hook(refuse)
-        param.__class__ = ReplacedParameter
-        param.replaced = name, told  # type: ignore[attr-defined]
+        if not isinstance(param, DTensor):  # whose class has another layout
+            param.__class__ = ReplacedParameter
+            param.replaced = name, told  # type: ignore[attr-defined]
 
 
 def refuse_replaced(inputs: Sequence[Any]) -> None:

@@ -64,6 +64,29 @@ def _reduce_scatter(flat: Tensor, axis: Axis, pairwise: bool) -> Tensor:
     return all_to_all(flat, splits, splits, axis.group).view(axis.size, -1).sum(0)
 
 
+def _all_reduce(
+    xs: Sequence[Tensor], widths: Sequence[int], dtype: torch.dtype, divisor: float, axis: Axis, pairwise: bool
+) -> Tensor:
+    """The sum over ``axis`` of a bucket, ``[sum(widths)]``.
+
+    Made of a reduce-scatter and a gather where those are all-to-alls: as many bytes, and sums in the order in which
+    they are added where gradients are sharded, so that weights have the same bits at every stage.
+
+    Args:
+        divisor: of each rank's own.
+        pairwise: as ``Layout.pairwise``.
+    """
+    if not pairwise:
+        flat = pack(xs, widths, dtype=dtype, divisor=divisor)
+        return _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", axis.group))
+    padding = -sum(widths) % axis.size
+    filled = [*xs, xs[0].new_zeros(padding)] if padding else xs
+    flat = pack(filled, [*widths, padding] if padding else widths, dtype=dtype, divisor=divisor)
+    own = _reduce_scatter(flat, axis, pairwise)
+    flat = all_gather([own], [own.numel()], dtype, axis, pairwise)
+    return flat[: sum(widths)] if padding else flat
+
+
 def hand_round(
     mine: Sequence[Tensor], holders: Sequence[int], numels: Sequence[int], axis: Axis, pairwise: bool, *, like: Tensor
 ) -> list[Tensor]:
@@ -208,9 +231,9 @@ def reduce_grads(grads: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Te
     # Divide before the sum: no overflow in half precision.
     if not layout.sharded:
         widths = [spec.layout.numel for spec in specs]
-        flat = pack(grads, widths, dtype=dtype, divisor=layout.divisor)
-        everyone = layout.everyone.serving(Category.REDUCE)
-        flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "sum", everyone.group))
+        flat = _all_reduce(
+            grads, widths, dtype, layout.divisor, layout.everyone.serving(Category.REDUCE), layout.pairwise
+        )
     else:
         widths = shard_widths(specs)
         flat = pack(grads, widths, world=shard.size, dtype=dtype, divisor=layout.divisor)

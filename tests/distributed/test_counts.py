@@ -294,12 +294,9 @@ def test_gradients_are_reduced_when_due(counted: Callable[..., Any], stage: int,
     results = counted(2, stage=stage, update=update, micro=micro)
     total = sum(torch.Size(padded(shape, 2 if stage else 1)).numel() for shape in results[0]["shapes"])
     for traced in traces(results):
-        if stage == 0:
-            assert traced.elements["all_reduce"] == total * micro
-            assert "reduce_scatter" not in traced.elements
-        else:
-            assert traced.elements["reduce_scatter"] == total * (1 if stage == 1 else micro)
-            assert "all_reduce" not in traced.elements
+        # Stage 0 gathers what it has reduced: over Gloo in the order in which the others add.
+        assert traced.elements["reduce_scatter"] == total * (1 if stage == 1 else micro)
+        assert "all_reduce" not in traced.elements
 
 
 @pytest.mark.parametrize(("stage", "update", "micro"), CHOSEN)

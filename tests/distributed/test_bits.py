@@ -1,0 +1,58 @@
+"""The same bits of trained weights at every stage, with both updates, offloaded or not: docs/reference/reliability.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from reference import full, world_and_rank
+from zoo import Uneven
+
+import compile_muon
+
+EAGER = [(stage, update) for stage in (0, 1, 2, 3) for update in ("backward", "step")]
+COMPILED = [(0, "step"), (0, "backward"), (1, "backward"), (3, "step")]
+
+
+def trained(compiled: bool, stage: int, update: str, **settings: Any) -> bytes:
+    torch.manual_seed(0)
+    model = Uneven()
+    optimizer = compile_muon.MuonZero(model, stage=stage, update=update, adamw_lr=0.01, ns_dtype="float32", **settings)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    for step in range(4):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + world_and_rank()[1]))
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch._dynamo.reset()
+    return b"".join(full(param.detach()).contiguous().numpy().tobytes() for param in model.parameters())
+
+
+def everywhere(compiled: bool) -> dict[str, bytes]:
+    cases = COMPILED if compiled else EAGER
+    found = {f"{stage} {update}": trained(compiled, stage, update) for stage, update in cases}
+    for stage in () if compiled else (1, 3):
+        found[f"{stage} offloaded"] = trained(compiled, stage, "step", offload="cpu")
+        found[f"{stage} clipped"] = trained(compiled, stage, "step", gradient_clipping=0.1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "compiled"),
+    [
+        (2, False),
+        (4, False),
+        (4, True),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, True), (3, True))),
+    ],
+)
+def test_weights_have_the_same_bits_at_every_stage(ranks: Callable[[int], Ranks], world: int, compiled: bool) -> None:
+    results = ranks(world).run(everywhere, compiled=compiled)
+    first = results[0]["0 step"]
+    clipped = {bits for found in results for what, bits in found.items() if "clipped" in what}
+    assert len(clipped) == (0 if compiled else 1) and first not in clipped
+    for found in results:
+        assert not [what for what, bits in found.items() if bits != first and "clipped" not in what]
