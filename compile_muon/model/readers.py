@@ -24,7 +24,7 @@ from compile_muon.runtime.handouts import in_forward
 from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
-from compile_muon.runtime.shards import like_parameter
+from compile_muon.runtime.shards import like_parameter, ordinary_tensors
 
 __all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
@@ -118,18 +118,17 @@ def _reader(name: str) -> property:
             raise _stays_here(module, "traced by torch.jit")
         check_kind(account, shard)
         ledger = account.ledger
-        inside = in_forward()
-        with ledger.status.at("an eager read", "", [account]):
+        inside, evaluates = in_forward(), not torch.is_grad_enabled()
+        with ledger.status.at("an eager read", "", [account]), ordinary_tensors():
             if account.spec.layout.gathered:
-                evaluates = not torch.is_grad_enabled()
                 ledger.status.change(ledger.phase(evaluates=evaluates) if inside else READING)
             keep_fresh(account)
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-        if account.spec.layout.gathered:
-            ledger.trail.note("forward", "", [account])
-        account.handouts.read(account.name, whole, inside=inside)
-        return account.as_read(whole if inside else of_frozen(whole, account.param))
+            if account.spec.layout.gathered:
+                ledger.trail.note("forward", "", [account])
+            account.handouts.read(account.name, whole, inside=inside)
+            return account.as_read(whole if inside else of_frozen(whole, account.param))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -229,6 +228,7 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
+            value = value.clone() if value.is_inference() else value  # which nobody may change, nor make a DTensor of
             owner = _other_shard(account, value)
             if owner is None:
                 state_dict[prefix + name] = _as_parameter(account, value)
@@ -350,7 +350,8 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
     def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # who wants the parameters themselves may not be about to save them, nor on all ranks
             _check_copies(accounts_of(self))
-        super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
+        with ordinary_tensors():  # PyTorch detaches no DTensor inside inference_mode
+            super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
 
     def apply_(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         _apply(swapped, self, fn, recurse)
@@ -366,7 +367,8 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
         if inherited is not None:
             return inherited(memo)
         memo[id(self)] = new = object.__new__(swapped)
-        new.__setstate__(copy.deepcopy(super(swapped, self).__reduce_ex__(4)[2], memo))
+        with ordinary_tensors():
+            new.__setstate__(copy.deepcopy(super(swapped, self).__reduce_ex__(4)[2], memo))
         return new
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
