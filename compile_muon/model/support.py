@@ -116,7 +116,7 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bo
     if param.is_complex():
         raise no(f"is complex ({param.dtype})", "keep it as two real parameters (torch.view_as_real)")
     if local_tensor(param).is_inference():
-        raise no("was made inside torch.inference_mode(), which autograd does not take", "build the model outside of it")
+        raise no("was made inside torch.inference_mode(), which autograd does not take", "build the model outside it")
     check_trainable(name, param)
 
 

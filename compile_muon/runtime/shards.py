@@ -73,9 +73,9 @@ def host_mesh(
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Inside this block, what is made inside ``torch.inference_mode()`` outlives it: it counts edits, autograd takes it.
+    """Inside ``torch.inference_mode()``, have this block make tensors that outlive it: they count edits, and train.
 
-    Gradients stay as they are, off there.
+    Gradients stay off there, and as they are elsewhere.
     """
     if not torch.is_inference_mode_enabled():
         yield
