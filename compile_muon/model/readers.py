@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,6 +104,38 @@ def check_kind(account: Account, tensor: Tensor) -> None:
 # ------------------------------------------------------------------------------------------ reading
 
 
+def _another(account: Account, other: Tensor) -> Tensor:
+    """What a module reads where it holds ``other`` for a while: ``torch.func.functional_call``.
+
+    It is whole on every rank, plain or a DTensor. Its gradient is averaged over the ranks as the parameter's, which it
+    may be on its way to; a leaf's is the same on every rank then.
+
+    Raises:
+        UnsupportedModelError: it is no such tensor.
+    """
+    layout, dtype = account.spec.layout, decode_dtype(account.spec.compute_dtype)
+    if tuple(other.shape) != layout.whole:
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
+            f"{list(layout.whole)}, plain or a DTensor"
+        )
+    if layout.parted or account.placed is not None:
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call gives it another tensor, and this rank's model has only a part of it; "
+            "write to the parameter, or leave expert and tensor parallelism out"
+        )
+    trained = other.requires_grad and torch.is_grad_enabled()
+    alone = layout.everyone.alone and layout.divisor == 1
+    if torch.compiler.is_compiling() and (isinstance(other, DTensor) or (trained and not alone)):
+        torch._dynamo.graph_break()  # no backward graph of ours knows of its gradient
+    whole = other.full_tensor() if isinstance(other, DTensor) else other
+    if not trained or alone:
+        return whole.to(dtype)
+    spec = replace(account.spec, layout=replace(layout, stage=0), dtype=encode_dtype(whole.dtype), muon=None)
+    nobodys = account.hyper.new_empty(0)
+    return UNSHARD(whole, nobodys, account.hyper, None, replace(spec, master="", on_host=False).encode())
+
+
 def _reader(name: str) -> property:
     """The property through which a module reads its full weight."""
     key = account_key(name)
@@ -110,6 +143,8 @@ def _reader(name: str) -> property:
     def read(module: nn.Module) -> Tensor:
         account: Account = module.__dict__[key]
         param: Any = module._parameters[name]
+        if param is not account.param:
+            return _another(account, param)
         shard = param.to_local() if account.distributed else param
         if torch.compiler.is_compiling():
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
