@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
-from compile_muon.passes.torch_private import never_a_frame
+from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import in_forward
+from compile_muon.runtime.local import local_of
 from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
@@ -124,8 +125,16 @@ def _another(account: Account, other: Tensor) -> Tensor:
             f"{account.name}: functional_call gives it another tensor, and this rank's model has only a part of it; "
             "write to the parameter, or leave expert and tensor parallelism out"
         )
-    trained = other.requires_grad and torch.is_grad_enabled()
     alone = layout.everyone.alone and layout.divisor == 1
+    if torch.compiler.is_compiling() or not transforming():
+        trained = other.requires_grad and torch.is_grad_enabled()
+    elif isinstance(other, DTensor) or (untransformed(other).requires_grad and not alone):
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call inside a torch.func transform gives it what autograd or a DTensor has "
+            "yet to average; give `p.detach().full_tensor()`, or differentiate by torch.autograd.grad(create_graph=True)"
+        )
+    else:
+        trained = False  # a transform's result is that of what this rank gives it
     if torch.compiler.is_compiling() and (isinstance(other, DTensor) or (trained and not alone)):
         torch._dynamo.graph_break()  # no backward graph of ours knows of its gradient
     whole = other.full_tensor() if isinstance(other, DTensor) else other
@@ -145,16 +154,17 @@ def _reader(name: str) -> property:
         param: Any = module._parameters[name]
         if param is not account.param:
             return _another(account, param)
-        shard = param.to_local() if account.distributed else param
         if torch.compiler.is_compiling():
+            shard = param.to_local() if account.distributed else param
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
             return account.as_read(part)
         if torch.jit.is_tracing():
             raise _stays_here(module, "traced by torch.jit")
-        check_kind(account, shard)
         ledger = account.ledger
         inside, evaluates = in_forward(), not torch.is_grad_enabled()
-        with ledger.status.at("an eager read", "", [account]), ordinary_tensors():
+        with ledger.status.at("an eager read", "", [account]), ordinary_tensors(), outside_transforms():
+            shard = local_of(param) if account.distributed else param
+            check_kind(account, shard)
             if account.spec.layout.gathered:
                 ledger.status.change(ledger.phase(evaluates=evaluates) if inside else READING)
             keep_fresh(account)

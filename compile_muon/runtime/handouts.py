@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.passes.torch_private import storage_holders, unobserved
+from compile_muon.passes.torch_private import storage_holders, transforming, unobserved
 from compile_muon.runtime.shards import edits_of
 
 __all__ = ["Handouts", "in_forward", "written_in_forward"]
@@ -228,7 +228,7 @@ def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> lis
 def _died(owner: weakref.ref[Handouts], close: Callable[[Handouts, Any], None], of: int | _Watch) -> None:
     """Finalizer of a copy: anywhere, at any time, so it must neither raise nor show in a graph that is being traced."""
     handouts = owner()
-    if handouts is not None:
+    if handouts is not None and not transforming():  # which would wrap what is compared
         with contextlib.suppress(Exception), unobserved():
             close(handouts, of)
 
