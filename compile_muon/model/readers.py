@@ -22,7 +22,7 @@ from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import in_forward
-from compile_muon.runtime.local import local_of
+from compile_muon.runtime.local import local_of, of_trained
 from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
@@ -173,7 +173,10 @@ def _reader(name: str) -> property:
             if account.spec.layout.gathered:
                 ledger.trail.note("forward", "", [account])
             account.handouts.read(account.name, whole, inside=inside)
-            return account.as_read(whole if inside else of_frozen(whole, account.param))
+            if not inside:
+                whole = of_frozen(whole, account.param)
+                whole = whole if account.spec.layout.parted else of_trained(whole, account.param)
+            return account.as_read(whole)
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
