@@ -26,11 +26,12 @@ from compile_muon.runtime.local import local_of, of_trained
 from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
-from compile_muon.runtime.shards import like_parameter, ordinary_tensors
+from compile_muon.runtime.shards import like_parameter, ordinary_tensors, user_attributes
 
 __all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
 _PREFIX = "_muon_zero_"
+_OF_PYTORCH = ("_is_param", "_dynamo_", "__")
 _LOADING = "_loading_whole_tensors"
 _ORIGINAL = "_unsharded_class"
 _NOT_WHOLE = (
@@ -145,6 +146,17 @@ def _another(account: Account, other: Tensor) -> Tensor:
     return UNSHARD(whole, nobodys, account.hyper, None, replace(spec, master="", on_host=False).encode())
 
 
+def _tagged(account: Account, whole: Tensor) -> Tensor:
+    """``whole`` with the attributes that users set on the parameter: ``weight.quant_state``."""
+    given = user_attributes(account.param)
+    found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
+    public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
+    if public != account.tags:
+        account.tags = public
+    vars(whole).update(found)
+    return whole
+
+
 def _reader(name: str) -> property:
     """The property through which a module reads its full weight."""
     key = account_key(name)
@@ -157,7 +169,11 @@ def _reader(name: str) -> property:
         if torch.compiler.is_compiling():
             shard = param.to_local() if account.distributed else param
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-            return account.as_read(part)
+            whole = account.as_read(part)
+            for tag in account.tags:
+                if hasattr(param, tag):
+                    setattr(whole, tag, getattr(param, tag))
+            return whole
         if torch.jit.is_tracing():
             raise _stays_here(module, "traced by torch.jit")
         ledger = account.ledger
@@ -176,7 +192,7 @@ def _reader(name: str) -> property:
             if not inside:
                 whole = of_frozen(whole, account.param)
                 whole = whole if account.spec.layout.parted else of_trained(whole, account.param)
-            return account.as_read(whole)
+            return _tagged(account, account.as_read(whole))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -457,6 +473,7 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
         for name, param in own.items():
             module._parameters[name] = accounts[param].param
             module.__dict__[account_key(name)] = accounts[param]
+            _tagged(accounts[param], torch.empty(0))
         if own:
             key = (original_class(type(module)), tuple(own))
             cache.setdefault(key, _swapped(*key))

@@ -73,6 +73,11 @@ class _TrainedCopy(Tensor):
                 return func(*args, **kwargs)
             return _gradients(*args, **kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in vars(self) and name != "source":  # and not what every tensor has, as .grad
+            setattr(self.source, name, value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._as_plain())
 
