@@ -87,6 +87,7 @@ def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) ->
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)
 
+
 def _save_for_gather(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
     grad, _, hyper, spec = inputs
     ctx.save_for_backward(hyper)

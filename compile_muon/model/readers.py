@@ -132,7 +132,8 @@ def _another(account: Account, other: Tensor) -> Tensor:
     elif isinstance(other, DTensor) or (untransformed(other).requires_grad and not alone):
         raise UnsupportedModelError(
             f"{account.name}: functional_call inside a torch.func transform gives it what autograd or a DTensor has "
-            "yet to average; give `p.detach().full_tensor()`, or differentiate by torch.autograd.grad(create_graph=True)"
+            "yet to average; give whole tensors that require no gradient (`p.detach().full_tensor()`), or "
+            "differentiate by torch.autograd.grad(create_graph=True)"
         )
     else:
         trained = False  # a transform's result is that of what this rank gives it
@@ -163,9 +164,10 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor:
         account: Account = module.__dict__[key]
-        param: Any = module._parameters[name]
-        if param is not account.param:
-            return _another(account, param)
+        held: Any = module._parameters[name]
+        if held is not account.param:
+            return _another(account, held)
+        param: Any = held
         if torch.compiler.is_compiling():
             shard = param.to_local() if account.distributed else param
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)

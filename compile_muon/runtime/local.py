@@ -78,7 +78,7 @@ class _TrainedCopy(Tensor):
         if name in vars(self) and name != "source":  # and not what every tensor has, as .grad
             setattr(self.source, name, value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._as_plain())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
