@@ -40,6 +40,7 @@ from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, tak
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.replicas import start_refresh
+from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
 from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
@@ -307,7 +308,8 @@ class MuonZero(Optimizer):
                 loss = closure()
         status = self._ledger.status
         others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
-        with status.at("the optimizer's step"), others, self._ledger.range("step", payload=status.step):
+        range_ = self._ledger.range("step", payload=status.step)
+        with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
             self.check()
             if self.scheduler is not None:
                 check_stepped(self.scheduler, self._scheduled)

@@ -11,7 +11,7 @@ numbers. State travels as tensor arguments (never as a handle), static facts as 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import ClassVar, TypeVar, cast
 
@@ -24,7 +24,7 @@ from .exchange.orthogonalize import orthogonalize_group
 from .exchange.shares import shares
 from .holder import holder_of
 from .pipeline import tensor_value
-from .spec import ParamSpec, decode_dtype
+from .spec import ParamSpec, decode_dtype, encode_dtype
 
 __all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard"]
 
@@ -91,6 +91,34 @@ def _unshard_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) ->
 
 
 unshard.register_autograd(_unshard_backward, setup_context=_save_for_reduce)
+
+
+def _save_for_gather(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
+    grad, _, hyper, spec = inputs
+    ctx.save_for_backward(hyper)
+    ctx.spec, ctx.dtype = spec, grad.dtype  # type: ignore[attr-defined]
+
+
+def _reduce_grad_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Of losses that are made of gradients: a gather, whose backward is ``reduce_grad`` again.
+
+    Nothing is divided. What arrives on a rank counts once for each rank that the loss is the mean of, as the gradient
+    of a weight does, and will be divided where that is reduced.
+    """
+    (hyper,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    facts, dtype = ParamSpec.decode(ctx.spec), encode_dtype(ctx.dtype)  # type: ignore[attr-defined]
+    gathered = replace(facts.layout, stage=min(facts.layout.stage, 1) * 3)
+    spec = ParamSpec(gathered, encode_dtype(grad.dtype), dtype, facts.reduce_dtype)
+    nobodys = hyper.new_empty(0)  # no account is asked: this is neither its weight nor its gradient
+    return UNSHARD(grad, nobodys, hyper, None, spec.encode()), None, None, None
+
+
+def _orthogonalize_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    raise RuntimeError("muon_zero::orthogonalize: a direction has no gradient; take losses of .grad, not of directions")
+
+
+reduce_grad.register_autograd(_reduce_grad_backward, setup_context=_save_for_gather)
+orthogonalize.register_autograd(_orthogonalize_backward)
 
 UNSHARD = torch.ops.muon_zero.unshard.default
 REDUCE_GRAD = torch.ops.muon_zero.reduce_grad.default

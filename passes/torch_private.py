@@ -359,6 +359,27 @@ def unobserved() -> Iterator[None]:
         yield
 
 
+def transforming() -> bool:
+    """Whether ``torch.func`` transforms what is computed: grad, jvp, vmap and their kind."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[object]:
+    """Inside this block no ``torch.func`` transform sees what is computed: it is a constant to all of them."""
+    if not transforming():
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return cast("contextlib.AbstractContextManager[object]", temporarily_clear_interpreter_stack())
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``torch.func`` transforms have wrapped, or this one."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def profiler_enabled() -> bool:
     """Whether torch.profiler records on this thread: a tenth of a microsecond, a ``record_function`` is several."""
     return bool(torch.autograd._profiler_enabled())

@@ -16,7 +16,7 @@ from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import buckets, start_refresh_by_owner
-from compile_muon.runtime.shards import local_tensor, user_attributes
+from compile_muon.runtime.shards import local_tensor, ordinary_tensors, user_attributes
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
 
@@ -68,8 +68,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
     problems = _of_all_ranks(accounts, _edited_copies(accounts))
     if problems:
         raise UnsupportedModelError("; ".join(problems))
-    gathered = gather_whole(accounts)
-    whole: dict[int, Any] = {id(account): _parameter(account, gathered[id(account)]) for account in accounts}
+    with ordinary_tensors():
+        gathered = gather_whole(accounts)
+        whole: dict[int, Any] = {id(account): _parameter(account, gathered[id(account)]) for account in accounts}
     before = None if write else _fingerprints(accounts, whole)
     for each in held:
         each.open(whole)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,17 +20,19 @@ from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
-from compile_muon.passes.torch_private import never_a_frame
+from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import in_forward
+from compile_muon.runtime.local import local_of, of_trained
 from compile_muon.runtime.parameter import of_frozen
 from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
-from compile_muon.runtime.shards import like_parameter
+from compile_muon.runtime.shards import like_parameter, ordinary_tensors, user_attributes
 
 __all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
 _PREFIX = "_muon_zero_"
+_OF_PYTORCH = ("_is_param", "_dynamo_", "__")
 _LOADING = "_loading_whole_tensors"
 _ORIGINAL = "_unsharded_class"
 _NOT_WHOLE = (
@@ -104,34 +107,96 @@ def check_kind(account: Account, tensor: Tensor) -> None:
 # ------------------------------------------------------------------------------------------ reading
 
 
+def _another(account: Account, other: Tensor) -> Tensor:
+    """What a module reads where it holds ``other`` for a while: ``torch.func.functional_call``.
+
+    It is whole on every rank, plain or a DTensor. Its gradient is averaged over the ranks as the parameter's, which it
+    may be on its way to; a leaf's is the same on every rank then.
+
+    Raises:
+        UnsupportedModelError: it is no such tensor.
+    """
+    layout, dtype = account.spec.layout, decode_dtype(account.spec.compute_dtype)
+    if tuple(other.shape) != layout.whole:
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
+            f"{list(layout.whole)}, plain or a DTensor"
+        )
+    if layout.parted or account.placed is not None:
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call gives it another tensor, and this rank's model has only a part of it; "
+            "write to the parameter, or leave expert and tensor parallelism out"
+        )
+    alone = layout.everyone.alone and layout.divisor == 1
+    if torch.compiler.is_compiling() or not transforming():
+        trained = other.requires_grad and torch.is_grad_enabled()
+    elif isinstance(other, DTensor) or (untransformed(other).requires_grad and not alone):
+        raise UnsupportedModelError(
+            f"{account.name}: functional_call inside a torch.func transform gives it what autograd or a DTensor has "
+            "yet to average; give whole tensors that require no gradient (`p.detach().full_tensor()`), or "
+            "differentiate by torch.autograd.grad(create_graph=True)"
+        )
+    else:
+        trained = False  # a transform's result is that of what this rank gives it
+    if torch.compiler.is_compiling() and (isinstance(other, DTensor) or (trained and not alone)):
+        torch._dynamo.graph_break()  # no backward graph of ours knows of its gradient
+    whole = other.full_tensor() if isinstance(other, DTensor) else other
+    if not trained or alone:
+        return whole.to(dtype)
+    spec = replace(account.spec, layout=replace(layout, stage=0), dtype=encode_dtype(whole.dtype), muon=None)
+    nobodys = account.hyper.new_empty(0)
+    return UNSHARD(whole, nobodys, account.hyper, None, replace(spec, master="", on_host=False).encode())
+
+
+def _tagged(account: Account, whole: Tensor) -> Tensor:
+    """``whole`` with the attributes that users set on the parameter: ``weight.quant_state``."""
+    given = user_attributes(account.param)
+    found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
+    public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
+    if public != account.tags:
+        account.tags = public
+    vars(whole).update(found)
+    return whole
+
+
 def _reader(name: str) -> property:
     """The property through which a module reads its full weight."""
     key = account_key(name)
 
     def read(module: nn.Module) -> Tensor:
         account: Account = module.__dict__[key]
-        param: Any = module._parameters[name]
-        shard = param.to_local() if account.distributed else param
+        held: Any = module._parameters[name]
+        if held is not account.param:
+            return _another(account, held)
+        param: Any = held
         if torch.compiler.is_compiling():
+            shard = param.to_local() if account.distributed else param
             part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-            return account.as_read(part)
+            whole = account.as_read(part)
+            for tag in account.tags:
+                if hasattr(param, tag):
+                    setattr(whole, tag, getattr(param, tag))
+            return whole
         if torch.jit.is_tracing():
             raise _stays_here(module, "traced by torch.jit")
-        check_kind(account, shard)
         ledger = account.ledger
-        inside = in_forward()
-        with ledger.status.at("an eager read", "", [account]):
+        inside, evaluates = in_forward(), not torch.is_grad_enabled()
+        with ledger.status.at("an eager read", "", [account]), ordinary_tensors(), outside_transforms():
+            shard = local_of(param) if account.distributed else param
+            check_kind(account, shard)
             if account.spec.layout.gathered:
-                evaluates = not torch.is_grad_enabled()
                 ledger.status.change(ledger.phase(evaluates=evaluates) if inside else READING)
             keep_fresh(account)
             account.watch()
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-        if account.spec.layout.gathered:
-            ledger.count(traffic_of_gather(account.text))
-            ledger.trail.note("forward", "", [account])
-        account.handouts.read(account.name, whole, inside=inside)
-        return account.as_read(whole if inside else of_frozen(whole, account.param))
+            if account.spec.layout.gathered:
+                ledger.count(traffic_of_gather(account.text))
+                ledger.trail.note("forward", "", [account])
+            account.handouts.read(account.name, whole, inside=inside)
+            if not inside:
+                whole = of_frozen(whole, account.param)
+                whole = whole if account.spec.layout.parted else of_trained(whole, account.param)
+            return _tagged(account, account.as_read(whole))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -231,6 +296,7 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
+            value = value.clone() if value.is_inference() else value  # which nobody may change, nor make a DTensor of
             owner = _other_shard(account, value)
             if owner is None:
                 state_dict[prefix + name] = _as_parameter(account, value)
@@ -352,7 +418,8 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
     def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # who wants the parameters themselves may not be about to save them, nor on all ranks
             _check_copies(accounts_of(self))
-        super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
+        with ordinary_tensors():  # PyTorch detaches no DTensor inside inference_mode
+            super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
 
     def apply_(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         _apply(swapped, self, fn, recurse)
@@ -368,7 +435,8 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
         if inherited is not None:
             return inherited(memo)
         memo[id(self)] = new = object.__new__(swapped)
-        new.__setstate__(copy.deepcopy(super(swapped, self).__reduce_ex__(4)[2], memo))
+        with ordinary_tensors():
+            new.__setstate__(copy.deepcopy(super(swapped, self).__reduce_ex__(4)[2], memo))
         return new
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -409,6 +477,7 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
         for name, param in own.items():
             module._parameters[name] = accounts[param].param
             module.__dict__[account_key(name)] = accounts[param]
+            _tagged(accounts[param], torch.empty(0))
         if own:
             key = (original_class(type(module)), tuple(own))
             cache.setdefault(key, _swapped(*key))

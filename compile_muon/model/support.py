@@ -29,6 +29,11 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
         UnsupportedModelError: naming the module or parameter, what is the matter with it, and the remedy.
     """
     check_modules(model)
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedModelError(
+            "model: is sharded inside torch.inference_mode(), whose tensors nobody can train; call MuonZero outside of "
+            "it, and enter it to evaluate"
+        )
     parameters = dict(model.named_parameters())
     for name, param in parameters.items():
         _check_parameter(name, param, meta=meta, dtensors=dtensors)
@@ -110,6 +115,8 @@ def _check_parameter(name: str, param: nn.Parameter, *, meta: bool, dtensors: bo
         raise no(f"is sparse ({param.layout})", "use to_dense()")
     if param.is_complex():
         raise no(f"is complex ({param.dtype})", "keep it as two real parameters (torch.view_as_real)")
+    if local_tensor(param).is_inference():
+        raise no("was made inside torch.inference_mode(), which autograd does not take", "build the model outside it")
     check_trainable(name, param)
 
 

@@ -84,6 +84,8 @@ class Account:
         attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
+        tags: names of attributes that users set on the parameter, as of the latest read outside of frames: those of
+            frames carry them too.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Account:
     attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
+    tags: tuple[str, ...] = ()
     key: bytes = field(init=False)
     momentum_buffer: Tensor = field(init=False)
     _watched: bool = False

@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from compile_muon.errors import UnsupportedModelError, listed
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.passes.torch_private import storage_holders, unobserved
+from compile_muon.passes.torch_private import storage_holders, transforming, unobserved
+from compile_muon.runtime.shards import edits_of
 
 __all__ = ["Handouts", "in_forward", "written_in_forward"]
 
@@ -77,12 +78,12 @@ class _Watch:
         with unobserved():
             alias = copy.detach()
             before = fingerprint([alias]) if content else None
-        return cls(name, weakref.ref(copy), alias, before, alias._version, storage_holders(alias))
+        return cls(name, weakref.ref(copy), alias, before, edits_of(alias), storage_holders(alias))
 
     def differs(self) -> Tensor | bool:
         """Whether the memory is not what it was; not read here."""
         if self.before is None:
-            return self.alias._version != self.version
+            return edits_of(self.alias) != self.version
         with unobserved():
             return (fingerprint([self.alias]) != self.before).any()
 
@@ -162,8 +163,8 @@ class Handouts:
         for watch in list(self._watches.values()):
             if names is not None and watch.name not in names:
                 continue
-            if thoroughly or not watch.compared or watch.alias._version != watch.version:
-                watch.compared, watch.version = True, watch.alias._version
+            if thoroughly or not watch.compared or edits_of(watch.alias) != watch.version:
+                watch.compared, watch.version = True, edits_of(watch.alias)
                 _note(self._edited, watch.name, watch.redirected() or watch.differs())
         if written := _taken(self._written, names):
             raise written_in_forward(written)
@@ -227,7 +228,7 @@ def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> lis
 def _died(owner: weakref.ref[Handouts], close: Callable[[Handouts, Any], None], of: int | _Watch) -> None:
     """Finalizer of a copy: anywhere, at any time, so it must neither raise nor show in a graph that is being traced."""
     handouts = owner()
-    if handouts is not None:
+    if handouts is not None and not transforming():  # which would wrap what is compared
         with contextlib.suppress(Exception), unobserved():
             close(handouts, of)
 

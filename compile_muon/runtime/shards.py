@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "like_parameter",
     "local_tensor",
     "new_state",
+    "ordinary_tensors",
     "row_state_shape",
     "user_attributes",
 ]
@@ -69,8 +71,26 @@ def host_mesh(
     return known[trained_on]
 
 
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Inside ``torch.inference_mode()``, have this block make tensors that outlive it: they count edits, and train.
+
+    Gradients stay off there, and as they are elsewhere.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def edits_of(tensor: Tensor) -> int:
-    """Grows with every edit in place: what a DTensor does to itself PyTorch does not count on its shard."""
+    """Grows with every edit in place: what a DTensor does to itself PyTorch does not count on its shard.
+
+    Of what was made inside ``torch.inference_mode()`` nobody counts edits.
+    """
+    if tensor.is_inference():
+        return 0
     if not isinstance(tensor, DTensor):
         return tensor._version
     # A ShardedParameter counts the rest; by name, because that module needs this one.

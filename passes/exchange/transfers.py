@@ -208,6 +208,8 @@ def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
         ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
     """
     layout = spec.layout
+    if layout.gathered and layout.cut_twice and replica is None:  # not a weight, of which nothing is resident
+        return gather_pieces([shard], [spec], decode_dtype(spec.compute_dtype))[0]
     if layout.resident:
         if replica is None:
             raise ValueError(f"unshard at stage {layout.stage} needs the resident replica")

@@ -1,4 +1,4 @@
-"""The same bits of trained weights at every stage, with both updates, offloaded or not: docs/reference/reliability.md."""
+"""Trained weights have the same bits at every stage, with both updates, offloaded or not."""
 
 from __future__ import annotations
 

@@ -426,3 +426,58 @@ def test_what_a_sharded_model_cannot_do_says_so_in_a_sentence(ranks: Callable[[i
         assert "is sharded by a MuonZero already; go on with that optimizer" in said["again"]
         assert "DistributedDataParallel: the model is sharded by MuonZero" in said["ddp"]
         assert said["type"] == said["copy"] == "no error"
+
+
+# -------------------------------------------------------------------------------------------------- inference mode
+
+
+def evaluated_under(stage: int, mode: Any, compiled: bool) -> list[Any]:
+    """Evaluations under ``mode`` before, between and after steps: what they saw, and what training made of it."""
+    model, optimizer = sharded(stage)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    seen: list[Any] = []
+    for step in range(STEPS):
+        with mode():
+            seen += [run(EVERYONE), model.head.weight.clone()]
+            if step:
+                state = {name: full(value) + 0.1 for name, value in model.state_dict().items()}
+                model.load_state_dict({k: v for k, v in state.items() if not k.startswith("norm")}, strict=False)
+                seen += [run(EVERYONE), copy.deepcopy(model)(EVERYONE)]  # resident copies were refreshed inside
+        model.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+        run(batch(step, world_and_rank()[1])).square().mean().backward()
+        with mode():
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in twin.parameters():
+                param.mul_(2)  # an edit of a copy that was made inside counts
+        seen += [full(param.detach()).clone() for param in model.parameters()]
+        seen.append(twin(EVERYONE).detach())
+    with mode():
+        model.head.weight.zero_()
+        with pytest.raises(compile_muon.UnsupportedModelError, match=r"head\.weight: a gathered copy"):
+            model(EVERYONE)
+    return [value.clone() for value in seen]
+
+
+def inference(cases: list[tuple[int, bool]]) -> None:
+    for stage, compiled in cases:
+        found = evaluated_under(stage, torch.inference_mode, compiled)
+        expected = evaluated_under(stage, torch.no_grad, compiled)
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (stage, compiled)
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, [(1, False), (3, False)]),
+        pytest.param(1, [(s, c) for s in (0, 2) for c in (False, True)], marks=pytest.mark.full),
+        pytest.param(2, [(0, False), (2, True), (3, True)], marks=pytest.mark.full),
+    ],
+)
+def test_evaluation_and_steps_inside_inference_mode_are_those_of_no_grad(
+    ranks: Callable[[int], Ranks], world: int, cases: list[tuple[int, bool]]
+) -> None:
+    ranks(world).run(inference, cases=cases)

@@ -768,6 +768,13 @@ def test_complex_parameter(requires_grad):
     refused(model, "other:", "complex64", "view_as_real")
 
 
+def test_what_is_built_or_sharded_inside_inference_mode():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        refused(nn.Sequential(nn.Linear(4, 4)), "model:", "outside of it")
+    refused(model, "0.weight:", "inference_mode", "build the model outside it")
+
+
 def test_lazy_parameter():
     refused(nn.Sequential(nn.LazyLinear(4)), "0.weight:", "forward pass")
 

@@ -653,3 +653,31 @@ def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero
     optimizer.step()
     assert ownership._unchanged()  # looked at once
     model.teacher.requires_grad_(True)  # trains now, though its identity has not changed
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.up.weight.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.up.weight
+        return self.down(x @ weight.t() * getattr(weight, "scale", 100.0)) * getattr(self.down.weight, "late", 1.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_copy_has_the_attributes_of_its_parameter(compiled: bool) -> None:
+    model, plain = Tagged(), Tagged()
+    MuonZero(model)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    params = dict(model.named_parameters())
+    torch.testing.assert_close(run(X), plain(X))
+    params["up.weight"].scale = plain.up.weight.scale = 3.0
+    torch.testing.assert_close(run(X), plain(X))
+    assert model.up.weight.scale == 3.0 and not isinstance(model.up.weight, nn.Parameter)
+    model.down.weight.late = plain.down.weight.late = 5.0
+    assert params["down.weight"].late == model.down.weight.late == 5.0
+    torch.testing.assert_close(run(X), plain(X))
+    assert "grad" not in vars(model.up.weight) and "source" not in vars(params["up.weight"])

@@ -1,0 +1,251 @@
+"""Derivatives that are asked for by function: of other weights, of gradients, of single weights, by torch.func."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import Ranks
+from reference import full, world_and_rank
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+import compile_muon
+
+
+class Net(nn.Module):
+    """A layer that is used twice, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.mid, self.head = nn.Linear(6, 9), nn.Linear(9, 9), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(self.mid(self.up(x).sin()).tanh()))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def made(stage: int, compiled: bool = False) -> tuple[Any, compile_muon.MuonZero, Any]:
+    model = Net()
+    optimizer = compile_muon.MuonZero(model, stage=stage, ns_dtype="float32")
+    return (
+        model,
+        optimizer,
+        torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model,
+    )
+
+
+def loss_of(model: Any, rank: int, params: Any = None) -> Tensor:
+    x = batch(rank)
+    out = model(x) if params is None else functional_call(model, params, (x,))
+    return out.square().mean() + out.sin().mean()
+
+
+def over_ranks(loss: Callable[[int], Tensor]) -> Tensor:
+    world, _ = world_and_rank()
+    return sum(loss(rank) for rank in range(world)) / world
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(full(found[name]), value, atol=1e-6, rtol=1e-4, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------- other weights
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda p: 1.5 * full(p) - 0.1 * full(p).square(),
+    "computed": lambda p: 1.5 * p - 0.1 * p.square(),
+    "whole leaf": lambda p: (1.5 * full(p.detach())).requires_grad_(),
+    "leaf": lambda p: (1.5 * p.detach()).requires_grad_(),
+    "teacher": lambda p: 1.5 * full(p.detach()),
+}
+
+
+def other_weights(stage: int, kinds: list[str], compiled: bool) -> None:
+    _, rank = world_and_rank()
+    for kind in kinds:
+        model, optimizer, run = made(stage, compiled)
+        run(batch(rank))
+        plain, prefix = Net(), "_orig_mod." if compiled else ""
+        params, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+        given, expected = ({name: OTHERS[kind](p) for name, p in own.items()} for own in (params, theirs))
+        want = over_ranks(lambda rank, expected=expected, plain=plain: loss_of(plain, rank, expected))
+        found = loss_of(run, rank, {prefix + name: value for name, value in given.items()})
+        torch.testing.assert_close(found, loss_of(plain, rank, expected), atol=1e-6, rtol=1e-5)
+        if kind != "teacher":
+            want.backward()
+            found.backward()
+            ours, others = (given, expected) if "leaf" in kind else (params, theirs)
+            same({n: p.grad for n, p in ours.items()}, {n: p.grad for n, p in others.items()})
+        torch.testing.assert_close(run(batch(rank)), Net()(batch(rank)))  # the module has its own again
+        optimizer.zero_grad()
+    with pytest.raises(compile_muon.UnsupportedModelError, match=r"head\.bias: functional_call .* shape \[2\]"):
+        functional_call(model, {"head.bias": torch.zeros(2)}, (batch(rank),))
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "compiled"),
+    [
+        (2, 2, False),
+        (2, 3, False),
+        *(pytest.param(2, stage, True, marks=pytest.mark.full) for stage in range(4)),
+        *(pytest.param(world, stage, False, marks=pytest.mark.full) for world in (1, 2) for stage in (0, 1)),
+    ],
+)
+def test_functional_call_computes_with_what_it_is_given(
+    ranks: Callable[[int], Ranks], world: int, stage: int, compiled: bool
+) -> None:
+    ranks(world).run(other_weights, stage=stage, kinds=list(OTHERS), compiled=compiled)
+
+
+# ------------------------------------------------------------------------------------------- losses of gradients
+
+
+def squares(values: Any) -> Any:
+    return sum(value.square().sum() for value in values)
+
+
+def penalty(loss: Any, params: dict[str, Any], again: Any) -> None:
+    (loss + 0.5 * squares(torch.autograd.grad(loss, list(params.values()), create_graph=True))).backward()
+
+
+def penalty_of_whole(loss: Any, params: dict[str, Any], again: Any) -> None:
+    (loss + 0.5 * squares(map(full, torch.autograd.grad(loss, list(params.values()), create_graph=True)))).backward()
+
+
+def product_with_the_hessian(loss: Any, params: dict[str, Any], again: Any) -> None:
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    sum((g * g.detach()).sum() for g in grads).backward()
+
+
+def third_derivative(loss: Any, params: dict[str, Any], again: Any) -> None:
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    squares(torch.autograd.grad(squares(grads), list(params.values()), create_graph=True)).backward()
+
+
+def of_grad_itself(loss: Any, params: dict[str, Any], again: Any) -> None:
+    loss.backward(create_graph=True)
+    grads = [p.grad for p in params.values()]
+    for p, g in zip(params.values(), torch.autograd.grad(squares(grads), list(params.values())), strict=True):
+        p.grad = g
+
+
+def inner_step(loss: Any, params: dict[str, Any], again: Any) -> None:
+    """MAML."""
+    grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    again({name: p - 0.1 * g for (name, p), g in zip(params.items(), grads, strict=True)}).backward()
+
+
+SECOND = [penalty, penalty_of_whole, product_with_the_hessian, third_derivative, of_grad_itself, inner_step]
+
+
+def second_order(stage: int) -> None:
+    _, rank = world_and_rank()
+    for way in SECOND:
+        model, optimizer, _ = made(stage)
+        params = dict(model.named_parameters())
+        way(loss_of(model, rank), params, lambda fast, model=model: loss_of(model, rank, fast))
+        plain = Net()
+        theirs = dict(plain.named_parameters())
+        again = lambda fast, plain=plain: over_ranks(lambda rank: loss_of(plain, rank, fast))  # noqa: E731
+        way(over_ranks(lambda rank, plain=plain: loss_of(plain, rank)), theirs, again)
+        same({n: p.grad for n, p in params.items()}, {n: p.grad for n, p in theirs.items()})
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage"),
+    [(2, 2), (2, 3), *(pytest.param(*c, marks=pytest.mark.full) for c in [(1, 0), (1, 2), (2, 0), (2, 1), (4, 3)])],
+)
+def test_losses_of_gradients_have_those_of_the_whole_model(
+    ranks: Callable[[int], Ranks], world: int, stage: int
+) -> None:
+    ranks(world).run(second_order, stage=stage)
+
+
+# ------------------------------------------------------------------------------------------- gradients of one weight
+
+
+def of_single_weights(stage: int, compiled: bool) -> None:
+    """VQGAN's adaptive weight asks for the gradients of two losses for the last layer."""
+    world, rank = world_and_rank()
+    model, optimizer, run = made(stage, compiled)
+
+    def asked(run: Any, model: Any, rank: int) -> list[Tensor]:
+        loss, found = loss_of(run, rank), []
+        for layer in (model.head, model.mid, model.up):
+            found.append(torch.autograd.grad(loss, layer.weight, retain_graph=True)[0])
+            found.extend(torch.autograd.grad(outputs=[loss], inputs=[layer.weight], retain_graph=True))
+        return found
+
+    plain = Net()
+    each = [asked(plain, plain, rank) for rank in range(world)]
+    with torch._functorch.config.patch(donated_buffer=False):
+        for found, *expected in zip(asked(run, model, rank), *each, strict=True):
+            assert type(found) is Tensor
+            torch.testing.assert_close(found, sum(expected) / world, atol=1e-6, rtol=1e-4)
+    weight = model.head.weight
+    assert type(weight * 1) is type(weight.detach()) is Tensor and repr(weight).startswith("tensor(")
+    buffer = io.BytesIO()
+    torch.save(weight, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)) is Tensor
+    loss_of(run, rank).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "compiled"),
+    [
+        (2, 3, False),
+        (2, 1, True),
+        *(pytest.param(w, s, True, marks=pytest.mark.full) for w, s in [(1, 0), (1, 3), (2, 0), (2, 2), (2, 3)]),
+    ],
+)
+def test_the_gradient_of_a_weight_that_is_read_after_forward_is_the_parameters(
+    ranks: Callable[[int], Ranks], world: int, stage: int, compiled: bool
+) -> None:
+    ranks(world).run(of_single_weights, stage=stage, compiled=compiled)
+
+
+# ------------------------------------------------------------------------------------------------- torch.func
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor, Any], Any]] = {
+    "grad": lambda model, x, _: grad(lambda x: model(x).square().sum())(x),
+    "jvp": lambda model, x, _: jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda model, x, _: jacrev(model)(x),
+    "vmap": lambda model, x, _: vmap(grad(lambda x: model(x).sum()))(x),
+    "of weights": lambda model, x, params: grad(lambda p: functional_call(model, p, (x,)).sum())(params)["up.bias"],
+}
+
+
+def transformed(stage: int) -> None:
+    world, rank = world_and_rank()
+    model, optimizer, _ = made(stage)
+    params = {name: full(p.detach()) for name, p in model.named_parameters()}
+    for name, transform in TRANSFORMS.items():
+        expected = transform(Net(), batch(rank), params)
+        torch.testing.assert_close(transform(model, batch(rank), params), expected, atol=1e-6, rtol=1e-4, msg=name)
+    if world > 1:
+        with pytest.raises(compile_muon.UnsupportedModelError, match=r"up\.weight: functional_call inside"):
+            TRANSFORMS["of weights"](model, batch(rank), dict(model.named_parameters()))
+    loss_of(model, rank).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("world", "stage"), [(2, 2), *(pytest.param(w, s, marks=pytest.mark.full) for w, s in [(1, 2), (2, 0), (2, 3)])]
+)
+def test_transforms_of_torch_func_go_through_an_eager_model(
+    ranks: Callable[[int], Ranks], world: int, stage: int
+) -> None:
+    ranks(world).run(transformed, stage=stage)
