@@ -20,6 +20,7 @@ class Visits:
         current: number of the backward call of the latest visit.
         in_call: visits of that call so far.
         usual: visits of the call before it; 0 before there was one.
+        delivers: whether the latest visit is of a backward that adds to ``.grad``.
     """
 
     owed: int = 0
@@ -27,6 +28,7 @@ class Visits:
     current: int = -1
     in_call: int = 0
     usual: int = 0
+    delivers: bool = False
 
     def forward(self) -> None:
         """A partitioned frame that trains the parameter ran forward."""
