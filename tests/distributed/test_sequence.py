@@ -757,7 +757,6 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(built("Bloom"), "transformer.h.1 = 'BloomBlock'", "attends neither", blocks=("transformer.h",))
     refused(built("GPTJ", rotary_dim=4), explicit)
     refused(built("Mamba"), explicit)
-    refused(built("Falcon"), 'name the ModuleList, "blocks": ["transformer.h"]')
     mixed = Masked()
     mixed.blocks[1].conv = nn.Conv1d(4, 4, 3)
     refused(mixed, "blocks.1.conv", "Conv1d", "mixes positions", blocks=("blocks",))
