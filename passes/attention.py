@@ -1,9 +1,11 @@
 """MuonClip's eyes: the largest logit of each head, noted where attention is called.
 
 A pass over Dynamo's graph, where attention is still one call. It finds the weights that queries and keys come from, and
-keeps the maximum beside the weight's state. ``note_logits`` in front of ``scaled_dot_product_attention`` computes the
-products of queries and keys once more, a block of rows at a time; FlexAttention's kernel hands out the maximum of each
-row, which ``note_maxima`` takes behind it. Source: Kimi K2, arXiv 2507.20534.
+the biases added to them. ``largest_logits`` in front of ``scaled_dot_product_attention`` computes the products of
+queries and keys once more, a block of rows at a time; FlexAttention's kernel hands out the maximum of each row.
+``watch_logits`` has their maximum noted beside the weight's state where its backward runs: what trains nothing (an
+evaluation, a forward whose loss is dropped) has no say in what a step scales, and what is recomputed for a backward is
+counted once. Source: Kimi K2, arXiv 2507.20534.
 """
 
 from __future__ import annotations
@@ -71,90 +73,106 @@ def largest_logits(query: Tensor, key: Tensor, mask: Tensor | None, scale: float
     return found
 
 
-def _keep(
-    holder: Any, largest: Tensor, key_state: Tensor, size: int, dims: list[int], own: int, part: int, parts: int
-) -> None:
-    """Tell the holder of the state of the queries' weight.
+@torch.library.custom_op("muon_zero::largest_logits", mutates_args=())
+def _largest(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    return largest_logits(query, key, mask, scale, causal)
+
+
+_largest.register_fake(lambda query, *_: query.new_empty(query.shape[-3], dtype=torch.float32))
+
+
+def _logits_of(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
+    mask = None if mask is None else mask.detach()
+    return torch.ops.muon_zero.largest_logits(query.detach(), key.detach(), mask, scale, causal)
+
+
+def _logits_in(maxima: Tensor) -> Tensor:
+    """Of FlexAttention's ``[B, heads, rows]``, in powers of two as its kernel counts them, behind mask and
+    ``score_mod``."""
+    return maxima.detach().float().amax((0, 2)) * math.log(2)
+
+
+# A CUDA graph that is replayed would not ask whether this backward trains: Inductor runs the op between the graphs.
+@torch.library.custom_op("muon_zero::note_logits", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+def note_logits(
+    grad: Tensor,
+    largest: Tensor,
+    query_state: Tensor,
+    key_state: Tensor,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
+    size: int,
+    dims: list[int],
+    own: int,
+    part: int,
+    parts: int,
+) -> Tensor:
+    """The gradient again; the holder of the state of the queries' weight is told the largest logits of its forward.
 
     Args:
         largest: ``[heads]``, of this rank.
+        query_bias, key_bias: states of the biases that are added to queries and keys.
         size: of a head.
         dims: of the weights of queries and keys, that their heads lie along.
         own: entries of a key that are of its head alone; the others are the same for all heads (MLA).
         part, parts: which of how many equal parts of all heads these are.
     """
-    of_all = largest.new_full((parts, len(largest)), -math.inf)
-    of_all[part] = largest
-    holder.note_logits(key_state, of_all.flatten(), size, dims, own)
+    if (holder := holder_of(query_state)) is not None:
+        of_all = largest.new_full((parts, len(largest)), -math.inf)
+        of_all[part] = largest
+        holder.note_logits(key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
+    return grad.clone()
 
 
-def _hands_on(op: Any) -> None:
-    """Register what autograd and traces are to know of an op that gives its first argument again."""
-    op.register_fake(lambda first, *args: torch.empty_like(first, memory_format=torch.preserve_format))
-    others = len(op._opoverload._schema.arguments) - 1
-    op.register_autograd(lambda ctx, grad: (grad, *[None] * others))
-
-
-@torch.library.custom_op("muon_zero::note_logits", mutates_args=())
-def note_logits(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    causal: bool,
+@torch.library.custom_op("muon_zero::watch_logits", mutates_args=())
+def watch_logits(
+    x: Tensor,
+    largest: Tensor,
     query_state: Tensor,
     key_state: Tensor,
+    query_bias: Tensor | None,
+    key_bias: Tensor | None,
     size: int,
     dims: list[int],
     own: int,
     part: int,
     parts: int,
 ) -> Tensor:
-    """The queries again; their largest logits are kept, see :func:`_keep`."""
-    if (holder := holder_of(query_state)) is not None:
-        largest = largest_logits(query, key, mask, scale, causal)
-        _keep(holder, largest, key_state, size, dims, own, part, parts)
-    return query.clone()
+    """``x`` again; its backward tells the largest logits, see :func:`note_logits`. What trains nothing tells none."""
+    return x.clone()
 
 
-@torch.library.custom_op("muon_zero::note_maxima", mutates_args=())
-def note_maxima(
-    out: Tensor,
-    maxima: Tensor,
-    query_state: Tensor,
-    key_state: Tensor,
-    size: int,
-    dims: list[int],
-    own: int,
-    part: int,
-    parts: int,
-) -> Tensor:
-    """What FlexAttention makes, again; its largest logits are kept, see :func:`_keep`.
-
-    Args:
-        maxima: ``[B, heads, rows]``, in powers of two as its kernel counts them, behind ``score_mod`` and mask.
-    """
-    if (holder := holder_of(query_state)) is not None:
-        _keep(holder, maxima.float().amax((0, 2)) * math.log(2), key_state, size, dims, own, part, parts)
-    return out.clone()
+def _save_for_note(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:_TENSORS])
+    ctx.facts = inputs[_TENSORS:]
 
 
-_hands_on(note_logits)
-_hands_on(note_maxima)
+def _note_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    told = torch.ops.muon_zero.note_logits.default(grad, *ctx.saved_tensors, *ctx.facts)
+    return told, *[None] * (_TENSORS - 1 + len(ctx.facts))
+
+
+#: of the arguments of both ops, those that are tensors come first
+_TENSORS = 6
+
+for _op in (note_logits, watch_logits):
+    _op.register_fake(lambda x, *_: torch.empty_like(x, memory_format=torch.preserve_format))
+note_logits.register_autograd(lambda ctx, grad: (grad, *[None] * 10))
+watch_logits.register_autograd(_note_backward, setup_context=_save_for_note)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What projects queries or keys.
+    """What projects queries or keys, or a bias that is added to them.
 
     Args:
-        state: of its weight.
-        dim: of the weight, that outputs lie along.
+        state: of its weight, or of the bias.
+        dim: of the weight, that outputs lie along; None of a bias.
         cut: which of how many parts of them this rank has (tensor parallelism).
     """
 
     state: Node
-    dim: int
+    dim: int | None
     cut: tuple[int, int]
 
 
@@ -182,10 +200,9 @@ def _note(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     told, scale = _told(query, key, part, parts), given.get("scale")
     scale = 1 / math.sqrt(query.meta["example_value"].shape[-1]) if scale is None else float(scale)
     with gm.graph.inserting_before(node):
-        noted = gm.graph.call_function(
-            torch.ops.muon_zero.note_logits.default,
-            (query, key, given.get("attn_mask"), scale, bool(given.get("is_causal", False)), *told),
-        )
+        causal = bool(given.get("is_causal", False))
+        largest = gm.graph.call_function(_logits_of, (query, key, given.get("attn_mask"), scale, causal))
+        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (query, largest, *told))
     noted.meta["example_value"] = query.meta["example_value"]
     if "query" in node.kwargs:
         node.update_kwarg("query", noted)
@@ -202,7 +219,9 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
     with gm.graph.inserting_after(out):
         maxima = gm.graph.call_function(operator.getitem, (node, 2))
     with gm.graph.inserting_after(maxima):
-        noted = gm.graph.call_function(torch.ops.muon_zero.note_maxima.default, (out, maxima, *told))
+        largest = gm.graph.call_function(_logits_in, (maxima,))
+    with gm.graph.inserting_after(largest):
+        noted = gm.graph.call_function(torch.ops.muon_zero.watch_logits.default, (out, largest, *told))
     noted.meta["example_value"] = out.meta["example_value"]
     out.replace_all_uses_with(noted, delete_user_cb=lambda user: user is not noted)
 
@@ -210,25 +229,32 @@ def _note_flex(gm: GraphModule, node: Node, part: int, parts: int) -> None:
 def _told(query: Node, key: Node, part: int, parts: int) -> tuple[Any, ...]:
     """What both ops are told of an attention of ``query`` and ``key``, from ``query_state`` on."""
     size = own = query.meta["example_value"].shape[-1]
-    queries, keys = set(_weights_of(query)), set(_weights_of(key))
-    if len(keys) == 2:  # noqa: PLR2004 - multi-head latent attention: what is of each head, and what all heads share
+    queries, keys = set(_sources_of(query)), set(_sources_of(key))
+    if sum(each.dim is not None for each in keys) == 2:  # noqa: PLR2004 - multi-head latent attention: own, and shared
         firsts = [_pieces(each)[0] for each in (query, key)]
         widths = {first.meta["example_value"].shape[-1] for first in firsts}
-        keys, own = set(_weights_of(firsts[1])), firsts[1].meta["example_value"].shape[-1]
+        keys, own = set(_sources_of(firsts[1])), firsts[1].meta["example_value"].shape[-1]
         if len(widths) != 1 or not all(map(_is_first_part, firsts)):
             raise UnknownAttention(
                 "keys come from two weights, and not as in MLA: first what is of a head, then shared"
             )
-    for what, weights in (("queries", queries), ("keys", keys)):
-        if len(weights) != 1:
-            raise UnknownAttention(f"{what} come from {len(weights)} weights, where the rows of one are scaled")
-    sources = [*queries, *keys]
-    (slice_of, slices), of_sequence = sources[0].cut, (part, parts) if _exchanged(query) else (0, 1)
+    weights, biases = list[_Source](), list["Node | None"]()
+    for what, sources in (("queries", queries), ("keys", keys)):
+        found = [source for source in sources if source.dim is not None]
+        added = [source.state for source in sources if source.dim is None]
+        if len(found) != 1:
+            raise UnknownAttention(f"{what} come from {len(found)} weights, where the rows of one are scaled")
+        if len(added) > 1:
+            raise UnknownAttention(f"{len(added)} biases are added to {what}, where those of one are scaled")
+        weights.append(found[0])
+        biases.append(added[0] if added else None)
+    (slice_of, slices), of_sequence = weights[0].cut, (part, parts) if _exchanged(query) else (0, 1)
     heads = slice_of * of_sequence[1] + of_sequence[0], slices * of_sequence[1]
-    return (*(source.state for source in sources), size, [source.dim for source in sources], own, *heads)
+    states = (*(source.state for source in weights), *biases)
+    return (*states, size, [source.dim for source in weights], own, *heads)
 
 
-def _weights_of(start: Node) -> Iterator[_Source]:
+def _sources_of(start: Node) -> Iterator[_Source]:
     for piece in _pieces(start):
         yield from _sources(piece)
 
@@ -299,25 +325,50 @@ def _exchanged(start: Node) -> bool:
 
 
 def _sources(start: Node) -> Iterator[_Source]:
-    """The projections that ``start`` comes from, past rotations, views and copies.
+    """The projections that ``start`` comes from, past rotations, views and copies, and the biases added behind them.
 
     Raises:
-        UnknownAttention: a norm lies between, which undoes what scaling the weight would do.
+        UnknownAttention: a norm lies between, which undoes what scaling the weight would do, or something is added
+            that is not scaled with it.
     """
     for node in _way(start):
         if node.target in _PRODUCTS:
-            for arg in node.all_input_nodes:
-                if (found := _weight(arg)) is None:
-                    continue
-                unshard, turned = found
-                layout, dim = ParamSpec.decode(unshard.args[-1]).layout, int(turned == (node.target in _LINEAR))
-                if len(layout.shape) > 1:
-                    cut = (layout.tensor.index, layout.tensor.size) if layout.tensor_dim == dim else (0, 1)
-                    yield _Source(unshard.args[1], dim, cut)
+            yield from _operands(node)
             continue
-        weighs = node.target not in _SUMS and any(_weight(arg) is not None for arg in node.all_input_nodes)
+        if node.target in _SUMS:
+            yield from _added(node)
+            continue
+        weighs = any(_weight(arg) is not None for arg in node.all_input_nodes)
         if weighs or any(word in str(node.target) for word in ("norm", "rsqrt")):
             raise UnknownAttention("a norm lies between projection and attention (QK-norm), where scaling does nothing")
+
+
+def _operands(node: Node, *args: Node) -> Iterator[_Source]:
+    """The weights and biases among the operands of a product or sum; of all of them, or ``args``."""
+    for arg in args or node.all_input_nodes:
+        if (found := _weight(arg)) is None:
+            continue
+        unshard, turned = found
+        layout = ParamSpec.decode(unshard.args[-1]).layout
+        if len(layout.shape) == 1:
+            yield _Source(unshard.args[1], None, (0, 1))
+        elif len(layout.shape) > 1:
+            dim = int(turned == (node.target in _LINEAR))
+            cut = (layout.tensor.index, layout.tensor.size) if layout.tensor_dim == dim else (0, 1)
+            yield _Source(unshard.args[1], dim, cut)
+
+
+def _added(node: Node) -> Iterator[_Source]:
+    """The biases that a sum adds to what was projected; none of a sum of other things, as tables of rotations have."""
+    projected = {
+        arg: any(n.target in _PRODUCTS and any(_operands(n)) for n in _way(arg)) for arg in node.all_input_nodes
+    }
+    for arg in node.all_input_nodes if any(projected.values()) else ():
+        added = list(_operands(node, arg))
+        scaled = projected[arg] or not isinstance(arg.meta.get("example_value"), Tensor)
+        if any(each.dim is not None for each in added) or not (added or scaled):
+            raise UnknownAttention(f"{arg} is added behind the projection and not scaled with it; a bias has one dim")
+        yield from added
 
 
 def _weight(node: Node) -> tuple[Any, bool] | None:

@@ -27,8 +27,16 @@ class Holder(Protocol):
             grad: that a direction is made of with it.
         """
 
-    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int], own: int) -> None:
-        """Keep the largest logit of each head, of queries that this parameter projects.
+    def note_logits(
+        self,
+        key_state: Tensor,
+        largest: Tensor,
+        size: int,
+        dims: list[int],
+        own: int,
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Keep the largest logit of each head, of queries that this parameter projects; their backward runs.
 
         Args:
             key_state: of the parameter that projects the keys.
@@ -36,6 +44,7 @@ class Holder(Protocol):
             size: of a head.
             dims: of both parameters, that heads lie along.
             own: of these, how many entries of a key are of its head alone.
+            biases: states of the biases of queries and keys.
         """
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:

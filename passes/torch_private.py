@@ -330,6 +330,16 @@ def fake_mode_of(values: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
     return detect_fake_mode(list(values)) or contextlib.nullcontext()
 
 
+def without_numbers() -> contextlib.AbstractContextManager[Any]:
+    """Inside this block tensors have shapes and no numbers, and no memory; whoever looks at a number raises.
+
+    Unlike those of the meta device they say so (``isinstance(x, FakeTensor)``), and Transformers looks at none then.
+    """
+    from torch._subclasses import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def accumulator_of(param: torch.Tensor) -> Any:
     """The autograd node that writes ``param.grad``; it stays the same while somebody holds it."""
     # The edge is found through a view, which a DTensor would dispatch: 26 microseconds of every parameter, not 4.

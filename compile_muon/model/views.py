@@ -13,6 +13,7 @@ from compile_muon.config import Config
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
+from compile_muon.model.fused import halves_meet, rows_of
 from compile_muon.passes.views import View
 
 __all__ = ["with_views"]
@@ -22,10 +23,10 @@ _REMEDY = "write some of split, heads, groups and dim: docs/how-to/methods.md"
 
 
 class _Said(NamedTuple):
-    """A view that is asked for."""
+    """A view that is asked for; none, where its parameter stays whole for a reason."""
 
     field: str
-    value: Mapping[str, Any]
+    value: Mapping[str, Any] | None
     reason: str
 
 
@@ -49,7 +50,10 @@ def with_views(config: Config, assignments: Mapping[str, Assignment], model: nn.
         if assignment.matrix is None:
             if given.reason.startswith("param") and assignment.algorithm != "frozen":
                 problem = f"is for matrices, and {assignment.algorithm} trains {name} ({assignment.reason})"
-                mistakes.add(config_error(given.field, dict(given.value), problem, "leave it out"))
+                mistakes.add(config_error(given.field, dict(given.value or {}), problem, "leave it out"))
+            continue
+        if given.value is None and given.field != f"{name}.muon_view":
+            found[name] = replace(assignment, reason=f"{assignment.reason}, {given.reason}")
             continue
         with mistakes.collected():
             view = _checked(name, given, tuple(named[name].shape))
@@ -95,11 +99,14 @@ _KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "k", "
 _FUSED = ("qkv_proj", "Wqkv", "qkv")
 _INTERLEAVED = ("query_key_value",)
 _GATED = ("gate_up_proj", "gate_up", "w12")
+#: whose parts nothing is known of: multi-head latent attention, and GPTBigCode
+_WHOLE = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "c_attn")
 
 
 def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]:
     if not (config.per_head_muon or config.split_fused):
         return
+    verified: dict[tuple[Any, ...], bool] = {}  # layers are alike
     for name, module in model.named_modules():
         attention = _Heads.of(module, model)
         for child, inner in module.named_children():
@@ -108,14 +115,49 @@ def _of_modules(config: Config, model: nn.Module) -> Iterator[tuple[str, _Said]]
                 transposed = type(inner).__name__ == "Conv1D"  # Hugging Face's, which keeps [in, out]
                 known = "qkv_proj" if transposed and child == "c_attn" else child
                 view = _known(config, known, attention, weight.shape[1 if transposed else 0])
+                rows = weight.shape[1 if transposed else 0]
+                field, said = f"{name}.{child}.weight".lstrip("."), child in _WHOLE
+                if view is not None and "split" in view:
+                    key = (*_facts(module), child, rows, *map(str, view.items()))
+                    if key not in verified:
+                        verified[key] = _is_cut_so(model, name, child, view, rows)
+                    if not verified[key]:
+                        view, said = None, True
+                if view is None and said:
+                    yield field, _Said(field, None, "left whole: its parts are not known")
                 if view is not None:
                     reason = "per_head_muon" if "heads" in view else "split_fused"
+                    if "split" not in view and attention is not None and rows != view["heads"] * attention.size:
+                        reason += f", {rows // view['heads']} rows a head of {attention.size}, with what is beside it"
                     view = {**view, "dim": 1} if transposed else view
                     yield f"{name}.{child}.weight".lstrip("."), _Said(f"{reason} of {name}.{child}", view, reason)
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
             width, heads = module.embed_dim, module.num_heads
             view = {"split": [width] * 3, **({"heads": heads} if config.per_head_muon else {})}
             yield f"{name}.in_proj_weight".lstrip("."), _Said(f"in_proj of {name}", view, "nn.MultiheadAttention")
+
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that take their projections apart alike: their class, and the plain values they hold."""
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str, tuple))}
+    return type(module), *(
+        f"{name} {value!r}" for name, value in plain.items() if name not in ("layer_idx", "layer_id")
+    )
+
+
+def _is_cut_so(model: nn.Module, path: str, child: str, view: Mapping[str, Any], rows: int) -> bool:
+    """Whether the module takes its fused projection apart as ``view`` says."""
+    split, groups = view["split"], view.get("groups", 1)
+    if child in _GATED:
+        return halves_meet(model, path, child, rows)
+    if sum(split) != rows or any(part % groups for part in split):
+        return False
+    expected, start = [], 0
+    for part in split:
+        width = part // groups
+        expected.append({g * (rows // groups) + start + i for g in range(groups) for i in range(width)})
+        start += width
+    return rows_of(model, path, child, rows) == expected
 
 
 class _Heads(NamedTuple):

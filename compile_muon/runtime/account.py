@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,20 +43,26 @@ class Attention:
 
     Args:
         key: what projects its keys.
-        largest: ``[heads]`` fp32, the largest logit of each since the last step.
+        biases: what is added to queries, and to keys.
+        largest: ``[heads]`` fp32, the largest logit of each in what ``.grad`` is the gradient of.
         size: of a head.
         dims: of the weights of queries and keys, that heads lie along.
         own: of these, how many entries of a key are of its head alone; all but in MLA.
-        scaled: what a step scales, see :mod:`.qk_clip`, and the specs of the two weights that it was made for.
+        scaled: what a step scales, see :mod:`.qk_clip`, and the specs of the parameters that it was made for.
     """
 
     key: Account
+    biases: tuple[Account | None, Account | None]
     largest: Tensor
     size: int
     dims: tuple[int, ...]
     own: int
     scaled: Sequence[Any] = ()
     made_for: tuple[ParamSpec, ...] = ()
+
+    def forget(self) -> None:
+        """What was noted belonged to gradients that are no more."""
+        self.largest.fill_(-math.inf)
 
 
 @dataclass(eq=False)
@@ -127,7 +134,8 @@ class Account:
         names = ("ledger", "param", "replica", "handouts")
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
-        copied = replace(self, momentum=self.momentum.detach().clone(), home=None, _watched=False, **own)
+        own |= {"home": None, "attention": None}
+        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, **own)
         copied.ledger.accounts.append(copied)
         memo[id(self)] = copied
         return copied
@@ -226,12 +234,23 @@ class Account:
         self.fetches += 1
         return self.home.fetch(self, grad, out)
 
-    def note_logits(self, key_state: Tensor, largest: Tensor, size: int, dims: list[int], own: int) -> None:
-        """Keep the largest logit of each head, until the next step."""
+    def note_logits(
+        self,
+        key_state: Tensor,
+        largest: Tensor,
+        size: int,
+        dims: list[int],
+        own: int,
+        biases: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Keep the largest logit of each head with the gradient that the backward under way adds to ``.grad``."""
+        if not self.visits.delivers:
+            return
         if self.attention is None:
             key = account_of(key_state)
             assert key is not None
-            self.attention = Attention(key, torch.full_like(largest, -float("inf")), size, tuple(dims), own)
+            added = account_of(biases[0]), account_of(biases[1])
+            self.attention = Attention(key, added, torch.full_like(largest, -math.inf), size, tuple(dims), own)
         self.attention.largest.copy_(torch.maximum(self.attention.largest, largest))
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:
@@ -261,6 +280,7 @@ class Account:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
         if self.grad is None and call != self.visits.current:
             self.visits.drop()
+            self._forget_logits()
         self.sums.begin(call, self.grad, self.name)
 
     def watch(self) -> None:
@@ -286,8 +306,13 @@ class Account:
     def drop_gradient(self) -> None:
         """``zero_grad()``: what was made from the gradient goes with it; what forward visits are owed stays."""
         self.visits.drop()
+        self._forget_logits()
         self.sums.close()
         self.speculations.drop()
+
+    def _forget_logits(self) -> None:
+        if self.attention is not None:
+            self.attention.forget()
 
     def close(self) -> None:
         """End of a step."""

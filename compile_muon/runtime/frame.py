@@ -210,6 +210,8 @@ class BackwardGraph:
     def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:
         call = current_backward()
         receives = [account.receives() for account in accounts]
+        for account, delivers in zip(accounts, receives, strict=True):
+            account.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
         request = self._request(accounts, receives, call)
         # Who keeps what others have dropped adds to another gradient than they do.
         details = [

@@ -20,7 +20,7 @@ from compile_muon.errors import config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import from_heads, heads_of, mean_over, over_ring, to_heads
 from compile_muon.sequence.blocks import LENGTH, POSITIONS
-from compile_muon.sequence.running import Running
+from compile_muon.sequence.running import FIELD, Running
 
 __all__ = ["accepts_any", "attends", "exchange_in", "has_causal_loss", "loss_of"]
 
@@ -157,6 +157,9 @@ def loss_of(running: Running) -> Callable[..., Tensor]:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         if not own:
             shift_labels = place.cut(shift_labels - ignore_index) + ignore_index  # what pads them does not count
+        if logits.shape[:2] != shift_labels.shape:
+            problem = f"are not of the {list(shift_labels.shape)} rows and positions of this rank's labels"
+            raise config_error("logits", list(logits.shape), problem, f"set {FIELD}.joined")
         targets = shift_labels.reshape(-1).to(logits.device)
         rows = logits.float().view(-1, vocab_size)
         total = F.cross_entropy(rows, targets, ignore_index=ignore_index, reduction="sum")

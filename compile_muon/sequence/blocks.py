@@ -97,10 +97,14 @@ def leave(running: Running, *, passes_on: bool) -> Callable[..., Any]:
     place = running.place
 
     def hook(block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not running.batch.joins or running.alone:
+        if running.alone:
             return output
         part = output if isinstance(output, Tensor) else output[0]
+        running.shape = tuple(part.shape[:2])
+        if not (running.batch.joins or running.tail):
+            return output
         whole = join(part, place, running.whole if passes_on else part.shape[1] * place.size)
+        running.shape = tuple(whole.shape[:2])
         return whole if isinstance(output, Tensor) else type(output)((whole, *output[1:]))
 
     return hook

@@ -12,6 +12,7 @@ Attention of Transformers' models is found by its interface, that of others by t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from compile_muon.sequence.batch import check_shapes, note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
 from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
 from compile_muon.sequence.running import FIELD, Batch, Running
+from compile_muon.sequence.tail import behind_tail, takes_parts
 
 __all__ = ["SequencePlan", "Stack", "plan_of", "plan_sequence"]
 
@@ -46,11 +48,13 @@ class Stack:
         path: of the ``ModuleList``.
         attentions: paths of the modules of attention in them, of Transformers; none where attention is a function.
         passes_on: whether blocks hand keyword arguments on to attention, so that lengths need not divide.
+        tail: whether what stands behind the last block wants all positions, see :mod:`.tail`.
     """
 
     path: str
     attentions: tuple[str, ...]
     passes_on: bool
+    tail: bool = False
 
 
 @dataclass(eq=False)
@@ -119,7 +123,7 @@ class SequencePlan:
         self.everyone = everyone
         configs: dict[int, Any] = {}
         classes: dict[type, type] = {}  # equal blocks share a class, and so their compiled code
-        stacks = [Running(around, self.batch) for _ in self.stacks]
+        stacks = [Running(around, self.batch, tail=stack.tail) for stack in self.stacks]
         for stack, running in zip(self.stacks, stacks, strict=True):
             blocks: Any = model.get_submodule(stack.path)
             for number, block in enumerate(blocks):
@@ -129,7 +133,10 @@ class SequencePlan:
                     block.__class__ = classes.setdefault(type(block), intercepting(type(block)))
                     block.__dict__["_sequence_running"] = running
             blocks[-1].register_forward_hook(leave(running, passes_on=stack.passes_on))
-            add_own_positions(model.get_submodule(stack.path.rpartition(".")[0]), running)
+            owner = model.get_submodule(stack.path.rpartition(".")[0])
+            if stack.attentions:
+                owner.register_forward_hook(behind_tail(running))
+            add_own_positions(owner, running)
             for path in stack.attentions:
                 exchange_in(model.get_submodule(path), running, configs)
         if self.images is not None:
@@ -163,9 +170,14 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     attentions = _attentions(lists)
     paths = config.blocks or tuple(path for path in attentions if not _sees_images(path))
     if config.blocks is None and len(paths) != 1:
+        _check_model(model, mistakes)
+        mistakes.raise_all()
         found = f"finds {listed(list(paths))}" if paths else "finds no stack of blocks"
-        problem, example = f"{found} behind Transformers' attention interface", next(iter(lists), "layers")
-        mistakes.add(config_error(FIELD, config.size, problem, f'name the ModuleList, "blocks": ["{example}"]'))
+        problem, fitting = f"{found} behind Transformers' attention interface", _fitting(lists, attentions)
+        if not fitting:
+            problem += ", nor one that calls scaled_dot_product_attention and mixes positions by that alone"
+        remedy = f'name the ModuleList, "blocks": ["{fitting[0]}"]' if fitting else f"leave {FIELD} out"
+        mistakes.add(config_error(FIELD, config.size, problem, remedy))
     if unknown := [path for path in paths if path not in lists]:
         problem = "is no ModuleList of the model"
         mistakes.add(config_error(f"{FIELD}.blocks", listed(unknown), problem, f"use some of {listed(list(lists))}"))
@@ -185,10 +197,47 @@ def plan_sequence(model: nn.Module, config: SequenceParallelConfig) -> SequenceP
     if config.joined is False and causal is None:
         problem = "is for the causal loss of Transformers, which the model does not have"
         raise config_error(f"{FIELD}.joined", False, problem, "leave it out")
+    if causal is not None:
+        inside = stacks[-1].path.removeprefix(f"{causal}." if causal else "")
+        stacks[-1] = replace(stacks[-1], tail=not takes_parts(model.get_submodule(causal), inside))
     of_images = any(map(_sees_images, paths))
     images, towers = (None, ()) if of_images else (vision_parts(model), grid_towers(model))
     batch = Batch(sharded=config.inputs == "sharded")
     return SequencePlan(config.size, ring, tuple(stacks), causal, images, towers, batch=batch, unchecked=config.check)
+
+
+def _fitting(lists: Mapping[str, nn.ModuleList], attentions: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Paths of the outermost lists of blocks that could be named."""
+    found: list[str] = []
+    for path, blocks in lists.items():
+        mistakes, own = Mistakes(), attentions.get(path, ())
+        _check_blocks(path, blocks, own, mistakes)
+        if not (mistakes.found or any(path.startswith(f"{other}.") for other in found)) and (
+            own or all(map(_attends, blocks))
+        ):
+            found.append(path)
+    return found
+
+
+def _attends(block: nn.Module) -> bool:
+    """Whether code of a block, or a function that it calls, names ``scaled_dot_product_attention``."""
+    left = [function for module in block.modules() for function in _functions(type(module))]
+    for function in left:
+        names = set(function.__code__.co_names)
+        if "scaled_dot_product_attention" in names:
+            return True
+        if function.__qualname__ != function.__name__:  # a method; what functions call is not followed
+            called = (function.__globals__.get(name) for name in names)
+            left += [inspect.unwrap(each) for each in called if inspect.isfunction(each)]
+    return False
+
+
+def _functions(cls: type) -> list[Any]:
+    """Methods of ``cls``, but for those that every module has."""
+    own = (each for base in cls.__mro__ if not base.__module__.startswith("torch.nn") for each in vars(base).values())
+    return [
+        function for each in own if inspect.isfunction(function := inspect.unwrap(each) if callable(each) else None)
+    ]
 
 
 def _attentions(lists: Mapping[str, nn.ModuleList]) -> dict[str, tuple[str, ...]]:
@@ -224,6 +273,9 @@ def _check_blocks(path: str, blocks: nn.ModuleList, attentions: tuple[str, ...],
         if mixing is not None:
             kind = type(block.get_submodule(mixing.removeprefix(f"{where}."))).__name__
             mistakes.add(config_error(mixing, kind, "mixes positions otherwise than by attention", remedy))
+        elif not attentions and type(block).__module__.startswith("transformers.") and not _attends(block):
+            problem = "attends neither behind Transformers' interface nor by scaled_dot_product_attention"
+            mistakes.add(config_error(where, type(block).__name__, problem, remedy))
         elif attentions and not any(each.startswith(f"{where}.") for each in attentions):
             problem = "mixes positions otherwise than by attention behind Transformers' interface"
             mistakes.add(config_error(where, type(block).__name__, problem, remedy))

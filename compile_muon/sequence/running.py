@@ -48,12 +48,16 @@ class Running:
         batch: that is computed.
         whole: positions of it, as the first block has found them.
         reads: whether the blocks read a cache of keys and values.
+        tail: whether what stands behind the last block gets all positions, though head and loss stay cut.
+        shape: rows and positions that it got, where positions stay cut behind it.
     """
 
     place: Place
     batch: Batch
     whole: int = 0
     reads: bool = False
+    tail: bool = False
+    shape: tuple[int, ...] = ()
 
     @property
     def alone(self) -> bool:

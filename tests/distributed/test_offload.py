@@ -115,6 +115,28 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
     return differing(*found)
 
 
+def test_gradients_that_are_clipped_beside_masters_are_rounded_once_more() -> None:
+    """So says the page: the weights are those of a resident run whose clipped gradients are rounded."""
+    limit, found, norms = 0.05, [], list[float]()
+    for away in (True, False):
+        torch._dynamo.reset()
+        clipping = {"gradient_clipping": limit, **offload("cpu", "", masters=True)} if away else {}
+        model, optimizer = made(stage=0, update="step", param_dtype=torch.bfloat16, **clipping)
+        for step in range(3):
+            loss(model, placed(data(step, 0, 0))).backward()
+            if not away:
+                factor = (torch.tensor(limit) / (torch.tensor(norms[step]) + 1e-6)).clamp(max=1.0)
+                for param in model.parameters():
+                    param.grad.copy_((param.grad * factor).bfloat16())
+            optimizer.step()
+            if away:
+                norms.append(optimizer.metrics()["grad_norm"])
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert min(norms) > limit
+    assert differing(*found) == []
+
+
 STEP, COMPILED = {"update": "step"}, {"update": "backward", "codegen": "eager"}
 HOST = {"adamw_on": "cpu"}
 MASTERS = {"param_dtype": torch.bfloat16}

@@ -18,30 +18,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import compile_muon
 from compile_muon import UnsupportedModelError
 from compile_muon.config import SequenceParallelConfig, config_from_kwargs
 from compile_muon.passes import attention
 from compile_muon.passes.attention import largest_logits
+from compile_muon.runtime.account import Account
 
 WIDTH, SIZE = 12, 4
 
 
 class Attention(nn.Module):
-    """Queries and keys of 3 heads and 1, or as many; each projection by itself, fused, or kept [in, out]."""
+    """Queries and keys of 3 heads and 1, or as many; each projection by itself, fused, or kept [in, out]; biases."""
 
     def __init__(self, kind: str, keys: int, own_mask: bool, flex: bool = False) -> None:
         super().__init__()
         self.kind, self.keys, self.own_mask, self.flex = kind, keys, own_mask, flex
         self.embedding = nn.Embedding(16, WIDTH)
         if kind == "fused":
-            self.qkv = nn.Linear(WIDTH, (3 + 2 * keys) * SIZE, bias=False)
+            self.qkv = nn.Linear(WIDTH, (3 + 2 * keys) * SIZE)
         elif kind == "turned":
             self.wq, self.wk, self.wv = (nn.Parameter(torch.randn(WIDTH, n * SIZE) / 3) for n in (3, keys, keys))
+            self.bq = nn.Parameter(torch.randn(3 * SIZE))
         else:
             self.q_proj = nn.Linear(WIDTH, 3 * SIZE)
-            self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys * SIZE, bias=False) for _ in range(2))
+            self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys * SIZE) for _ in range(2))
         if kind == "normed":
             self.q_norm = nn.RMSNorm(SIZE)
         self.merge = nn.Linear(3 * SIZE, WIDTH)
@@ -51,7 +54,7 @@ class Attention(nn.Module):
         if self.kind == "fused":
             parts = self.qkv(h).split([3 * SIZE, self.keys * SIZE, self.keys * SIZE], -1)
         elif self.kind == "turned":
-            parts = (h @ self.wq, h @ self.wk, h @ self.wv)
+            parts = (h @ self.wq + self.bq, h @ self.wk, h @ self.wv)
         else:
             parts = (self.q_proj(h), self.k_proj(h), self.v_proj(h))
         q, k, v = (part.unflatten(-1, (-1, SIZE)).transpose(1, 2) for part in parts)
@@ -96,20 +99,29 @@ def largest(model: Attention, tokens: Tensor) -> Tensor:
 Place = tuple[str, int, int]
 
 
-def heads_of(model: Attention) -> tuple[Place, Place]:
-    """What projects queries, and keys."""
+def heads_of(model: Attention) -> tuple[list[Place], list[Place]]:
+    """What projects queries, and keys: weights and biases."""
     if model.kind == "fused":
-        return ("qkv.weight", 0, 0), ("qkv.weight", 0, 3 * SIZE)
-    return (
-        (("wq", 1, 0), ("wk", 1, 0)) if model.kind == "turned" else (("q_proj.weight", 0, 0), ("k_proj.weight", 0, 0))
-    )
+        return ([(f"qkv.{each}", 0, first) for each in ("weight", "bias")] for first in (0, 3 * SIZE))  # type: ignore
+    if model.kind == "turned":
+        return [("wq", 1, 0), ("bq", 0, 0)], [("wk", 1, 0)]
+    return ([(f"{part}_proj.{each}", 0, 0) for each in ("weight", "bias")] for part in "qk")  # type: ignore
 
 
 @torch.no_grad()
-def scale(weights: dict[str, Tensor], place: Place, factors: Tensor) -> None:
-    name, dim, first = place
-    of_rows = factors.repeat_interleave(SIZE)
-    weights[name].narrow(dim, first, len(of_rows)).mul_(of_rows[:, None] if dim == 0 else of_rows)
+def scale(weights: dict[str, Tensor], places: list[Place], factors: Tensor) -> None:
+    for name, dim, first in places:
+        of_rows = factors.repeat_interleave(SIZE)
+        rows = weights[name].narrow(dim, first, len(of_rows))
+        rows.mul_(of_rows[:, None] if rows.ndim > dim + 1 else of_rows)
+
+
+def train_nothing(run: Callable[[Tensor], Tensor], loud: Tensor, evaluates: bool) -> None:
+    """Forwards that no step trains on: one without gradients, and one whose backward never comes."""
+    if evaluates:  # one graph more
+        with torch.no_grad():
+            run(loud)
+    run(loud)
 
 
 def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codegen: str, flex: bool = False) -> None:
@@ -120,6 +132,8 @@ def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codege
         scale(dict(whole.named_parameters()), place, torch.arange(1.0, heads + 1) * 3)
     seen = torch.stack([largest(whole, batch(0, m, r)) for m in range(micro) for r in range(world)]).amax(0)
     threshold = float(seen.median())
+    loud = max((batch(step, 0, 0) for step in range(20, 99)), key=lambda tokens: float(largest(whole, tokens).max()))
+    assert largest(whole, loud).max() > seen.max()
     views = {"qkv.weight": {"split": [3 * SIZE, keys * SIZE, keys * SIZE]}} if kind == "fused" else {}
     after = []
     for clip in (None, threshold):
@@ -129,7 +143,15 @@ def clipped(kind: str, keys: int, own_mask: bool, stage: int, micro: int, codege
             qk_clip=clip, qk_clip_alpha=0.3,
         )  # fmt: skip
         run = torch.compile(model, backend="muon_zero", options={"codegen": codegen})
+        if clip is not None:
+            with optimizer.accumulate():
+                loss(run, loud).backward()
+            optimizer.zero_grad()
+            if world == 1:  # gradients that a step does not get
+                torch.autograd.grad(loss(run, loud), list(model.parameters()))
         for m in range(micro):
+            if clip is not None:
+                train_nothing(run, loud, evaluates=not flex)
             (loss(run, batch(0, m, rank)) / micro).backward()
         optimizer.step()
         after.append({name: full(param).detach().clone() for name, param in model.named_parameters()})
@@ -253,12 +275,14 @@ def clipped_in_parts(stage: int, over: str) -> None:
 
     torch.manual_seed(0)
     shape = dict(vocab_size=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, pad_token_id=0)
-    whole: Any = LlamaForCausalLM(
-        LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False)
-    )
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
+    whole: Any = LlamaForCausalLM(LlamaConfig(**shape, **heads, max_position_embeddings=32, use_cache=False))
     weights = {part: f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk"}
+    biases = {part: name.replace("weight", "bias") for part, name in weights.items()}
     with torch.no_grad():
         whole.get_parameter(weights["q"]).view(4, 4, -1).mul_(torch.tensor([30.0, 60, 120, 60])[:, None, None])
+        for name in biases.values():
+            whole.get_parameter(name).normal_()
     tokens = batch(0, 0, 0)
     seen = seen_by(whole, tokens)
     threshold, after = float(seen.median()), []
@@ -281,6 +305,8 @@ def clipped_in_parts(stage: int, over: str) -> None:
     assert len(set(factor.tolist())) == 2
     plain[weights["q"]].view(2, 8, -1).mul_(factor[:, None, None] ** 0.3)
     plain[weights["k"]].view(2, 4, -1).mul_(factor[:, None, None] ** 0.7)
+    plain[biases["q"]].view(2, 8).mul_(factor[:, None] ** 0.3)
+    plain[biases["k"]].view(2, 4).mul_(factor[:, None] ** 0.7)
     for name, expected in plain.items():
         torch.testing.assert_close(found[name], expected, rtol=2e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
     assert optimizer.metrics()["max_logit"] == pytest.approx(float(seen.max()), rel=1e-5)
@@ -315,7 +341,39 @@ def test_logits_that_would_explode_stay_and_the_loss_falls() -> None:
     assert max(found[None][2]) > 30
     # rows are scaled behind the step that they are too large in, which has moved them once more
     assert max(found[5.0][2]) < 8
-    assert found[5.0][1] < 0.1 * found[5.0][0] and found[5.0][1] < found[None][1]
+    assert found[5.0][1] < 0.1 * found[5.0][0]
+
+
+class Checkpointed(Attention):
+    """Its forward is run again in backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return checkpoint(super().forward, tokens, use_reentrant=False)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(inside: bool) -> None:
+    torch.manual_seed(0)
+    model = (Checkpointed if inside else Attention)("apart", 3, own_mask=False)
+    optimizer = compile_muon.MuonZero(model, qk_clip=0.5, update="step", nonfinite="skip")
+    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    run = compiled if inside else lambda x: checkpoint(compiled, x, use_reentrant=False)
+    quiet, loud = sorted((batch(step, 0, 0) for step in range(9)), key=lambda x: float(largest(model, x).max()))[::8]
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    loss(run, loud).backward()
+    dict(model.named_parameters())["head.weight"].grad.fill_(math.nan)
+    with pytest.warns(UserWarning, match="was skipped"):
+        optimizer.step()
+        assert optimizer.metrics()["skipped_steps"] == 1
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    optimizer.zero_grad()
+    expected = float(largest(model, quiet).max())
+    assert expected < float(largest(model, loud).max())
+    with mock.patch.object(Account, "note_logits", autospec=True, side_effect=Account.note_logits) as noted:
+        loss(run, quiet).backward()
+    assert noted.call_count == 1
+    optimizer.step()
+    assert optimizer.metrics()["max_logit"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_blocks_of_rows_see_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,13 +391,32 @@ def test_blocks_of_rows_see_what_all_rows_see(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(largest_logits(q, k, given, 0.3, causal), expected.amax((0, 2, 3)))
 
 
+class Shifted(Attention):
+    """Adds a number to each entry of each head of its queries."""
+
+    def __init__(self, kind: str, keys: int, own_mask: bool) -> None:
+        super().__init__(kind, keys, own_mask)
+        self.shift = nn.Parameter(torch.ones(3, 1, SIZE))
+
+    def projected(self, h: Tensor) -> list[Tensor]:
+        q, k, v = super().projected(h)
+        return [q + self.shift, k, v]
+
+
 @pytest.mark.parametrize(
-    ("kind", "said"),
-    [("normed", r"a norm lies between projection and attention"), ("fused", "set split_fused, or say in muon_views")],
+    ("cls", "kind", "said"),
+    [
+        (Attention, "normed", r"a norm lies between projection and attention"),
+        (Attention, "fused", "set split_fused, or say in muon_views"),
+        (Attention, "frozen", r"train k_proj.weight, too, or leave qk_clip out"),
+        (Shifted, "apart", "is added behind the projection and not scaled with it"),
+    ],
 )
-def test_what_cannot_be_scaled(kind: str, said: str) -> None:
+def test_what_cannot_be_scaled(cls: type[Attention], kind: str, said: str) -> None:
     torch.manual_seed(0)
-    model = Attention(kind, 3, own_mask=False)
+    model = cls(kind, 3, own_mask=False)
+    if kind == "frozen":
+        model.k_proj.requires_grad_(False)
     optimizer = compile_muon.MuonZero(model, qk_clip=1.0)
     with pytest.raises((UnsupportedModelError, torch._dynamo.exc.BackendCompilerFailed), match=said):
         loss(torch.compile(model, backend="muon_zero", options={"codegen": "eager"}), batch(0, 0, 0)).backward()
@@ -350,5 +427,5 @@ def test_a_model_that_is_not_compiled() -> None:
     model = Attention("apart", 3, own_mask=False)
     optimizer = compile_muon.MuonZero(model, qk_clip=1.0, update="step")
     loss(model, batch(0, 0, 0)).backward()
-    with pytest.raises(UnsupportedModelError, match="no compiled graph has noted a logit"):
+    with pytest.raises(UnsupportedModelError, match="no compiled graph has noted a logit in backward"):
         optimizer.step()

@@ -41,11 +41,13 @@ def built(kind: str, **settings: Any) -> nn.Module:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False,
     }  # fmt: skip
+    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     sizes |= {
         "Gemma3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         "GptOss": {
             "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "attn_implementation": "eager",
         },
+        "GPT2": undropped, "GPTBigCode": undropped,
         "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "DeepseekV3": {
             "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "n_group": 1,
@@ -55,7 +57,7 @@ def built(kind: str, **settings: Any) -> nn.Module:
     }.get(kind, {}) | settings  # fmt: skip
     kinds = {"Gemma3": "Gemma3Text", "ModernBert": "ModernBert"}
     config = getattr(transformers, f"{kinds.get(kind, kind)}Config")(**sizes)
-    suffix = "ForMaskedLM" if kind == "ModernBert" else "ForCausalLM"
+    suffix = {"ModernBert": "ForMaskedLM", "GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
     return getattr(transformers, kind + suffix)(config)
 
 
@@ -172,6 +174,10 @@ MODELS = [
     pytest.param("Qwen3Moe", {"stage": 2}, id="moe", marks=pytest.mark.full),
     pytest.param("GptOss", {"stage": 3}, id="sinks", marks=pytest.mark.full),
     pytest.param("ModernBert", {"stage": 2, "masked": True}, id="encoder"),
+    # Behind their last norm they view hidden states in the shape of all positions.
+    pytest.param("GPT2", {"stage": 3, "length": 15}, id="gpt2-odd"),
+    pytest.param("GPT2", {"stage": 2, "compiled": True}, id="gpt2-compiled", marks=pytest.mark.full),
+    pytest.param("GPTBigCode", {"stage": 1}, id="bigcode"),
 ]  # fmt: skip
 
 
@@ -746,6 +752,11 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     refused(Masked(), "joined = False", "causal loss of Transformers", blocks=("blocks",), joined=False)
     moe = built("Qwen3Moe", output_router_logits=True)
     refused(moe, "output_router_logits", "each rank's own tokens")
+    explicit = "nor one that calls scaled_dot_product_attention"  # naming their blocks would not help
+    refused(built("Bloom"), explicit, "leave sequence_parallel out")
+    refused(built("Bloom"), "transformer.h.1 = 'BloomBlock'", "attends neither", blocks=("transformer.h",))
+    refused(built("GPTJ", rotary_dim=4), explicit)
+    refused(built("Mamba"), explicit)
     mixed = Masked()
     mixed.blocks[1].conv = nn.Conv1d(4, 4, 3)
     refused(mixed, "blocks.1.conv", "Conv1d", "mixes positions", blocks=("blocks",))

@@ -63,6 +63,57 @@ def test_projections_whose_parts_take_turns() -> None:
     assert views_of(falcon, per_head_muon=True) == {"query_key_value.weight": (0, expected)}
 
 
+class Fused(nn.Module):
+    """Attention over a fused projection, whose parts stand in ``order``."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.num_heads, self.hidden_size, self.order = 2, 8, order
+        self.qkv = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = dict(zip(self.order, self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(-3), strict=True))
+        q, k, v = (parts[name].transpose(1, 2) for name in "qkv")
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class Gated(nn.Module):
+    """A gate and what it is for, one behind the other or by turns."""
+
+    def __init__(self, turns: bool) -> None:
+        super().__init__()
+        self.turns, self.gate_up_proj, self.down = turns, nn.Linear(8, 12), nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up_proj(x)
+        gate, up = (both[..., ::2], both[..., 1::2]) if self.turns else both.chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
+
+
+def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
+    optimizer = MuonZero(model, update="step", **settings)
+    return {name: each.reason for name, each in optimizer._assignments.items()}
+
+
+def test_a_cut_by_a_name_is_one_that_the_modules_arithmetic_has() -> None:
+    parts = {"right": Fused("qkv"), "other": Fused("qvk"), "gate": Gated(turns=False), "turns": Gated(turns=True)}
+    found = reasons(nn.ModuleDict(parts), split_fused=True)
+    for name, cut in (("right.qkv", "as 3 matrices"), ("gate.gate_up_proj", "as 2 matrices")):
+        assert cut in found[f"{name}.weight"]
+    for name in ("other.qkv", "turns.gate_up_proj"):
+        assert "left whole: its parts are not known" in found[f"{name}.weight"]
+
+
+def test_what_is_left_whole_is_said() -> None:
+    """CodeGen's rows are four blocks of q, v and k; GPTBigCode's name is GPT-2's."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 1, "vocab_size": 32, "n_positions": 16}
+    for kind, name, more in (("CodeGen", "qkv_proj", {"rotary_dim": 4}), ("GPTBigCode", "c_attn", {})):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes, **more))
+        found = reasons(model, split_fused=True)[f"transformer.h.0.attn.{name}.weight"]
+        assert "left whole: its parts are not known" in found
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
