@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,13 @@ def test_there_is_nothing_to_load(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     run = Run()
     checkpointer = Checkpointer(tmp_path, keep_last=2)
-    for name in ("step-7.tmp/tensors", "step-1.removed.tmp", "step-9.replaced.removed.tmp", "mine.tmp", "step-x"):
-        (tmp_path / name).mkdir(parents=True)
-    for step in (1, 2, 10):
+    checkpointer.save(1, run.model, run.optimizer, at=1)
+    for name in ("step-7.tmp", "step-1.removed.tmp", "step-9.replaced.removed.tmp"):
+        shutil.copytree(tmp_path / "step-1", tmp_path / name)
+    checkpointer._folder.begin(8)  # and killed
+    for name in ("mine.tmp", "step-x"):
+        (tmp_path / name).mkdir()
+    for step in (2, 10):
         checkpointer.save(step, run.model, run.optimizer, at=step)
     assert names(tmp_path) == ["mine.tmp", "step-10", "step-2", "step-x"]
     assert checkpointer.steps() == [2, 10]
@@ -63,6 +68,47 @@ def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="step 10 of another run"):
         Checkpointer(tmp_path, keep_last=1).save(6, run.model, run.optimizer, at=6)
     assert checkpointer.steps() == [6, 10]  # the one just saved is not the one to go
+
+
+#: what others may have put there, by what makes it
+STRANGERS: dict[str, Any] = {
+    "a folder": lambda path, other: (path.mkdir(), (path / ".metadata").write_text("theirs")),
+    "a folder with a manifest": lambda path, other: (path.mkdir(), (path / "manifest.json").write_text("{}")),
+    "a file": lambda path, other: path.write_text("theirs"),
+    "a link to a checkpoint": lambda path, other: path.symlink_to(other),
+    "a dangling link": lambda path, other: path.symlink_to("nowhere"),
+    "a pipe": lambda path, other: os.mkfifo(path),
+}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """Each name below a folder, and what it is."""
+    return {
+        str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else path.stat().st_mode
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_what_others_put_there_stays_and_what_is_in_the_way_is_named(saved: Saved, tmp_path: Path, kind: str) -> None:
+    run, folder, other = Run(), tmp_path / "mine", tmp_path / "other"
+    shutil.copytree(saved[0] / "step-1", other)
+    folder.mkdir()
+    places = ["step-3", "step-4.tmp", "step-5.replaced", "step-6.removed.tmp"]
+    for name in places:
+        STRANGERS[kind](folder / name, other)
+    before, outside = everything(folder), everything(other)
+    checkpointer = Checkpointer(folder, keep_last=1)
+    for step in (1, 2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*step 3 of another run")
+            checkpointer.save(step, run.model, run.optimizer)
+    assert {"step-2"} | set(places) == set(names(folder))
+    for step, name in ((3, "step-3"), (4, "step-4.tmp"), (5, "step-5.replaced")):
+        with pytest.raises(CheckpointError, match=f"{folder}/{name}: is in the way"):
+            checkpointer.save(step, run.model, run.optimizer)
+    now = everything(folder)
+    assert {name: now.get(name) for name in before} == before and everything(other) == outside
 
 
 def test_a_step_can_be_saved_again_and_a_crash_within_loses_nothing(tmp_path: Path) -> None:
