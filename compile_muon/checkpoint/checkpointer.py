@@ -172,7 +172,7 @@ class Checkpointer:
     def _prune(self, step: int) -> None:
         """Too many checkpoints are no reason to fail."""
         try:
-            later = [other for other in self._folder.steps() if other > step]
+            later = [other for other in self._folder.ours() if other > step]
             self._folder.prune(self._keep_last, step)
         except (OSError, CheckpointError) as error:
             warn_user(f"{self._folder.path}: old checkpoints stay there: {error}")

@@ -85,8 +85,8 @@ class Folder:
         in_the_way += [path for path in (replaced, _doomed(replaced), unfinished) if not _is_free(path)]
         if in_the_way:
             raise CheckpointError(
-                f"{in_the_way[0]}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move it, "
-                "or save into another folder"
+                f"{in_the_way[0]}: is in the way, and is not what a Checkpointer wrote, or has lost its {NAME}; move "
+                "it, or save into another folder"
             )
         unfinished.mkdir(exist_ok=True)
         token = f"begun-{secrets.token_hex(8)}"
@@ -121,10 +121,13 @@ class Folder:
         Raises:
             CheckpointError: something that no checkpointer wrote has the name under which one would go.
         """
-        ours = [step for step in self.steps() if _is_ours(self._final(step))]
-        for step in ours[:-keep_last]:
+        for step in self.ours()[:-keep_last]:
             if step != committed:
-                self._remove(self._final(step))
+                self._remove(self.at(step))
+
+    def ours(self) -> list[int]:
+        """Those of :meth:`steps` that a checkpointer wrote."""
+        return [step for step in self.steps() if _is_ours(self.at(step))]
 
     def _final(self, step: int) -> Path:
         return self.path / f"step-{step}"

@@ -162,7 +162,11 @@ def group_problems(here: Mapping[str, Sequence[str]], saved: Mapping[str, Sequen
         saved: the same; None where it is not known.
     """
     known = listed(list(saved)) or "none"
-    problems = [f"group {name}: was not saved (there are {known}), so nothing says its rates" for name in here if name not in saved]
+    problems = [
+        f"group {name}: was not saved (there are {known}), so nothing says its rates"
+        for name in here
+        if name not in saved
+    ]
     problems += [f"group {name}: was saved, and is not among the optimizer's" for name in saved if name not in here]
     before = {param: name for name, members in saved.items() for param in members or ()}
     moved: dict[tuple[str, str], list[str]] = {}
