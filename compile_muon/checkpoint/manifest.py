@@ -117,7 +117,7 @@ class Manifest:
             ValueError: something is not, by its field.
         """
         for name, (kind, each, what) in _FIELDS.items():
-            value = body.get(name)
+            value: Any = body.get(name)
             if type(value) is not kind or not (kind is dict or each(value)):
                 raise ValueError(f"{name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
             if kind is dict:

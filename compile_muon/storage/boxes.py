@@ -420,6 +420,8 @@ def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         lost = ~_finite(found)
         lost = lost & _finite(value) if bool(lost.any()) else lost
+        if dtype.itemsize == 1:  # has no inf, or stops at its largest number
+            lost = lost | (value.abs() > 1.0625 * torch.finfo(dtype).max) & _finite(value)
     else:
         lost = found.to(value.dtype) != value
     if bool(lost.any()):

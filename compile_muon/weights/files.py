@@ -182,7 +182,8 @@ def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> N
     if index is not None:
         os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
     for entry in list(folder.iterdir()):
-        if _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX):
+        ours = _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX)
+        if ours and (entry.is_file() or entry.is_symlink()):
             entry.unlink()
     sync_folder(folder)
 

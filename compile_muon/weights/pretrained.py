@@ -71,8 +71,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
                     place(folder, plan, _index(facts, plan))
         except CheckpointError:
             if ranks.rank == 0:
-                for file in plan:
-                    (folder / f"{file}.tmp").unlink(missing_ok=True)
+                for path in (folder / f"{file}.tmp" for file in plan):
+                    if path.is_file() and not path.is_symlink():  # else it is not ours, and why
+                        path.unlink()
             raise
 
 
