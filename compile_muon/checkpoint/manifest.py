@@ -120,10 +120,9 @@ class Manifest:
             value: Any = body.get(name)
             if type(value) is not kind or not (kind is dict or each(value)):
                 raise ValueError(f"{name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
-            if kind is dict:
-                for key, inner in value.items():
-                    if not each(inner):
-                        raise ValueError(f"{name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                if not each(inner):
+                    raise ValueError(f"{name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
         given = {f.name: body[f.name] for f in fields(cls)}
         for name in given["files"]:
             if not _FILE.fullmatch(name):
