@@ -48,7 +48,7 @@ class Checkpointer:
 
     Args:
         folder: made by the first save; each checkpoint is a folder ``step-N`` in it.
-        keep_last: how many to keep; older ones go once a new one is complete.
+        keep_last: how many to keep; older ones go once a new one is complete. Folders without our manifest stay.
         asynchronous: ``save`` returns when everything is copied to host memory, or beside the file that it is in; a
             thread writes it behind training. One at a time: the next ``save`` waits for it, and raises what went wrong.
     Raises:
@@ -98,7 +98,8 @@ class Checkpointer:
             extra: JSON values (tuples, and keys of any JSON type, too) and tensors. What differs between ranks is
                 kept for each.
         Raises:
-            CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are. With
+            CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are: a rank
+                has other parameters or buffers, something of others' is in the way, a disk is full. With
                 ``asynchronous`` this may be about the save before.
             NonFiniteError, LedgerError: of the step before, see :meth:`MuonZero.check`; nothing is saved.
         """
@@ -208,9 +209,10 @@ class Checkpointer:
         Returns:
             The ``extra`` values, tensors on the CPU; None if there is no checkpoint, and then nothing was done.
         Raises:
-            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters that are
-                missing or unexpected, other shapes, dtypes or algorithms, all listed. On every rank alike; model,
-                optimizer, scheduler and loader are as they were.
+            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters and groups
+                that are missing, unexpected or others, other shapes, dtypes or algorithms, all listed. On every rank
+                alike; model, optimizer, scheduler and loader are as they were (what was unfrozen by then, and is
+                trained in the checkpoint, has joined the optimizer).
         """
         self.wait()
         with optimizer._ledger.status.at("Checkpointer.load"):
