@@ -209,7 +209,7 @@ class Checkpointer:
         Returns:
             The ``extra`` values, tensors on the CPU; None if there is no checkpoint, and then nothing was done.
         Raises:
-            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters and groups
+            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters or groups
                 that are missing, unexpected or others, other shapes, dtypes or algorithms, all listed. On every rank
                 alike; model, optimizer, scheduler and loader are as they were (what was unfrozen by then, and is
                 trained in the checkpoint, has joined the optimizer).
