@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -273,20 +273,24 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a planner wants, file by file."""
-        by_file: dict[str, list[Any]] = {}
+        by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self._found.files[item.storage_index], []).append(item)
         for name, items in by_file.items():
             with self._opened(name) as stored:
                 for item in items:
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    part = stored.get_slice(item.storage_index.fqn)[tuple(slice(o, o + n) for o, n in ends)]
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(converted(item.storage_index.fqn, part, target.dtype))
-                    planner.commit_tensor(item, target)
+                    self._read(stored, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @staticmethod
+    def _read(stored: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        ends = zip(item.storage_offsets, item.lengths, strict=True)
+        part = stored.get_slice(item.storage_index.fqn)[tuple(slice(start, start + size) for start, size in ends)]
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(converted(item.storage_index.fqn, part, target.dtype))
+        planner.commit_tensor(item, target)
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
