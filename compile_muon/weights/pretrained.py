@@ -175,7 +175,7 @@ def _write_config(module: nn.Module, folder: Path) -> None:
 def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool = True) -> None:
     """Load whole weights of a folder; collective over the ranks that share the model.
 
-    Each rank reads its rows of each tensor (planned by torch's distributed checkpoint), cast to the dtype they have in the
+    Each rank reads its rows of each tensor (planned by torch's distributed checkpoint), cast to the dtypes in the
     model; nothing is sent. Optimizer state is not touched; resident weights are gathered anew.
 
     Args:
