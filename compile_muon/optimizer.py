@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,9 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
-from compile_muon.errors import MuonZeroError
+from compile_muon.errors import CheckpointError, MuonZeroError
 from compile_muon.model.assignment import lr_scale
-from compile_muon.model.groups import Group
+from compile_muon.model.groups import Group, state_problems
 from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
@@ -44,6 +44,9 @@ from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
 from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
+
+if TYPE_CHECKING:
+    from compile_muon.storage.ranks import Ranks
 
 __all__ = ["MuonZero"]
 
@@ -179,6 +182,9 @@ class MuonZero(Optimizer):
         self = cls.__new__(cls)
         self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init))
         return self
+
+    #: what checkpoints meet in, once there was one; a process group has threads, and stays
+    _apart: Ranks | None = None
 
     def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
@@ -389,10 +395,27 @@ class MuonZero(Optimizer):
 
         Raises:
             LedgerError: they are those of another rank; nothing is loaded.
+            CheckpointError: groups differ, in their names, parameters or kinds of values; nothing is loaded.
         """
         refuse_states_of_another(state_dict)
+        self._join(name for group in state_dict["param_groups"] for name in group.get("param_names", ()))
+        problems = state_problems(self.param_groups, state_dict["param_groups"])
+        if problems:
+            raise CheckpointError(
+                f"{len(problems)} things do not fit; make the groups as they were saved:\n  " + "\n  ".join(problems)
+            )
+        self._steps.check_momentum(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self.loaded()
+
+    def _join(self, trained: Iterable[str]) -> None:
+        """What requires a gradient by now, and was trained in what is about to be loaded, is trained from now on.
+
+        Raises:
+            UnsupportedModelError: other ranks unfroze other parameters.
+        """
+        with self._ledger.status.at("loading"):
+            self._unfreeze(members=list(trained))
 
     def loaded(self, steps: int | None = None) -> None:
         """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew.

@@ -210,6 +210,15 @@ def a_pipe(place: Path, dice: random.Random) -> None:
     os.mkfifo(path)
 
 
+def strangers(place: Path, dice: random.Random) -> None:
+    """What the manifest does not know, under names that a reader would ask for."""
+    path = place / dice.choice(["state/own-00000.safetensors", "state/x.json", "tensors/x.safetensors", "link"])
+    kind = dice.choice([os.mkfifo, Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/zero")])
+    if path.name == "link" or (path.name.startswith("own") and path.exists()):  # beside the manifest notes may be
+        path, kind = place / "state" / "own-00001.json", os.mkfifo
+    kind(path)
+
+
 def wrong_shapes(place: Path, dice: random.Random) -> None:
     resign(place, lambda body: body["tensors"]["model/0.weight"].update(shape=dice.choice([["x"], 5, None, [-1]])))
 
@@ -217,7 +226,7 @@ def wrong_shapes(place: Path, dice: random.Random) -> None:
 #: damage that is told by the checksums, so the checkpoint before is taken
 TOLD = [
     flip, flip_two, truncate, empty, lengthen, remove, remove_a_folder, swap, from_the_other_step, all_of_another_step,
-    edit_manifest, foreign_files, leave_the_folder, link, nonsense, a_pipe,
+    edit_manifest, foreign_files, leave_the_folder, link, nonsense, a_pipe, strangers,
 ]  # fmt: skip
 #: malice, with checksums to match: an error
 MEANT = [pickles, wrong_shapes]

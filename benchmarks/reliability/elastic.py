@@ -85,7 +85,7 @@ class Job:
     def last(self) -> tuple[list[float], dict[int, float], dict[str, Any]]:
         """Of the newest checkpoint: rank 0's training losses, the validation losses, and every tensor by name."""
         place = self.checkpoints / f"step-{self.newest()}"
-        values = Values.read(place / "state" / "rank-00000")
+        values = Values.read(place, "state/rank-00000", Manifest.read(place).files)
         tensors = {path.name: load_file(path) for path in (place / "tensors").glob("*.safetensors")}
         return values.get("extra.train"), values.get("extra.val"), tensors
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from compile_muon.errors import CheckpointError
 
@@ -15,14 +16,15 @@ class Background:
     """Runs jobs one after the other; what one raised, :meth:`wait` raises, or the end of the program."""
 
     def __init__(self) -> None:
-        # A program that ends waits for its threads, and so for what it saved last.
-        self._thread = ThreadPoolExecutor(1, "compile_muon checkpoint")
         self._job: Future[None] | None = None
 
-    def start(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in the thread; nothing may be running."""
+    def start(self, job: Callable[[], None]) -> Future[None]:
+        """Run ``job`` in a thread, which ends with it; nothing may be running."""
         atexit.register(self.wait)
-        self._job = self._thread.submit(job)
+        self._job = Future()
+        # No daemon: a program that ends waits for it, and so for what it saved last.
+        threading.Thread(target=_run, args=(job, self._job), name="compile_muon checkpoint").start()
+        return self._job
 
     def wait(self) -> None:
         """Return when the job is done.
@@ -39,3 +41,12 @@ class Background:
             raise error
         if error is not None:
             raise CheckpointError(f"a checkpoint was not written: {type(error).__name__}: {error}") from error
+
+
+def _run(job: Callable[[], None], result: Future[None]) -> None:
+    try:
+        job()
+    except BaseException as error:
+        result.set_exception(error)
+    else:
+        result.set_result(None)

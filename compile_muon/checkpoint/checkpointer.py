@@ -10,8 +10,7 @@ import copy
 import hashlib
 import json
 import os
-import random
-import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -25,11 +24,13 @@ from torch import Tensor, nn
 
 from compile_muon.checkpoint.background import Background
 from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, described, empty_like, fit
+from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
 from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
-from compile_muon.errors import CheckpointError, DamagedError, ranks_named, warn_user
+from compile_muon.errors import CheckpointError, DamagedError, by_rank, ranks_named, warn_user
+from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.boxes import read_tensors, write_tensors
@@ -47,7 +48,7 @@ class Checkpointer:
 
     Args:
         folder: made by the first save; each checkpoint is a folder ``step-N`` in it.
-        keep_last: how many to keep; older ones go once a new one is complete.
+        keep_last: how many to keep; older ones go once a new one is complete. Folders without our manifest stay.
         asynchronous: ``save`` returns when everything is copied to host memory, or beside the file that it is in; a
             thread writes it behind training. One at a time: the next ``save`` waits for it, and raises what went wrong.
     Raises:
@@ -58,7 +59,6 @@ class Checkpointer:
         self._folder = Folder(folder)
         self._keep_last = check_integer("keep_last", keep_last, low=1)
         self._background = Background() if check_boolean("asynchronous", asynchronous) else None
-        self._ranks: Ranks | None = None
         self._copies: HostCopies | None = None
 
     def steps(self) -> list[int]:
@@ -98,47 +98,37 @@ class Checkpointer:
             extra: JSON values (tuples, and keys of any JSON type, too) and tensors. What differs between ranks is
                 kept for each.
         Raises:
-            CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are. With
+            CheckpointError: on every rank alike, naming the rank and why; checkpoints that were there still are: a rank
+                has other parameters or buffers, something of others' is in the way, a disk is full. With
                 ``asynchronous`` this may be about the save before.
             NonFiniteError, LedgerError: of the step before, see :meth:`MuonZero.check`; nothing is saved.
         """
         self.wait()
         optimizer.check()
         step = check_integer("step", step, low=0)
-        ranks = self._ranks_of(optimizer)
         doing = f"checkpoint of step {step} was not saved"
-        with ranks.together(doing):
-            contents = contents_of(model, optimizer)
-            tensors = dict(contents.tensors)
-            values, own = Values(), Values()
-            for name, value in extra.items():
-                values.put(f"extra.{name}", value)
-            for name, target in (("scheduler", scheduler), ("loader", loader)):
-                if target is not None:
-                    values.put(name, target.state_dict())
-            for name, value in contents.module_state.items():
-                values.put(f"module.{name}", value)
-            for name, group in contents.groups.items():
-                values.put(f"group.{name}", group)
-            own.put("random", _random_state())
-            for key in contents.buffers:  # they may come of a rank's own batches
-                values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
-            if self._copies is None:
-                self._copies = HostCopies(ranks, keep=self._background is not None)
-            tensors = self._copies.take(tensors, contents.folders)
-            manifest = _manifest(step, ranks, contents, optimizer)
-        digests = ranks.gather((step, values.digests()))
-        others = sorted({other for other, _ in digests} - {step})
-        ranks.agree(doing, CheckpointError(f"step = {step}: other ranks save step {others[0]}") if others else None)
-        for name, digest in digests[ranks.rank][1].items():
-            known = name.startswith("buffer.") if ranks.rank == 0 else digests[0][1].get(name) == digest
-            if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
-                values.drop(name)
-        job = partial(self._write, doing, ranks, tensors, values, own, manifest)
-        if self._background is None:
-            job()
-        else:
-            self._background.start(job)
+        with optimizer._ledger.status.at("Checkpointer.save"):
+            ranks = _ranks_of(optimizer)
+            with ranks.together(doing):
+                contents = contents_of(model, optimizer)
+                tensors = dict(contents.tensors)
+                values, own = _values_to_save(contents, tensors, ranks, scheduler, loader, extra)
+                if self._copies is None:
+                    self._copies = HostCopies(ranks, keep=self._background is not None)
+                tensors = self._copies.take(tensors, contents.folders)
+                manifest = _manifest(step, ranks, contents, optimizer)
+            facts = {key: repr(fact) for key, fact in contents.facts().items()}
+            everyone = ranks.gather((step, values.digests(), facts))
+            ranks.agree(doing, _differs(everyone, step))
+            for name, digest in everyone[ranks.rank][1].items():
+                known = name.startswith("buffer.") if ranks.rank == 0 else everyone[0][1].get(name) == digest
+                if known:  # rank 0's buffers are among the tensors, its other values stand for all ranks
+                    values.drop(name)
+            job = partial(self._write, doing, ranks, tensors, values, own, manifest)
+            if self._background is None:
+                job()
+            else:
+                ranks.busy = self._background.start(job)
 
     def _write(
         self, doing: str, ranks: Ranks, tensors: dict[str, Tensor], values: Values, own: Values, manifest: Manifest
@@ -163,8 +153,6 @@ class Checkpointer:
             if not (place / token).exists():
                 raise CheckpointError(f"{place}: rank 0 made it, and it is not here; {_SHARE}")
         with ranks.together(doing):
-            if ranks.rank == 0:
-                (place / token).unlink()
             files = write_tensors(place / TENSORS, tensors, ranks.group)
             files += values.write(place / STATE / _values_of(ranks.rank))
             files += own.write(place / STATE / f"own-{ranks.rank:05}")
@@ -175,19 +163,19 @@ class Checkpointer:
             if ranks.rank == 0:
                 files_of_all = {name: fact for part in everything for name, fact in part.items()}
                 for name, fact in files_of_all.items():
-                    if (place / name).stat().st_size != fact.size:
+                    if os.lstat(place / name).st_size != fact.size:
                         raise CheckpointError(f"{place / name}: has another size than when it was written")
                 replace(manifest, files=files_of_all).write(place)
-                folder.commit(step)
+                folder.commit(step, token)
         if ranks.rank == 0:
             self._prune(step)
 
     def _prune(self, step: int) -> None:
         """Too many checkpoints are no reason to fail."""
         try:
-            later = [other for other in self._folder.steps() if other > step]
+            later = [other for other in self._folder.ours() if other > step]
             self._folder.prune(self._keep_last, step)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             warn_user(f"{self._folder.path}: old checkpoints stay there: {error}")
             return
         if later:
@@ -221,15 +209,32 @@ class Checkpointer:
         Returns:
             The ``extra`` values, tensors on the CPU; None if there is no checkpoint, and then nothing was done.
         Raises:
-            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters that are
-                missing or unexpected, other shapes, dtypes or algorithms, all listed. On every rank alike; model,
-                optimizer, scheduler and loader are as they were.
+            CheckpointError: all checkpoints, or that of ``step``, are damaged; or it does not fit: parameters or groups
+                that are missing, unexpected or others, other shapes, dtypes or algorithms, all listed. On every rank
+                alike; model, optimizer, scheduler and loader are as they were (what was unfrozen by then, and is
+                trained in the checkpoint, has joined the optimizer).
         """
         self.wait()
-        ranks = self._ranks_of(optimizer)
-        manifest = self._choose(ranks, step)
+        with optimizer._ledger.status.at("Checkpointer.load"):
+            ranks = _ranks_of(optimizer)
+            manifest = self._choose(ranks, step)
         if manifest is None:
             return None
+        optimizer._join(manifest.trained())
+        with optimizer._ledger.status.at("Checkpointer.load"):
+            return self._load(ranks, manifest, model, optimizer, scheduler, loader, strict)
+
+    def _load(
+        self,
+        ranks: Ranks,
+        manifest: Manifest,
+        model: nn.Module,
+        optimizer: MuonZero,
+        scheduler: Any,
+        loader: Any,
+        strict: bool,
+    ) -> dict[str, Any]:
+        """Load what was chosen: all is read, decoded and tried out on every rank ahead of the first write."""
         place = self._folder.at(manifest.step)
         doing = f"{place}: was not loaded"
         with ranks.together(doing):
@@ -237,17 +242,22 @@ class Checkpointer:
             sources, problems = fit(contents, manifest)
             values = self._values(place, manifest, ranks)
             problems += _unsaved(values, scheduler, loader)
+            groups, misfits = _groups_of(contents, values)
+            problems += misfits
             if problems and strict:
                 raise CheckpointError(_list(problems, "change the model, or load what fits with strict=False"))
             staged = {
                 source: empty_like(contents.tensors[key], ranks, contents.folders.get(key))
                 for key, source in sources.items()
             }
-            read_tensors(place / TENSORS, staged)
+            read_tensors(manifest.reader(place), staged)
             self._own_buffers(staged, sources, contents, values)
+            contents.check_writable(sources)
+            optimizer._steps.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
             extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
-            groups = {name: values.get(f"group.{name}") for name in contents.groups if f"group.{name}" in values}
             generators = values.get("random") if "random" in values else None
+            if generators is not None:
+                check_random_state(generators)
         with ExitStack() as undo:
             with ranks.together(doing):  # other people's code: the last that can fail
                 for what, target in (("scheduler", scheduler), ("loader", loader)):
@@ -270,7 +280,7 @@ class Checkpointer:
                 "on where that of the same rank was, and where there was none, as rank 0's did"
             )
         if generators is not None:
-            _set_random_state(generators)
+            set_random_state(generators)
         else:
             warn_user(
                 f"{place}: was saved by {manifest.world} ranks: rank {ranks.rank} keeps its random numbers, and of "
@@ -321,11 +331,11 @@ class Checkpointer:
     @staticmethod
     def _values(place: Path, manifest: Manifest, ranks: Ranks) -> Values:
         """What all ranks have, and on top of it what this rank had, where there was such a rank."""
-        values = Values.read(place / STATE / _values_of(0))
+        values = Values.read(place, f"{STATE}/{_values_of(0)}", manifest.files)
         if ranks.rank < manifest.world:
             if ranks.rank:
-                values.update(Values.read(place / STATE / _values_of(ranks.rank)))
-            values.update(Values.read(place / STATE / f"own-{ranks.rank:05}"))
+                values.update(Values.read(place, f"{STATE}/{_values_of(ranks.rank)}", manifest.files))
+            values.update(Values.read(place, f"{STATE}/own-{ranks.rank:05}", manifest.files))
         return values
 
     @staticmethod
@@ -348,12 +358,76 @@ class Checkpointer:
                 undo.callback(module.set_extra_state, copy.deepcopy(before))
                 module.set_extra_state(values.get(f"module.{key}"))
 
-    # ------------------------------------------------------------------ ranks
 
-    def _ranks_of(self, optimizer: MuonZero) -> Ranks:
-        if self._ranks is None:
-            self._ranks = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.status)
-        return self._ranks
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def _ranks_of(optimizer: MuonZero) -> Ranks:
+    """Those that all checkpointers of an optimizer meet in, when nothing is under way behind training; collective."""
+    if optimizer._apart is None:
+        optimizer._apart = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.status)
+    optimizer._apart.settle()
+    return optimizer._apart
+
+
+def _differs(everyone: Sequence[tuple[int, Any, dict[str, str]]], step: int) -> CheckpointError | None:
+    """What ranks would save otherwise, though a checkpoint has one of it: its step, and tensors by name and shape."""
+    others = sorted({other for other, _, _ in everyone} - {step})
+    if others:
+        return CheckpointError(f"step = {step}: other ranks save step {others[0]}")
+    for name in dict.fromkeys(name for _, _, facts in everyone for name in facts):
+        said = [facts.get(name, "none") for _, _, facts in everyone]
+        if len(set(said)) > 1:
+            return CheckpointError(
+                f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the same "
+                "parameters and buffers on every rank"
+            )
+    return None
+
+
+# ------------------------------------------------------------------------------------------ what is saved and loaded
+
+
+def _values_to_save(
+    contents: Contents, tensors: dict[str, Tensor], ranks: Ranks, scheduler: Any, loader: Any, extra: dict[str, Any]
+) -> tuple[Values, Values]:
+    """What is no tensor of the model: what ranks may have alike, and this rank's alone.
+
+    Args:
+        tensors: of ``contents``; buffers of other ranks than the first go from it, for they may come of a rank's own
+            batches.
+    """
+    values, own = Values(), Values()
+    for name, value in extra.items():
+        values.put(f"extra.{name}", value)
+    for name, target in (("scheduler", scheduler), ("loader", loader)):
+        if target is not None:
+            values.put(name, target.state_dict())
+    for name, value in contents.module_state.items():
+        values.put(f"module.{name}", value)
+    for name, group in contents.groups.items():
+        values.put(f"group.{name}", group)
+    values.put("members", contents.members)
+    own.put("random", random_state())
+    for key in contents.buffers:
+        values.put(f"buffer.{key}", tensors[key] if ranks.rank == 0 else tensors.pop(key))
+    return values, own
+
+
+def _groups_of(contents: Contents, values: Values) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """The values of each group here that a checkpoint has, and what does not fit of groups, one sentence each."""
+    members = values.get("members") if "members" in values else {}
+    stored = [name.removeprefix("group.") for name in values.encoded if name.startswith("group.")]
+    problems = group_problems(contents.members, {name: members.get(name) for name in stored})
+    groups = {}
+    for name, own in contents.groups.items():
+        if name in stored:
+            saved = values.get(f"group.{name}")
+            wrong = value_problems(own, saved)
+            problems += wrong
+            if not wrong:
+                groups[name] = values_of(saved)
+    return groups, problems
 
 
 def _manifest(step: int, ranks: Ranks, contents: Contents, optimizer: MuonZero) -> Manifest:
@@ -379,27 +453,6 @@ def _our_version() -> str:
         return version("compile_muon")
     except PackageNotFoundError:  # a source tree on the path
         return "unknown"
-
-
-def _random_state() -> dict[str, Any]:
-    """Of each generator of this rank (Python's, NumPy's if it was imported, torch's on CPU and current GPU)."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, keys.tolist(), *rest)
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    """Go on from there; a generator that is not here is left out."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _values_of(rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 
 from compile_muon.checkpoint.export import export
@@ -16,32 +17,41 @@ __all__ = ["run"]
 
 def run(chosen: argparse.Namespace) -> int:
     """Carry out a parsed command; the exit code is 1 where something is damaged or not there."""
-    folder = Folder(chosen.folder)
-    wanted = getattr(chosen, "step", None)
-    present = folder.steps()
-    steps = present if wanted is None else [wanted]
-    if not steps or not set(steps) <= set(present):
-        print(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
-        return 1
     try:
+        folder = Folder(chosen.folder)
+        wanted = getattr(chosen, "step", None)
+        present = folder.steps()
+        steps = present if wanted is None else [wanted]
+        if not steps or not set(steps) <= set(present):
+            _say(f"{folder.path}: no checkpoint" + ("" if wanted is None else f" of step {wanted}; steps: {present}"))
+            return 1
         return _ACTIONS[chosen.action](chosen, folder, steps)
-    except (CheckpointError, OSError) as error:
-        print(error)
+    except BrokenPipeError:
+        raise  # nobody reads the rest
+    except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+        _say(error if str(error) else f"{chosen.folder}: {type(error).__name__}")
         return 1
+
+
+def _say(text: object) -> None:
+    """Print a line: what a file says may move the cursor, or be no character of the terminal's."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    encoding = sys.stdout.encoding or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _list(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
     failed = 0
-    print(f"{'step':>10}  {'written (UTC)':25}  {'MiB':>10}  world  stage")
+    _say(f"{'step':>10}  {'written (UTC)':25}  {'MiB':>10}  world  stage")
     for step in steps:
         try:
             found = Manifest.read(folder.at(step))
         except CheckpointError as error:
-            print(f"{step:10}  {error}")
+            _say(f"{step:10}  {error}")
             failed = 1
             continue
         size = sum(file.size for file in found.files.values()) / 2**20
-        print(f"{step:10}  {found.written:25}  {size:10,.1f}  {found.world:5}  {found.stage:5}")
+        _say(f"{step:10}  {found.written:25}  {size:10,.1f}  {found.world:5}  {found.stage:5}")
     return failed
 
 
@@ -51,33 +61,33 @@ def _verify(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int
         try:
             manifest = Manifest.read(folder.at(step))
             manifest.verify(folder.at(step))
-            print(f"step {step}: whole, {len(manifest.files)} files")
+            _say(f"step {step}: whole, {len(manifest.files)} files")
         except CheckpointError as error:
-            print(f"step {step}: damaged: {error}")
+            _say(f"step {step}: damaged: {error}")
             failed = 1
     return failed
 
 
 def _inspect(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
     found = Manifest.read(folder.at(steps[-1]))
-    print(f"step {found.step}, written {found.written} by {found.world} ranks at ZeRO stage {found.stage}")
-    print(", ".join(f"{name} {number}" for name, number in sorted(found.versions.items())))
-    print(f"configuration {found.fingerprint[:16]}: {found.configuration}")
+    _say(f"step {found.step}, written {found.written} by {found.world} ranks at ZeRO stage {found.stage}")
+    _say(", ".join(f"{name} {number}" for name, number in sorted(found.versions.items())))
+    _say(f"configuration {found.fingerprint[:16]}: {found.configuration}")
     weights = {key.removeprefix("model/"): facts for key, facts in found.tensors.items() if key.startswith("model/")}
     elements = sum(math.prod(facts.shape) for facts in weights.values())
-    print(f"{elements:,} elements in {len(weights)} weights and buffers")
+    _say(f"{elements:,} elements in {len(weights)} weights and buffers")
     width = max(map(len, weights), default=0)
     for name, facts in weights.items():
         kind, placement = found.algorithms.get(name, "buffer"), found.placements.get(name, "whole")
-        print(f"  {name:{width}}  {kind:7}  {placement:9}  {facts.dtype:9}  {list(facts.shape)}")
+        _say(f"  {name:{width}}  {kind:7}  {placement:9}  {facts.dtype:9}  {list(facts.shape)}")
     for alias, name in found.aliases.items():
-        print(f"  {alias:{width}}  is {name}")
+        _say(f"  {alias:{width}}  is {name}")
     return 0
 
 
 def _export(chosen: argparse.Namespace, folder: Folder, steps: list[int]) -> int:
     count, size = export(folder.at(steps[-1]), chosen.out)
-    print(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
+    _say(f"{chosen.out}: {count} tensors of step {steps[-1]}, {size:,} bytes")
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.model.groups import values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.lender import MASTER
@@ -37,6 +38,7 @@ class Contents:
         aliases: further names of tied weights to the first.
         module_state: what modules' ``get_extra_state()`` gave, by its key in the state dict.
         groups: hyperparameters by the name of the group.
+        members: names of its parameters, by the name of the group.
         folders: of ``tensors`` that are in a file, where it is.
     """
 
@@ -46,11 +48,28 @@ class Contents:
     aliases: dict[str, str] = field(default_factory=dict)
     module_state: dict[str, Any] = field(default_factory=dict)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    members: dict[str, list[str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
 
     def facts(self) -> dict[str, TensorFacts]:
         """Shape and dtype of each whole tensor."""
         return {key: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for key, t in self.tensors.items()}
+
+    def check_writable(self, keys: Iterable[str]) -> None:
+        """Raise ahead of the first write if one could not be made.
+
+        Raises:
+            CheckpointError: a buffer shares memory with itself (``expand``), or was made under inference_mode.
+        """
+        for key in keys:
+            local = local_tensor(self.tensors[key])
+            twice = any(step == 0 and size > 1 for step, size in zip(local.stride(), local.shape, strict=True))
+            if twice or (local.is_inference() and not torch.is_inference_mode_enabled()):
+                raise CheckpointError(
+                    f"{key.removeprefix('model/')}: cannot be written in place "
+                    f"({'expanded' if twice else 'made under torch.inference_mode()'}); give it memory of its own, "
+                    "with clone() outside of inference_mode"
+                )
 
     def placements(self) -> dict[str, str]:
         """How this optimizer's ranks hold each parameter."""
@@ -77,10 +96,11 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     optimizer._steps.own_momenta()
     found, home = Contents(), optimizer._steps.home
     algorithm: dict[int, str] = {}
+    sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
-        found.groups[group["name"]] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
+        found.groups[group["name"]] = values_of(group)
+        found.members[group["name"]] = [sharded[id(param)] for param in group["params"]]
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors, found.aliases, found.module_state = named_state(model)
     for name, value in tensors.items():

@@ -5,11 +5,11 @@ Tensors are read and written some at a time, so memory does not grow with the mo
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
 
-from compile_muon.checkpoint.folder import TENSORS
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.spec import decode_dtype
@@ -34,7 +34,8 @@ def export(checkpoint: Path, out: Path) -> tuple[int, int]:
     """
     manifest = Manifest.read(checkpoint)
     manifest.verify(checkpoint)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    reader = manifest.reader(checkpoint)
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"--out = {out}: is there and not empty; give a new folder")
     weights = {key.removeprefix("model/"): key for key in manifest.tensors if key.startswith("model/")}
     weights |= {alias: f"model/{name}" for alias, name in manifest.aliases.items()}
@@ -45,7 +46,7 @@ def export(checkpoint: Path, out: Path) -> tuple[int, int]:
     file = TensorFile(unfinished, facts)
     for batch in batches(facts, lambda name: nbytes(facts[name]), _BATCH_BYTES):
         staged = {weights[n]: torch.empty(facts[n].shape, dtype=decode_dtype(facts[n].dtype)) for n in batch}
-        read_tensors(checkpoint / TENSORS, staged)
+        read_tensors(reader, staged)
         for name in batch:
             file.write(staged[weights[name]].reshape(-1).view(torch.uint8))
     file.close()

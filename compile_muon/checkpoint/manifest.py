@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from compile_muon.checkpoint.folder import STATE, TENSORS
+import torch
+
+from compile_muon.checkpoint.folder import FORMAT, NAME, STATE, TENSORS
 from compile_muon.errors import CheckpointError, DamagedError, listed
-from compile_muon.storage.boxes import TensorFacts
-from compile_muon.storage.disk import write_bytes
+from compile_muon.storage.boxes import Reader, TensorFacts
+from compile_muon.storage.disk import open_plain, open_within, write_bytes
 
 __all__ = ["NAME", "FileFacts", "Manifest", "describe_file", "raise_damage"]
 
-NAME = "manifest.json"
-FORMAT, VERSION = "compile_muon checkpoint", 1
+VERSION = 1
 
 _FILE = re.compile(rf"({TENSORS}|{STATE})/[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _BLOCK = 1 << 20
+_LARGEST = 2**62  # of a number in a manifest: what is larger is no size
+_SHOWN = 80  # characters of a value in an error
+_COPY = "take a copy of this file that is whole, or another checkpoint"
 
 
 @dataclass(frozen=True)
@@ -80,51 +84,79 @@ class Manifest:
         """The manifest of a checkpoint; no other file is looked at.
 
         Raises:
-            DamagedError: it is missing, was changed, or names files outside of the folder.
+            DamagedError: it is missing, was changed, or says what cannot be; the message has the field.
             CheckpointError: a later version of the format wrote it.
         """
-        _regular(folder, NAME)
+        with open_within(folder, NAME) as file:
+            data = file.read()
         try:
-            body = json.loads((folder / NAME).read_bytes())
+            body = json.loads(data)
             if not isinstance(body, dict) or body.get("format") != FORMAT:
-                raise ValueError("it is no manifest of a checkpoint")
+                raise ValueError(f"format: it is no manifest of a checkpoint, which says {FORMAT!r} there")
             found = body.pop("sha256", None)
             if found != _digest_of(body):
-                raise ValueError("its contents do not have the checksum they were written with")
-            version = body.pop("version")
-            if version != VERSION:
+                raise ValueError("sha256: its contents do not have the checksum they were written with")
+            version = body.pop("version", None)
+            if type(version) is not int or version < VERSION:
+                raise ValueError(f"version = {_shown(version)}: is no version of the format")
+            if version > VERSION:
                 raise CheckpointError(
-                    f"{folder}: format version = {version!r}: this compile_muon knows version {VERSION}; load it with "
-                    "the one that wrote it"
+                    f"{folder}: format version = {_shown(version)}: this compile_muon knows version {VERSION}; load it "
+                    "with the one that wrote it"
                 )
             return cls._parsed(body)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{folder / NAME}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            said = "it is nested too deeply" if isinstance(error, RecursionError) else _short(str(error), 300)
+            raise DamagedError(f"{folder / NAME}: {said}; {_COPY}") from error
 
     @classmethod
     def _parsed(cls, body: dict[str, Any]) -> Manifest:
+        """What of :data:`_FIELDS` the body of a manifest has, where all is what it has to be.
+
+        Raises:
+            ValueError: something is not, by its field.
+        """
+        for name, (kind, each, what) in _FIELDS.items():
+            value: Any = body.get(name)
+            if type(value) is not kind or not (kind is dict or each(value)):
+                raise ValueError(f"{name} = {_shown(value)}: is no {what if kind is not dict else 'object'}")
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                if not each(inner):
+                    raise ValueError(f"{name}[{_shown(key)}] = {_shown(inner)}: is no {what}")
         given = {f.name: body[f.name] for f in fields(cls)}
-        for name, value in given.items():
-            kind = int if name in ("step", "world", "stage") else str if name in ("written", "fingerprint") else dict
-            if type(value) is not kind:
-                raise ValueError(f"{name} = {value!r} is no {kind.__name__}")
         for name in given["files"]:
             if not _FILE.fullmatch(name):
-                raise ValueError(f"it names {name!r}, which is not a place for a file of a checkpoint")
-        given["files"] = {name: FileFacts(int(v["size"]), str(v["sha256"])) for name, v in given["files"].items()}
-        given["tensors"] = {
-            name: TensorFacts(tuple(int(size) for size in v["shape"]), str(v["dtype"]))
-            for name, v in given["tensors"].items()
-        }
+                raise ValueError(f"files: {_shown(name)} is not a place for a file of a checkpoint")
+        for alias, name in given["aliases"].items():
+            if f"model/{name}" not in given["tensors"]:
+                raise ValueError(f"aliases[{_shown(alias)}] = {_shown(name)}: is no tensor of the model")
+        given["files"] = {name: FileFacts(v["size"], v["sha256"]) for name, v in given["files"].items()}
+        given["tensors"] = {name: TensorFacts(tuple(v["shape"]), v["dtype"]) for name, v in given["tensors"].items()}
         return cls(**given)
+
+    def trained(self) -> list[str]:
+        """Names of the parameters that were not frozen, under all their names."""
+        found = [name for name, algorithm in self.algorithms.items() if algorithm != "frozen"]
+        return found + [alias for alias, name in self.aliases.items() if name in found]
+
+    def reader(self, folder: Path) -> Reader:
+        """Of the tensors in the files that the manifest names; no other is opened.
+
+        Raises:
+            CheckpointError: a file is no plain one or cannot be read; rows of a tensor are nowhere, or not as the
+                manifest says.
+        """
+        found = Reader(folder, [name for name in sorted(self.files) if name.startswith(f"{TENSORS}/")])
+        found.check(self.tensors)
+        return found
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
         """What is wrong with the files, those that this ``part`` of ``parts`` verifies; each file is read once."""
         found = []
         for name in sorted(self.files)[part::parts]:
             try:
-                _regular(folder, name)
-                facts = describe_file(folder / name)
+                with open_within(folder, name) as file:
+                    facts = _facts_of(file)
             except (DamagedError, OSError) as error:
                 found.append(str(error))
                 continue
@@ -133,23 +165,31 @@ class Manifest:
                 found.append(f"{folder / name}: {facts.size:,} bytes instead of {wanted.size:,}")
             elif facts != wanted:
                 found.append(f"{folder / name}: its contents do not have the checksum they were written with")
-        if part == 0:  # the reader of tensors takes every file that is there
+        if part == 0:
             try:
-                present = {f"{TENSORS}/{entry}" for entry in os.listdir(folder / TENSORS)}
+                if strangers := sorted(self._strangers(folder)):
+                    found.append(f"{folder}: {listed(strangers)} is not part of it")
             except OSError as error:
-                present = set()
                 found.append(str(error))
-            if strangers := sorted(present - self.files.keys()):
-                found.append(f"{folder}: {listed(strangers)} is not part of it")
         return found
 
+    def _strangers(self, folder: Path) -> Iterator[str]:
+        """What was put beside the files, by its name; nothing is opened. Notes beside the manifest are no damage."""
+        for part in (TENSORS, STATE):
+            yield from {f"{part}/{name}" for name in os.listdir(folder / part)} - self.files.keys()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not (entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)):
+                    yield entry.name
+
     def verify(self, folder: Path) -> None:
-        """Verify all files in this process.
+        """Verify all files in this process, and that they hold all rows of all tensors.
 
         Raises:
-            DamagedError: listing what is damaged.
+            CheckpointError: listing what is damaged.
         """
         raise_damage(self.problems(folder))
+        self.reader(folder)
 
 
 def raise_damage(problems: Sequence[str]) -> None:
@@ -159,12 +199,16 @@ def raise_damage(problems: Sequence[str]) -> None:
 
 
 def describe_file(path: Path) -> FileFacts:
-    """Read a file and say what is in it."""
+    """Read a plain file and say what is in it."""
+    with open_plain(path) as file:
+        return _facts_of(file)
+
+
+def _facts_of(file: BinaryIO) -> FileFacts:
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
+    while block := file.read(_BLOCK):
+        digest.update(block)
+        size += len(block)
     return FileFacts(size, digest.hexdigest())
 
 
@@ -172,14 +216,49 @@ def _digest_of(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _regular(folder: Path, name: str) -> None:
-    """Refuse what is not a plain file in plain folders: a link may lead anywhere, a pipe waits for ever."""
-    path = folder
-    for part, last in zip(("", *name.split("/")), (*[False] * len(name.split("/")), True), strict=True):
-        path = path / part
-        try:
-            mode = os.lstat(path).st_mode
-        except FileNotFoundError:
-            raise DamagedError(f"{path}: is missing") from None
-        if not (stat.S_ISREG(mode) if last else stat.S_ISDIR(mode)):
-            raise DamagedError(f"{path}: is not a plain {'file' if last else 'folder'}")
+# ------------------------------------------------------------------------------------------ what a manifest may say
+
+
+def _number(value: object) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+def _text(value: object) -> bool:
+    return type(value) is str
+
+
+def _file(value: object) -> bool:
+    digest = value.get("sha256") if isinstance(value, dict) else None
+    return isinstance(value, dict) and _number(value.get("size")) and isinstance(digest, str) and len(digest) == 64
+
+
+def _tensor(value: object) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("shape"), list) or not _text(value.get("dtype")):
+        return False
+    known = isinstance(getattr(torch, value["dtype"], None), torch.dtype)
+    return known and all(map(_number, value["shape"])) and math.prod(value["shape"]) < _LARGEST
+
+
+#: of each field its kind, what it, or each value in it, has to satisfy, and what that is called
+_FIELDS: dict[str, tuple[type, Callable[[object], bool], str]] = {
+    "step": (int, _number, "number"),
+    "world": (int, lambda value: _number(value) and value != 0, "number of ranks"),
+    "stage": (int, lambda value: value in (0, 1, 2, 3), "ZeRO stage"),
+    "written": (str, _text, "text"),
+    "versions": (dict, _text, "text"),
+    "configuration": (dict, lambda value: True, "setting"),
+    "fingerprint": (str, _text, "text"),
+    "tensors": (dict, _tensor, "shape and dtype of a tensor"),
+    "algorithms": (dict, _text, "name of an algorithm"),
+    "placements": (dict, _text, "placement"),
+    "aliases": (dict, _text, "name"),
+    "files": (dict, _file, "size and SHA-256 of a file"),
+}
+
+
+def _shown(value: object) -> str:
+    return _short(repr(value), _SHOWN)
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError, listed
+from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.storage.boxes import converted
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
 
 __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
-
-_NOT_SETTINGS = ("params", "param_names")
 
 
 def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, Entry]]:
@@ -56,7 +56,7 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
         ranks.agree("full_optimizer_state", error)
     if wire.rank != 0:
         return {}
-    groups = [{"params": list(names), **_settings(group)} for names, group in _named(optimizer)]
+    groups = [{"params": list(names), **values_of(group)} for names, group in _named(optimizer)]
     state: dict[str, dict[str, Tensor]] = {}
     for (name, slot), value in found.items():
         state.setdefault(name, {})[slot] = value
@@ -74,12 +74,19 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
     """
     with optimizer._ledger.status.at("load_full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
+        trained: list[str] = []
+        with ranks.together("optimizer state was not loaded"):
+            if wire.rank == 0:
+                trained = [name for group in _groups_in(saved) for name in group["params"]]
+        optimizer._join(ranks.first(trained))
+    with optimizer._ledger.status.at("load_full_optimizer_state"):
         optimizer._steps.own_momenta()
         slots = list(_slots(optimizer))
         groups: list[dict[str, Any]] = []
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:
                 groups = _checked(optimizer, slots, saved)
+                optimizer._steps.check_momentum(groups)
         groups = ranks.first(groups)
         for name, slot, entry in slots:
             wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
@@ -94,8 +101,21 @@ def _named(optimizer: MuonZero) -> list[tuple[list[str], dict[str, Any]]]:
     return [([names[id(param)] for param in group["params"]], group) for group in optimizer.param_groups]
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+def _groups_in(saved: Any) -> list[Mapping[str, Any]]:
+    """The groups that were saved.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if (
+        not isinstance(groups, list)
+        or not groups
+        or not isinstance(saved.get("state"), Mapping)
+        or not all(isinstance(g, Mapping) and {"name", "params", "algorithm"} <= g.keys() for g in groups)
+    ):
+        raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
+    return groups
 
 
 def _checked(optimizer: MuonZero, slots: list[tuple[str, str, Entry]], saved: Any) -> list[dict[str, Any]]:
@@ -104,25 +124,32 @@ def _checked(optimizer: MuonZero, slots: list[tuple[str, str, Entry]], saved: An
     Raises:
         CheckpointError: listing all that does not.
     """
-    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-    if not groups or not all(isinstance(group, Mapping) and "name" in group for group in groups):
-        raise CheckpointError("it is not optimizer state of MuonZero; begin anew from the weights alone")
+    groups = _groups_in(saved)
+    named = _named(optimizer)
     trained = {name: group["algorithm"] for group in groups for name in group["params"]}
     problems = []
-    for names, group in _named(optimizer):
+    for names, group in named:
         for name in names:
             if trained.get(name) != group["algorithm"]:
                 before = f"was {trained[name]} in it" if name in trained else "is not in it"
                 problems.append(f"{name}: {before}, is {group['algorithm']} now")
     wrong = {problem.split(":")[0] for problem in problems}
-    ours = {name for names, _ in _named(optimizer) for name in names}
+    ours = {name for names, _ in named for name in names}
     problems += [f"{name}: is in it, and not trained here" for name in trained if name not in ours]
     for name, slot, entry in slots:
         value = saved["state"].get(name, {}).get(slot)
-        if name not in wrong and (not isinstance(value, Tensor) or tuple(value.shape) != entry.shape):
+        if name in wrong:
+            continue
+        if not isinstance(value, Tensor) or tuple(value.shape) != entry.shape:
             shape = list(value.shape) if isinstance(value, Tensor) else None
             problems.append(f"{name}: its {slot} has shape {shape} in it, {list(entry.shape)} here")
+        else:
+            converted(f"{name}/{slot}", value.detach(), entry.tensor.dtype)
+    by_name = {group["name"]: group for group in groups}
+    problems += group_problems({g["name"]: names for names, g in named}, {n: g["params"] for n, g in by_name.items()})
+    for _, group in named:
+        if group["name"] in by_name:
+            problems += value_problems(values_of(group), values_of(by_name[group["name"]]))
     if problems:
         raise CheckpointError(listed(problems))
-    by_name = {group["name"]: _settings(group) for group in groups}
-    return [by_name.get(group["name"], {}) for group in optimizer.param_groups]
+    return [values_of(by_name[group["name"]]) for _, group in named]

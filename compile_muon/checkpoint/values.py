@@ -9,16 +9,17 @@ import hashlib
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError
-from compile_muon.storage.disk import write_bytes
+from compile_muon.storage.disk import open_within, write_bytes
 
 __all__ = ["Values"]
 
@@ -48,8 +49,15 @@ class Values:
         self.encoded[name] = self._encode(value, name)
 
     def get(self, name: str) -> Any:
-        """The value put under ``name``, new objects each time; tensors are on the CPU."""
-        return self._decode(self.encoded[name])
+        """The value put under ``name``, new objects each time; tensors are on the CPU.
+
+        Raises:
+            CheckpointError: what a file has there is no encoded value.
+        """
+        try:
+            return self._decode(self.encoded[name])
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{name}: is no value of a checkpoint ({type(error).__name__}: {error})") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self.encoded
@@ -63,7 +71,7 @@ class Values:
         """Take what ``other`` has, in the order there is here."""
         for name, encoded in other.encoded.items():
             for key in self._keys(self.encoded.get(name)):
-                del self.tensors[key]
+                self.tensors.pop(key, None)
             self.encoded[name] = encoded
         self.tensors |= other.tensors
 
@@ -88,18 +96,33 @@ class Values:
         return files
 
     @classmethod
-    def read(cls, base: Path) -> Values:
+    def read(cls, folder: Path, base: str, files: Container[str]) -> Values:
         """What :meth:`write` wrote.
 
+        Args:
+            folder: of the checkpoint.
+            base: in it, without an ending.
+            files: names that may be opened; where ``base.safetensors`` is not among them there are no tensors.
         Raises:
-            ValueError, OSError: the files are not what it writes.
+            CheckpointError: the files are missing, or not what it writes; the message names them.
         """
-        encoded = json.loads(base.with_suffix(".json").read_bytes())
-        tensors = base.with_suffix(".safetensors")
-        found = cls(encoded, load_file(tensors) if tensors.exists() else {})
-        if not isinstance(encoded, dict) or not set(found._keys(encoded)) <= found.tensors.keys():
-            raise ValueError(f"{base.name}.json does not fit {base.name}.safetensors")
-        return found
+        name = f"{base}.json"
+        try:
+            with open_within(folder, name) as file:
+                encoded = json.loads(file.read())
+            tensors = {}
+            if f"{base}.safetensors" in files:
+                name = f"{base}.safetensors"
+                with open_within(folder, name) as file:
+                    tensors = load(file.read())
+            found = cls(encoded, tensors)
+            if not isinstance(encoded, dict) or not set(found._keys(encoded)) <= tensors.keys():
+                raise ValueError(f"{base}.json does not fit {base}.safetensors")
+            return found
+        except CheckpointError:
+            raise
+        except Exception as error:  # SafetensorError is not an OSError
+            raise CheckpointError(f"{folder / name}: {type(error).__name__}: {error}") from error
 
     # ------------------------------------------------------------------ one value
 

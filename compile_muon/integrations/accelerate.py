@@ -33,7 +33,7 @@ from compile_muon.errors import CheckpointError, ConfigError, config_error, list
 from compile_muon.integrations.common import is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
-from compile_muon.storage.disk import write_bytes
+from compile_muon.storage.disk import open_plain, write_bytes
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters
@@ -339,7 +339,8 @@ class _Sharded:
             Checkpointer(folder, keep_last=1).save(step, wrapped.model, optimizer)
             if ranks.rank == 0:
                 for old in set(folder.glob("accelerate-*.json")) - {_record(folder, step)}:
-                    old.unlink()
+                    if re.fullmatch(r"accelerate-[0-9]+\.json", old.name) and not old.is_symlink() and old.is_file():
+                        old.unlink()
         return state
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -414,9 +415,10 @@ def _choose(state: Path, folder: Path) -> tuple[int, int]:
     there, problems = _digests(state), []
     for step in reversed(steps):
         try:
-            record = json.loads(_record(folder, step).read_text())
+            with open_plain(_record(folder, step)) as file:
+                record = json.loads(file.read())
             wrong = [name for name, digest in record["files"].items() if there.get(name) != digest]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"step {step}: {_record(folder, step).name}: {error}")
             continue
         if not wrong:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from compile_muon.config import Config
 from compile_muon.config.checked import Mistakes
@@ -15,7 +16,9 @@ from compile_muon.errors import config_error, listed
 from compile_muon.model.assignment import Assignment
 from compile_muon.passes.methods import METHODS, MatrixMethod, Method
 
-__all__ = ["Group", "chosen_methods", "plan_groups"]
+__all__ = ["Group", "chosen_methods", "group_problems", "plan_groups", "state_problems", "value_problems", "values_of"]
+
+_NOT_RATES = ("params", "param_names")
 
 _BY_NAME = {method.name: method for method in METHODS}
 
@@ -141,3 +144,93 @@ def _defaults(config: Config, method: Method) -> dict[str, Any]:
             own = said.get(rate.name, rate.default)
         found[rate.name] = own
     return found
+
+
+# ------------------------------------------------------------------------------------------ groups that were saved
+
+
+def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of a group of the optimizer: all but its parameters."""
+    return {key: value for key, value in group.items() if key not in _NOT_RATES}
+
+
+def group_problems(here: Mapping[str, Sequence[str]], saved: Mapping[str, Sequence[str] | None]) -> list[str]:
+    """How groups differ from saved ones, one sentence each: a group that was not saved would keep its first rates.
+
+    Args:
+        here: names of parameters by the name of the group.
+        saved: the same; None where it is not known.
+    """
+    known = listed(list(saved)) or "none"
+    problems = [
+        f"group {name}: was not saved (there are {known}), so nothing says its rates"
+        for name in here
+        if name not in saved
+    ]
+    problems += [f"group {name}: was saved, and is not among the optimizer's" for name in saved if name not in here]
+    before = {param: name for name, members in saved.items() for param in members or ()}
+    moved: dict[tuple[str, str], list[str]] = {}
+    for name, members in here.items():
+        for param in members:
+            if before.get(param, name) != name:
+                moved.setdefault((before[param], name), []).append(param)
+    return problems + [f"{listed(params)}: was in group {old}, is in {new} now" for (old, new), params in moved.items()]
+
+
+def value_problems(group: Mapping[str, Any], saved: Any) -> list[str]:
+    """What of the ``saved`` values of a group cannot be those of ``group``, one sentence each."""
+    label = f"group {group['name']}"
+    if not isinstance(saved, Mapping):
+        return [f"{label}: a {type(saved).__name__} was saved, not values by name"]
+    problems = [
+        f"{label}: {key} = {value!r} was saved, {group[key]!r} is here"
+        for key, value in saved.items()
+        if key in ("name", "algorithm") and key in group and value != group[key]
+    ]
+    return problems + [
+        f"{label}: {key} = {str(value)[:80]!r} was saved, which cannot stand for {group[key]!r}"
+        for key, value in saved.items()
+        if key in group and key not in ("name", "algorithm", *_NOT_RATES) and not _stands_for(value, group[key])
+    ]
+
+
+def _stands_for(value: Any, like: Any) -> bool:
+    if isinstance(like, (bool, str)):
+        return type(value) is type(like)
+    if isinstance(like, (tuple, list)):
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(like)
+            and all(_stands_for(one, other) for one, other in zip(value, like, strict=True))
+        )
+    if isinstance(like, (int, float, Tensor)):
+        if isinstance(value, Tensor):
+            return value.numel() == 1 and not value.is_complex() and math.isfinite(float(value))
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value)
+    return True
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer without end
+        return False
+
+
+def state_problems(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What does not fit of the groups of ``state_dict()``, which torch takes by their order alone.
+
+    Nothing is known of groups without a name, which are none of ours.
+    """
+    if not all("name" in group for group in saved):
+        return []
+    here = {group["name"]: group.get("param_names", ()) for group in groups}
+    problems = group_problems(here, {group["name"]: group.get("param_names") for group in saved})
+    if problems:
+        return problems
+    for group, other in zip(groups, saved, strict=True):
+        names = other.get("param_names")
+        if other["name"] != group["name"] or (names is not None and list(names) != list(group["param_names"])):
+            problems.append(f"group {group['name']}: was saved in another order, or with other parameters")
+        problems += value_problems(group, other)
+    return problems

@@ -30,7 +30,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.other_holders import replace
-from compile_muon.runtime.parameter import sharded_parameter
+from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
 from compile_muon.runtime.pinned import on_host
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
@@ -183,13 +183,15 @@ def shard_model(
     else:
         reserve(specs)
     accounts: dict[nn.Parameter, Account] = {}
-    handouts = Handouts()
+    handouts, told = Handouts(), set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
             whole = local_tensor(param).detach()
             keep(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
         new, replica = _split(param, spec, mesh, roles[name], device)
+        if isinstance(new, ShardedParameter):
+            new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
         beside = spec.muon is not None and not spec.muon.fetched
         momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)

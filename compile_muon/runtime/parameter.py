@@ -15,6 +15,7 @@ this rank has a part, as of ``param.grad.norm()``, is not read for the whole.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from compile_muon.errors import MuonZeroError, UnsupportedModelError
+from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
 from compile_muon.passes.torch_private import current_backward
 from compile_muon.runtime.shards import user_attributes
 
@@ -37,9 +38,11 @@ class ShardedParameter(DTensor):
     Attributes:
         uncounted_edits: of a parameter, how often it or a view was edited, beside what PyTorch counts.
         shown: of a view that PyTorch does not know as one (``.data``), the parameter whose memory it shows.
+        origin: the parameter's name, and what was told of its model; of a copy and a view, too.
     """
 
     uncounted_edits: int = 0
+    origin: tuple[str, set[str]] | None = None
     shown: weakref.ref[ShardedParameter] | None = None
 
     @classmethod
@@ -102,6 +105,8 @@ class ShardedParameter(DTensor):
         return super().__coerce_same_metadata_as_tangent__(flatten_spec, expected_type)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "copy":
+            _tell_of_pickling(self)
         plain = _as_dtensor(self)
         plain.__dict__.update(user_attributes(self))
         return plain.__reduce_ex__(protocol)
@@ -143,6 +148,20 @@ for _name in _READING:
 def raw_gradient(param: Tensor) -> Tensor | None:
     """``param.grad`` as autograd keeps it."""
     return cast("Tensor | None", torch.Tensor.grad.__get__(param))  # type: ignore[attr-defined]
+
+
+def _tell_of_pickling(tensor: ShardedParameter) -> None:
+    """Say once for a model that a file gets this rank's rows, where it does not hold all of them."""
+    mesh = tensor.device_mesh
+    parts = [mesh.size(dim) for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if tensor.origin is None or max(parts, default=1) == 1 or "pickled" in tensor.origin[1]:
+        return
+    tensor.origin[1].add("pickled")
+    warn_user(
+        f"{tensor.origin[0]}: is pickled (torch.save, say) as a shard: the file holds the rows of rank "
+        f"{torch.distributed.get_rank()} and no others; save whole weights with full_state_dict(model) or "
+        "save_pretrained(model, folder), and a run with a Checkpointer, on all ranks"
+    )
 
 
 class _Shown(ShardedParameter):
@@ -242,6 +261,9 @@ def _derived(result: Any, given: Sequence[Any]) -> Any:
     found = _of_class(result)
     if source is not None:
         found.shown = weakref.ref(source) if source.shown is None else source.shown
+    copied = next((v for v in given if type(v) is ShardedParameter and v.origin and v.shape == found.shape), None)
+    if copied is not None:
+        found.origin = copied.origin
     return found
 
 

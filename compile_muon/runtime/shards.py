@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: What a DTensor keeps among the attributes of its own, and what a ``ShardedParameter`` does.
-_OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown"})
+_OF_DTENSORS = frozenset({"_local_tensor", "_spec", "uncounted_edits", "shown", "origin"})
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -152,19 +152,29 @@ class Step:
                         slots[state.name] = new_state(account, state)
                 self._states[param] = {state.name for state in own}
 
+    def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[Account]]]:
+        """The momenta of ``groups``, which stand for ``param_groups``, and the accounts that share a tensor of each.
+
+        Raises:
+            ConfigError: groups that share one differ.
+        """
+        shared: dict[int, list[tuple[Mapping[str, Any], list[Account]]]] = {}
+        for own, group in zip(self.optimizer.param_groups, groups, strict=True):
+            if "momentum" in group and own["params"]:
+                accounts = [self.accounts[param] for param in own["params"]]
+                shared.setdefault(id(accounts[0].hyper), []).append((group, accounts))
+        found = []
+        for sharing in shared.values():
+            factors = {float(group["momentum"]) for group, _ in sharing}
+            if len(factors) > 1:
+                names = listed([group["name"] for group, _ in sharing])
+                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
+            found.append((factors.pop(), [account for _, accounts in sharing for account in accounts]))
+        return found
+
     def sync_momentum(self) -> None:
         """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
-        shared: dict[int, list[dict[str, Any]]] = {}
-        for group in self.optimizer.param_groups:
-            if "momentum" in group:
-                shared.setdefault(id(self.accounts[group["params"][0]].hyper), []).append(group)
-        for groups in shared.values():
-            factors = {float(group["momentum"]) for group in groups}
-            if len(factors) > 1:
-                names = listed([group["name"] for group in groups])
-                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
-            accounts = [self.accounts[param] for group in groups for param in group["params"]]
-            momentum = factors.pop()
+        for momentum, accounts in self.check_momentum(self.optimizer.param_groups):
             if momentum != accounts[0].factor:
                 # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
                 accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))

@@ -4,18 +4,104 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
+import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-__all__ = ["memory_in_file", "sync_folder", "unnamed_file", "write_bytes"]
+from compile_muon.errors import DamagedError
+
+__all__ = [
+    "memory_in_file",
+    "new_file",
+    "new_mode",
+    "open_plain",
+    "open_within",
+    "sync_folder",
+    "unnamed_file",
+    "write_bytes",
+]
+
+
+def open_plain(path: Path, *, links: bool = False) -> BinaryIO:
+    """Open a plain file to read it, and nothing else: a pipe would be waited for, a device may do anything.
+
+    Args:
+        links: follow them. Caches of weights are made of links; in a checkpoint one may lead anywhere.
+    Raises:
+        DamagedError: it is missing, or no plain file.
+    """
+    try:
+        status = os.stat(path) if links else os.lstat(path)  # ahead of open(), which rewinds a tape
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{path}: is not a plain file")
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        raise DamagedError(f"{path}: is missing") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedError(f"{path}: is not a plain file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):  # put there in between
+        os.close(handle)
+        raise DamagedError(f"{path}: is not a plain file")
+    return os.fdopen(handle, "rb")
+
+
+def open_within(folder: Path, name: str) -> BinaryIO:
+    """Open a plain file in plain folders inside of a plain ``folder``, no link on the way.
+
+    Args:
+        name: with slashes between its parts.
+    Raises:
+        DamagedError: something on the way is missing, or is something else.
+    """
+    *folders, last = name.split("/")
+    for part in ("", *folders):
+        folder = folder / part
+        try:
+            mode = os.lstat(folder).st_mode
+        except FileNotFoundError:
+            raise DamagedError(f"{folder}: is missing") from None
+        if not stat.S_ISDIR(mode):
+            raise DamagedError(f"{folder}: is not a plain folder")
+    return open_plain(folder / last)
+
+
+def new_file(path: Path, *, replace: bool = False) -> BinaryIO:
+    """Make a file to write, through no link.
+
+    Args:
+        replace: a plain file of that name goes first.
+    Raises:
+        FileExistsError: something is there: with ``replace``, a link, a folder, a pipe.
+    """
+    if replace and os.path.lexists(path):
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "is in the way, and no plain file; move it", str(path))
+        os.unlink(path)
+    return open(path, "xb")
+
+
+def new_mode(folder: Path) -> int:
+    """Who may read and write a new file in ``folder``, for files that a library made for their owner alone.
+
+    The kernel is asked, by an empty file: os.umask() tells its value only by setting another, for all threads.
+    """
+    probe = folder / f".mode-{secrets.token_hex(8)}.tmp"
+    with open(probe, "xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    probe.unlink()
+    return mode
 
 
 def write_bytes(path: Path, data: bytes, *, replace: bool = False) -> None:
-    """Write a new file, or over another with ``replace``, and have it on the disk before this returns."""
-    with open(path, "wb" if replace else "xb") as file:
+    """Write a new file, or in place of a plain one with ``replace``, and have it on the disk before this returns."""
+    with new_file(path, replace=replace) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -30,6 +31,8 @@ class Ranks:
         status: of the optimizer; says where the others are when one does not come.
         apart: False to meet in ``group`` itself, for who writes nothing beside training; who stays alone is then told
             by ``status``.
+    Attributes:
+        busy: what uses the group behind training; see :meth:`settle`.
     Raises:
         CheckpointError: another rank is gone.
     """
@@ -44,6 +47,7 @@ class Ranks:
     ) -> None:
         self._status = status
         self._apart = apart
+        self.busy: Future[None] | None = None
         self.rank, self.world = 0, 1
         self.group: dist.ProcessGroup | None = None
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
@@ -65,6 +69,15 @@ class Ranks:
     def mesh_like(self, trained_on: DeviceMesh) -> DeviceMesh:
         """The same ranks on the CPU. It says where shards belong; nothing is sent over it."""
         return host_mesh(trained_on, self._meshes, self.group)
+
+    def settle(self) -> None:
+        """Wait for what is under way behind training: two threads must not meet the other ranks in one group.
+
+        What went wrong in it is told to who began it.
+        """
+        if self.busy is not None:
+            wait([self.busy])
+            self.busy = None
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.model.full_parameters import full_parameters
-from compile_muon.storage.disk import sync_folder
+from compile_muon.storage.disk import new_mode, open_plain, sync_folder
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
@@ -108,7 +108,9 @@ def save_adapters(weights: Weights, folder: Path, ranks: Ranks, doing: str) -> N
 def _place(beside: Path, folder: Path) -> None:
     """Give files their names once they are on the disk: weights first, then what says how to read them."""
     files = sorted((path for path in beside.rglob("*") if path.is_file()), key=lambda path: path.suffix == ".json")
+    mode = new_mode(beside)
     for path in files:
+        os.chmod(path, mode)  # PEFT's weights are for their owner alone
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     for path in files:
@@ -135,10 +137,13 @@ def load_adapters(weights: Weights, folder: Path, ranks: Ranks, *, strict: bool)
 
 def _read(weights: Weights, adapter: str, folder: Path, strict: bool) -> Mapping[str, Tensor]:
     """Of an adapter's file, by name in the model."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     names = _names(weights, adapter)
-    stored = load_file(folder / _FILE) if (folder / _FILE).is_file() else {}
+    stored: dict[str, Tensor] = {}
+    if (folder / _FILE).is_file():
+        with open_plain(folder / _FILE, links=True) as file:
+            stored = load(file.read())
     if computed := [name for name, key in names.items() if key is None]:
         raise CheckpointError(
             f"{listed(computed)}: PEFT computes it of several tensors; load with PeftModel.from_pretrained before "

@@ -19,14 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from compile_muon.errors import CheckpointError, config_error
-from compile_muon.passes.spec import decode_dtype, encode_dtype
-from compile_muon.storage.boxes import Box, TensorFacts, read_boxes
-from compile_muon.storage.disk import sync_folder, write_bytes
+from compile_muon.passes.spec import decode_dtype
+from compile_muon.storage.boxes import Box, Reader, TensorFacts, read_boxes
+from compile_muon.storage.disk import new_file, open_plain, sync_folder, write_bytes
 
 __all__ = [
     "FILE",
@@ -85,14 +82,14 @@ class TensorFile:
     """A new file that takes its tensors' bytes one after the other, in the order of ``facts``.
 
     Args:
-        path: is replaced.
+        path: a plain file there is replaced; a link or folder is an error.
     Attributes:
         size: bytes of the whole.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
         start, self.size = header(facts)
-        self._file = open(path, "wb")  # noqa: SIM115, close() and abandon() do
+        self._file = new_file(path, replace=True)  # close() and abandon() close it
         self._file.write(start)
 
     def write(self, piece: Tensor) -> None:
@@ -185,31 +182,10 @@ def place(folder: Path, files: Iterable[str], index: dict[str, Any] | None) -> N
     if index is not None:
         os.replace(folder / f"{INDEX}.tmp", folder / INDEX)
     for entry in list(folder.iterdir()):
-        if _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX):
+        ours = _OURS.fullmatch(entry.name) and entry.name not in (*files, INDEX)
+        if ours and (entry.is_file() or entry.is_symlink()):
             entry.unlink()
     sync_folder(folder)
-
-
-class _Reader(HuggingFaceStorageReader):
-    """torch's, for some files of a folder, whose headers are read once."""
-
-    def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        super().__init__(str(folder))
-        self.fs = _Files(files)
-        self._known: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._known is None:
-            self._known = super().read_metadata()
-        return self._known
-
-
-class _Files(FileSystem):
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-
-    def ls(self, path: str | os.PathLike) -> list[str]:
-        return [os.path.join(path, name) for name in self._names]
 
 
 class TensorFolder:
@@ -220,29 +196,19 @@ class TensorFolder:
     Attributes:
         facts: shape and dtype of each tensor.
     Raises:
-        CheckpointError: it holds no such weights, or a file is missing or damaged.
+        CheckpointError: it holds no such weights, or a file is missing or damaged, or rows of a tensor are in none.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        files, listed_names = self._files()
-        self._reader = _Reader(folder, files)
-        try:
-            stored = self._reader.read_metadata().state_dict_metadata
-        except Exception as error:  # SafetensorError is not an OSError
-            raise CheckpointError(f"{folder}: {type(error).__name__}: {error}") from error
-        self.facts = {
-            name: TensorFacts(tuple(found.size), encode_dtype(found.properties.dtype))
-            for name, found in stored.items()
-            if isinstance(found, TensorStorageMetadata)
-        }
-        missing = sorted(listed_names - self.facts.keys())
-        if missing:
-            raise CheckpointError(f"{folder / INDEX}: names {missing[0]}, which is in none of its files")
+        files, places = self._files()
+        # Caches are made of links.
+        self._reader = Reader(folder, files, links=True, places=places)
+        self.facts = self._reader.facts
 
-    def _files(self) -> tuple[list[str], set[str]]:
+    def _files(self) -> tuple[list[str], dict[str, str]]:
         if (self.folder / FILE).is_file():
-            return [FILE], set()
+            return [FILE], {}
         index = self.folder / INDEX
         if not index.is_file():
             raise CheckpointError(
@@ -250,19 +216,22 @@ class TensorFolder:
                 "(pickled weights: load them on rank 0 and give them to load_full_state_dict)"
             )
         try:
-            places = json.loads(index.read_text())["weight_map"]
+            with open_plain(index, links=True) as file:
+                places = json.loads(file.read())["weight_map"]
             files = sorted(set(places.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not all(isinstance(name, str) for name in files):
+                raise TypeError("weight_map holds something else than names of files")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index}: is damaged ({type(error).__name__}: {error})") from error
         for name in files:
-            if os.path.basename(name) != name or not (self.folder / name).is_file():
+            if os.path.basename(name) != name or "\0" in name or not (self.folder / name).is_file():
                 raise CheckpointError(f"{index}: names the file {name!r}, which is not in the folder")
-        return files, set(places)
+        return files, dict(places)
 
     def read(self, boxes: Sequence[Box]) -> None:
         """Read each box into its target, in place, cast to its dtype.
 
         Raises:
-            CheckpointError: a file is damaged.
+            CheckpointError: a file is damaged, or a number is another one in that dtype.
         """
         read_boxes(boxes, self._reader)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.storage.boxes import converted
 from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
@@ -107,7 +108,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
 
 
 def _checked(entry: Entry, name: str, value: Any) -> Tensor:
-    """``value`` of a mapping, if it can be the whole of ``entry``."""
+    """``value`` of a mapping, in the dtype of ``entry``, if it can be the whole of that."""
     if not isinstance(value, Tensor):
         raise CheckpointError(f"{name}: is a {type(value).__name__}, not a tensor")
     if isinstance(value, DTensor):
@@ -118,7 +119,7 @@ def _checked(entry: Entry, name: str, value: Any) -> Tensor:
         if owner is not None:
             problem += f"; it is what {owner} holds, saved without the others"
         raise CheckpointError(problem)
-    return value
+    return converted(name, value.detach(), entry.tensor.dtype)
 
 
 def _sources(weights: Weights, mapping: Mapping[str, Any], strict: bool) -> dict[str, str]:

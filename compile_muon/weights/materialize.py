@@ -24,7 +24,7 @@ from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.weights.files import TensorFolder
-from compile_muon.weights.named_tensors import Entry, shared_accounts
+from compile_muon.weights.named_tensors import Entry, check_alike, shared_accounts
 from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Wire
 
@@ -155,10 +155,12 @@ def _initialize(
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
+    initialized = [module for module in _children_first(model) if only is None or any(module is each for each in only)]
     with accounts[0].ledger.status.at("the initialization of the model"):
-        for module in _children_first(model):
-            if only is not None and not any(module is each for each in only):
-                continue
+        check_alike(
+            {f"{paths[id(m)]}.{n}": b for m in initialized for n, b in m._buffers.items() if b is not None}, group
+        )
+        for module in initialized:
             whole = _run(module, init, paths, device, dtypes)
             path = paths[id(module)]
             own = {id(account): f"{path}.{name}" if path else name for name, account in accounts_of(module).items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank,
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.ranks import Ranks
 
-__all__ = ["Entry", "Weights", "named_state", "shared_accounts", "weights_of"]
+__all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_accounts", "weights_of"]
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
 
@@ -150,6 +152,26 @@ def named_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], d
         else:
             tensors[name] = value
     return tensors, aliases, others
+
+
+def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Compare names, shapes and dtypes of buffers ahead of collectives on each; collective.
+
+    Args:
+        group: None for one process.
+    Raises:
+        UnsupportedModelError: a rank has others; on all of them.
+    """
+    if group is None:
+        return
+    facts = {name: f"{encode_dtype(buffer.dtype)} {list(buffer.shape)}" for name, buffer in buffers.items()}
+    everyone = gather_objects(facts, group)
+    for name in dict.fromkeys(name for other in everyone for name in other):
+        said = [other.get(name, "none") for other in everyone]
+        if len(set(said)) > 1:
+            raise UnsupportedModelError(
+                f"{name}: ranks have different buffers of that name ({by_rank(said)}); register the same on every rank"
+            )
 
 
 def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:

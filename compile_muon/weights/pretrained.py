@@ -71,8 +71,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
                     place(folder, plan, _index(facts, plan))
         except CheckpointError:
             if ranks.rank == 0:
-                for file in plan:
-                    (folder / f"{file}.tmp").unlink(missing_ok=True)
+                for path in (folder / f"{file}.tmp" for file in plan):
+                    if path.is_file() and not path.is_symlink():  # else it is not ours, and why
+                        path.unlink()
             raise
 
 
@@ -174,7 +175,7 @@ def _write_config(module: nn.Module, folder: Path) -> None:
 def load_pretrained(model: nn.Module, folder: str | os.PathLike, *, strict: bool = True) -> None:
     """Load whole weights of a folder; collective over the ranks that share the model.
 
-    Each rank reads its rows of each tensor (torch's HuggingFaceStorageReader), cast to the dtype they have in the
+    Each rank reads its rows of each tensor (planned by torch's distributed checkpoint), cast to the dtypes in the
     model; nothing is sent. Optimizer state is not touched; resident weights are gathered anew.
 
     Args:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import os
 import random
 import threading
 import time
@@ -23,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from zoo import Uneven
 
 import compile_muon
-from compile_muon import Checkpointer, CheckpointError
+from compile_muon import Checkpointer, CheckpointError, UnsupportedModelError
 from compile_muon.__main__ import main
+from compile_muon.integrations.buffers import take_those_of_rank_0
 
 STAGES = pytest.mark.parametrize(
     "stage",
@@ -338,6 +342,7 @@ def use_folders_of_their_own(folder: str) -> dict[str, str]:
     said = {"save": error_of(Checkpointer(own).save, 1, run.model, run.optimizer)}
     # A crash of an earlier run has left the very place that rank 0 makes on its machine.
     own.joinpath("step-2.tmp", "tensors").mkdir(parents=True, exist_ok=True)
+    own.joinpath("step-2.tmp", "begun-0123456789abcdef").touch()
     said["save again"] = error_of(Checkpointer(own).save, 2, run.model, run.optimizer)
     for holder in (0, 1):
         whole, here = Path(folder, f"whole-{holder}"), Path(folder, f"{holder}-{rank}")
@@ -357,6 +362,48 @@ def test_folders_that_are_not_shared_are_said_to_be(ranks: Callable[[int], Ranks
         for holder, blind in ((0, 1), (1, 0)):
             message = said[f"load, rank {holder} has it"]
             assert f"holds checkpoints for some ranks, and none for rank {blind}; " in message
+
+
+def save_what_ranks_have_differently(folder: str) -> dict[str, Any]:
+    """A buffer of one rank alone, many checkpointers, a shard that is pickled, and where a save says that it is."""
+    run, rank, said = Run(3), dist.get_rank(), dict[str, Any]()
+    for name, values in (("alone", torch.zeros(2) if rank else None), ("longer", torch.zeros(2 + rank))):
+        if values is not None:
+            run.model.register_buffer(name, values)
+        said[name] = error_of(Checkpointer(folder).save, 1, run.model, run.optimizer)
+        with pytest.raises(UnsupportedModelError) as refused:
+            take_those_of_rank_0(run.model)
+        said[f"{name} in an evaluation"] = str(refused.value)
+        run.model._buffers.pop(name, None)
+    counts = []
+    for number in range(4):
+        checkpointer = Checkpointer(f"{folder}/{number}", asynchronous=number % 2 == 0)
+        checkpointer.save(number, run.model, run.optimizer)
+        other = Checkpointer(f"{folder}/{number}")
+        assert number % 2 == 0 or other.load(run.model, run.optimizer) == {}
+        other.save(number + 1, run.model, run.optimizer)  # while the first may be under way
+        checkpointer.wait()
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))))
+    said["growth"] = [late - early for early, late in zip(counts[0], counts[-1], strict=True)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Checkpointer(f"{folder}/quiet").save(1, run.model, run.optimizer)
+        copy.deepcopy(run.model), copy.deepcopy(run.model.state_dict()), copy.copy(run.model.up.weight)
+        said["quiet"] = [str(w.message) for w in caught if "pickled" in str(w.message)]
+        torch.save({name: value.clone() for name, value in run.model.state_dict().items()}, io.BytesIO())
+        torch.save(run.model.state_dict(), io.BytesIO())
+    said["pickled"] = [str(w.message) for w in caught if "pickled" in str(w.message)]
+    return said
+
+
+def test_what_one_rank_has_alone_is_named_and_nothing_is_kept(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for rank, said in enumerate(ranks(2).run(save_what_ranks_have_differently, folder=str(tmp_path))):
+        for name in ("alone", "longer"):
+            assert f"{name}: ranks hold different ones" in said[name], said
+            assert f"{name}: ranks have different buffers" in said[f"{name} in an evaluation"], said
+        assert max(said["growth"]) <= 0, said["growth"]
+        assert said["quiet"] == [] and len(said["pickled"]) == 1, said
+        assert f"holds the rows of rank {rank} and no others; save whole weights with full_state" in said["pickled"][0]
 
 
 # ------------------------------------------------------------------------------------------------ behind training

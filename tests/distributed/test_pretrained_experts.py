@@ -60,17 +60,17 @@ def compare(model: nn.Module, expected: Mapping[str, Tensor]) -> None:
 @contextlib.contextmanager
 def counted() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     """What this rank reads: names and shapes."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader as Reader
+    from compile_muon.storage.boxes import Reader
 
     found: list[tuple[str, tuple[int, ...]]] = []
-    own = Reader._process_read_request
+    own = Reader._read
 
-    def process(self: Any, file: Any, request: Any, planner: Any) -> None:
+    def read(file: Any, request: Any, planner: Any) -> None:
         found.append((request.storage_index.fqn, tuple(request.lengths)))
-        own(self, file, request, planner)
+        own(file, request, planner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reader, "_process_read_request", process)
+        patch.setattr(Reader, "_read", staticmethod(read))
         yield found
 
 

@@ -397,7 +397,7 @@ def test_optimizer_state_of_another_rank_is_refused(ranks: Callable[[int], Ranks
 
 
 def call_alone(what: str, folder: str) -> str:
-    model, _ = sharded(3)
+    model, optimizer = sharded(3)
     if dist.get_rank() == 1:
         import time
 
@@ -405,13 +405,15 @@ def call_alone(what: str, folder: str) -> str:
         return ""
     arguments: tuple[Any, ...] = () if what == "full_state_dict" else (folder,)
     try:
+        if what == "Checkpointer.save":
+            compile_muon.Checkpointer(folder).save(1, model, optimizer)
         getattr(compile_muon, what)(model, *arguments)
-    except PeerError as error:
+    except (PeerError, CheckpointError) as error:
         return str(error)
     return "no error"
 
 
-@pytest.mark.parametrize("what", ["full_state_dict", "save_pretrained"])
+@pytest.mark.parametrize("what", ["full_state_dict", "save_pretrained", "Checkpointer.save"])
 def test_a_rank_that_calls_alone_is_told_so(what: str, tmp_path: Path) -> None:
     alone = Ranks(2, timeout=4.0)
     try:

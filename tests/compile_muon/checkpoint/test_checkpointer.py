@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from reliability.damage import KINDS, OLDER, REFUSED, Bomb, Run, States, attempt, empty, flip, resign, save_two
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 import compile_muon
 from compile_muon import Checkpointer, CheckpointError
 from compile_muon.__main__ import main
+from compile_muon.checkpoint.manifest import _digest_of
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 
 Saved = tuple[Path, States]
 
@@ -50,9 +57,13 @@ def test_there_is_nothing_to_load(tmp_path: Path) -> None:
 def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     run = Run()
     checkpointer = Checkpointer(tmp_path, keep_last=2)
-    for name in ("step-7.tmp/tensors", "step-1.removed.tmp", "step-9.replaced.removed.tmp", "mine.tmp", "step-x"):
-        (tmp_path / name).mkdir(parents=True)
-    for step in (1, 2, 10):
+    checkpointer.save(1, run.model, run.optimizer, at=1)
+    for name in ("step-7.tmp", "step-1.removed.tmp", "step-9.replaced.removed.tmp"):
+        shutil.copytree(tmp_path / "step-1", tmp_path / name)
+    checkpointer._folder.begin(8)  # and killed
+    for name in ("mine.tmp", "step-x"):
+        (tmp_path / name).mkdir()
+    for step in (2, 10):
         checkpointer.save(step, run.model, run.optimizer, at=step)
     assert names(tmp_path) == ["mine.tmp", "step-10", "step-2", "step-x"]
     assert checkpointer.steps() == [2, 10]
@@ -63,6 +74,51 @@ def test_the_last_ones_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="step 10 of another run"):
         Checkpointer(tmp_path, keep_last=1).save(6, run.model, run.optimizer, at=6)
     assert checkpointer.steps() == [6, 10]  # the one just saved is not the one to go
+
+
+#: what others may have put there, by what makes it
+STRANGERS: dict[str, Any] = {
+    "a folder": lambda path, other: (path.mkdir(), (path / ".metadata").write_text("theirs")),
+    "a folder with a manifest": lambda path, other: (path.mkdir(), (path / "manifest.json").write_text("{}")),
+    "a file": lambda path, other: path.write_text("theirs"),
+    "a link to a checkpoint": lambda path, other: path.symlink_to(other),
+    "a dangling link": lambda path, other: path.symlink_to("nowhere"),
+    "a pipe": lambda path, other: os.mkfifo(path),
+}
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """Each name below a folder, and what it is."""
+    return {
+        str(path): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else path.stat().st_mode
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_what_others_put_there_stays_and_what_is_in_the_way_is_named(saved: Saved, tmp_path: Path, kind: str) -> None:
+    run, folder, other = Run(), tmp_path / "mine", tmp_path / "other"
+    shutil.copytree(saved[0] / "step-1", other)
+    folder.mkdir()
+    places = ["step-3", "step-4.tmp", "step-5.replaced", "step-6.removed.tmp"]
+    for name in places:
+        STRANGERS[kind](folder / name, other)
+    before, outside = everything(folder), everything(other)
+    checkpointer = Checkpointer(folder, keep_last=1)
+    for step in (1, 2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpointer.save(step, run.model, run.optimizer)
+    assert {"step-2"} | set(places) == set(names(folder))
+    for step, name in ((3, "step-3"), (4, "step-4.tmp"), (5, "step-5.replaced")):
+        with pytest.raises(CheckpointError, match=f"{folder}/{name}: is in the way"):
+            checkpointer.save(step, run.model, run.optimizer)
+    now = everything(folder)
+    assert {name: now.get(name) for name in before} == before and everything(other) == outside
 
 
 def test_a_step_can_be_saved_again_and_a_crash_within_loses_nothing(tmp_path: Path) -> None:
@@ -179,7 +235,235 @@ def test_a_later_format_is_not_passed_over(saved: Any, tmp_path: Path) -> None:
         Checkpointer(folder).load(run.model, run.optimizer)
 
 
+def recut(place: Path, change: Any) -> None:
+    """Write the file of tensors anew, with other tensors or places in its header, and its checksum put right."""
+    (path,) = place.glob("tensors/*")
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    offsets = json.loads(metadata["DCP_SHARDING_INFO"])
+    change(tensors, offsets)
+    save_file(tensors, path, {**metadata, "DCP_SHARDING_INFO": json.dumps(offsets)})
+    resign(place)
+
+
+def shift(tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> None:
+    """The first two rows are nowhere."""
+    tensors["model/0.weight"] = tensors["model/0.weight"][2:].clone()
+    offsets["model/0.weight"]["saved_offsets"] = [2, 0]
+
+
+def shorten(tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> None:
+    tensors["model/0.weight"] = tensors["model/0.weight"][:4].clone()
+
+
+def narrow(tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> None:
+    tensors["model/0.weight"] = tensors["model/0.weight"].to(torch.complex64)
+
+
+def nowhere(tensors: dict[str, torch.Tensor], offsets: dict[str, Any]) -> None:
+    offsets["model/0.weight"]["saved_offsets"] = [-1, "x"]
+
+
+@pytest.mark.parametrize("change", [shift, shorten, narrow, nowhere], ids=lambda change: change.__name__)
+def test_rows_that_no_file_holds_are_never_made_up(
+    saved: Saved, tmp_path: Path, change: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(saved[0], folder)
+    recut(folder / "step-2", change)
+    run = Run(seed=9)
+    before = run.state()
+    with pytest.raises(CheckpointError, match="model/0.weight"):
+        Checkpointer(folder).load(run.model, run.optimizer)
+    assert run.is_at(before)
+    for command in (["verify", str(folder)], ["export", str(folder), "--out", str(tmp_path / "out")]):
+        assert main(["checkpoint", *command]) == 1 and "model/0.weight" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------- what a load cannot undo
+
+
+def edit_values(place: Path, name: str, change: Any) -> None:
+    path = place / "state" / f"{name}.json"
+    body = json.loads(path.read_text())
+    change(body)
+    path.write_text(json.dumps(body))
+    resign(place)
+
+
+VALUES: dict[str, tuple[str, Any]] = {
+    "no mapping": ("rank-00000", lambda body: body.update({"group.muon": [1]})),
+    "a rate that is text": ("rank-00000", lambda body: body["group.muon"].update(lr="0.1")),
+    "a rate that is NaN": ("rank-00000", lambda body: body["group.muon"].update(lr={"!": "float", "value": "nan"})),
+    "betas of three": ("rank-00000", lambda body: body["group.adamw_no_decay"].update(betas=[0.9, 0.9, 0.9])),
+    "another algorithm": ("rank-00000", lambda body: body["group.muon"].update(algorithm="adamw")),
+    "no group": ("rank-00000", lambda body: body.pop("group.muon")),
+    "one group more": ("rank-00000", lambda body: body.update({"group.more": {}})),
+    "other members": ("rank-00000", lambda body: body["members"].update(muon=[], adamw_no_decay=["0.weight"])),
+    "a word nobody knows": ("rank-00000", lambda body: body.update({"extra.note": {"!": "pickle", "items": 1}})),
+    "Python's generator": ("own-00000", lambda body: body["random"].update(python=[3])),
+    "NumPy's generator": ("own-00000", lambda body: body["random"].update(numpy=["PCG65", [1], 2, 0, 0.0])),
+    "torch's generator": ("own-00000", lambda body: body["random"].update(torch=1)),
+    "no generators": ("own-00000", lambda body: body.update(random=[])),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_value_that_cannot_be_taken_leaves_all_as_it_was(saved: Saved, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "edited"
+    shutil.copytree(saved[0], folder)
+    edit_values(folder / "step-2", *VALUES[kind])
+    run = Run(seed=9)
+    run.train()
+    before, dice, groups = run.state(), random.getstate(), [dict(g) for g in run.optimizer.param_groups]
+    with pytest.raises(CheckpointError, match=f"{folder}/step-2"):
+        Checkpointer(folder).load(run.model, run.optimizer)
+    assert run.is_at(before) and dice == random.getstate()
+    assert [{**g, "params": 0} for g in groups] == [{**g, "params": 0} for g in run.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_any_generator_of_numpy_goes_on(tmp_path: Path, kind: str) -> None:
+    run = Run()
+    before = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(getattr(numpy.random, kind)(3))
+        numpy.random.normal()  # keeps a second number for the next call
+        Checkpointer(tmp_path).save(1, run.model, run.optimizer)
+        expected = numpy.random.normal(size=3).tolist()
+        for other in (kind, "MT19937", "PCG64"):
+            numpy.random.set_bit_generator(getattr(numpy.random, other)(4))
+            Checkpointer(tmp_path).load(run.model, run.optimizer)
+            assert numpy.random.normal(size=3).tolist() == expected
+    finally:
+        numpy.random.set_bit_generator(before)
+
+
+def test_groups_that_differ_are_one_error_and_no_rate_is_left_behind(tmp_path: Path) -> None:
+    run, other = Run(adamw_decay_vectors=True), Run()
+    checkpointer, new = Checkpointer(tmp_path), "group adamw_no_decay: was not saved"
+    checkpointer.save(1, run.model, run.optimizer)
+    before, rates = other.state(), [dict(group, params=0) for group in other.optimizer.param_groups]
+    with pytest.raises(CheckpointError, match=f"(?s){new}.* 0.bias, .*: was in group adamw, is in adamw_no_decay now"):
+        checkpointer.load(other.model, other.optimizer)
+    with pytest.raises(CheckpointError, match=new):
+        other.optimizer.load_state_dict(run.optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=new):
+        load_full_optimizer_state(other.optimizer, full_optimizer_state(run.optimizer))
+    assert other.is_at(before)
+    assert rates == [dict(group, params=0) for group in other.optimizer.param_groups]
+    with pytest.warns(UserWarning, match=new):
+        checkpointer.load(other.model, other.optimizer, strict=False)
+    with pytest.raises(CheckpointError, match="group adamw_no_decay: was saved, and is not among"):
+        Checkpointer(tmp_path / "other").save(1, other.model, other.optimizer)
+        Checkpointer(tmp_path / "other").load(run.model, run.optimizer)
+
+
+def test_what_was_unfrozen_joins_where_a_checkpoint_trains_it(tmp_path: Path) -> None:
+    def unfrozen(*, before: bool) -> Any:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[0].requires_grad_(False)
+        optimizer = compile_muon.MuonZero(model, stage=0, update="step")
+        if before:
+            model[0].requires_grad_(True)
+        return model, optimizer
+
+    model, optimizer = unfrozen(before=True)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *unfrozen(before=False))
+    assert checkpointer.load(model, optimizer) == {}  # frozen there: it joins in the next step
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    checkpointer.save(2, model, optimizer)
+    for load in (
+        lambda other: checkpointer.load(*other),
+        lambda other: other[1].load_state_dict(optimizer.state_dict()),
+        lambda other: load_full_optimizer_state(other[1], full_optimizer_state(optimizer)),
+    ):
+        other = unfrozen(before=True)
+        load(other)
+        here, there = (opt.state[next(model.parameters())] for model, opt in (other, (model, optimizer)))
+        assert here.keys() == there.keys() and all(torch.equal(here[slot], there[slot]) for slot in there)
+        assert any(state.any() for state in here.values())
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int) -> None:
+    run, before = Run(), os.umask(mask)
+    try:
+        Checkpointer(tmp_path).save(1, run.model, run.optimizer, note=torch.ones(2))
+        main(["checkpoint", "export", str(tmp_path), "--out", str(tmp_path / "out")])
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) == 7 and set(modes.values()) == {0o666 & ~mask}, modes
+
+
 # ------------------------------------------------------------------------------------------ the command line
+
+#: a field of a manifest, and what strangers write there
+HOSTILE: list[tuple[str, Any]] = [
+    ("step", value) for value in (float("inf"), float("nan"), -1, True, "1", None, 10**400, [[]])
+] + [
+    ("world", 0), ("stage", 9), ("written", 5), ("versions", {"torch": {}}), ("configuration", []),
+    ("tensors", {"model/x": {"shape": [2**70], "dtype": "float32"}}),
+    ("tensors", {"model/x": {"shape": [1.5], "dtype": "float32"}}),
+    ("tensors", {"model/x": {"shape": [2, 2], "dtype": "nn"}}),
+    ("tensors", {"model/\x1b[2J\ud800": {"shape": [2, 2], "dtype": "float32"}}),
+    ("tensors", {"model/x": 3}), ("algorithms", {"x": []}), ("placements", {"x": None}),
+    ("aliases", {"x\x07": "nowhere"}), ("files", {"tensors/a": {"size": -1, "sha256": "0" * 64}}),
+    ("files", {"state/\n": {"size": 1, "sha256": "0" * 64}}), ("files", {"/dev/zero": {"size": 1, "sha256": "0" * 64}}),
+    ("files", {"tensors/a": {"size": 1, "sha256": float("nan")}}), ("version", "x"), ("format", "another"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_a_hostile_manifest_is_one_line_that_names_file_and_field(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    field, value = HOSTILE[number]
+    folder = tmp_path / "hostile"
+    shutil.copytree(saved[0] / "step-1", folder / "step-1")
+    path = folder / "step-1" / "manifest.json"
+    body = json.loads(path.read_text())
+    body[field] = value
+    del body["sha256"]
+    if isinstance(value, int) and value > 2**64:
+        path.write_text(json.dumps({**body, field: 0}).replace(f'"{field}": 0', f'"{field}": {"9" * 4000}'))
+        body[field] = int("9" * 4000)
+    path.write_text(json.dumps({**body, "sha256": _digest_of(body)}))
+    for command in ("list", "verify", "inspect", "export"):
+        more = ["--out", str(tmp_path / "out")] if command == "export" else []
+        code = main(["checkpoint", command, str(folder), *more])
+        out = capsys.readouterr()
+        lines = [line for line in out.out.splitlines() if str(path.parent) in line]
+        if command in ("list", "inspect") and "x1b" in str(value):
+            continue  # a name is a name; it is what is printed that counts
+        assert code == 1 and len(lines) == 1 and out.err == "", (command, out)
+        assert field in lines[0] or "model/" in lines[0], lines
+        assert all(char.isprintable() for char in lines[0])
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a":' * 5_000, b"\xff", b"", b'{"step": NaN', b"9" * 5_000])
+def test_garbage_in_place_of_a_manifest_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "manifest.json").write_bytes(text)
+    for command in ("list", "verify", "inspect"):
+        assert main(["checkpoint", command, str(tmp_path)]) == 1
+        assert f"{tmp_path}/step-1/manifest.json: " in capsys.readouterr().out
+
+
+def test_names_that_move_the_cursor_are_escaped(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "escapes"
+    shutil.copytree(saved[0] / "step-1", folder / "step-1")
+    resign(folder / "step-1", lambda body: body["aliases"].update({"\x1b[2J\ud800": "0.weight"}))
+    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    assert "\\x1b[2J\\ud800" in capsys.readouterr().out
 
 
 def test_commands(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,108 @@
+"""The random number generators of a rank: Python's, NumPy's, torch's; their state as values, and back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from compile_muon.errors import CheckpointError
+
+__all__ = ["check_random_state", "random_state", "set_random_state"]
+
+_MT = "MT19937"  # NumPy's, unless somebody chose another
+
+
+def random_state() -> dict[str, Any]:
+    """Of each generator of this rank (Python's, NumPy's if it was imported, torch's on CPU and current GPU)."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == _MT:
+            own = found["state"]
+            state["numpy"] = (_MT, own["key"].tolist(), int(own["pos"]), found["has_gauss"], found["gauss"])
+        else:
+            state["numpy"] = _plain(numpy, found)
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def check_random_state(state: Any) -> None:
+    """Give ``state`` to generators that nobody uses.
+
+    Raises:
+        CheckpointError: one does not take it; by its name.
+    """
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"random: a {type(state).__name__} is no state of generators")
+    for name in state.keys() | {"python", "torch"}:
+        try:
+            if name == "python":
+                random.Random().setstate(state[name])
+            elif name == "torch":
+                torch.Generator().set_state(state[name])
+            elif name == "cuda" and torch.cuda.is_available():
+                torch.Generator("cuda").set_state(state[name])
+            elif name == "numpy" and (numpy := sys.modules.get("numpy")) is not None:
+                numpy.random.RandomState(_bit_generator(numpy, state[name])).set_state(_arrays(numpy, state[name]))
+        except CheckpointError:
+            raise
+        except Exception as error:  # of other people's setters
+            raise CheckpointError(f"random.{name}: is no state of it ({type(error).__name__}: {error})") from error
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on from there, once it was checked; a generator that is not here is left out."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        if numpy.random.get_state(legacy=False)["bit_generator"] != _name_of(state["numpy"]):
+            numpy.random.set_bit_generator(_bit_generator(numpy, state["numpy"]))
+        numpy.random.set_state(_arrays(numpy, state["numpy"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _name_of(state: Any) -> Any:
+    return state["bit_generator"] if isinstance(state, Mapping) else state[0]
+
+
+def _bit_generator(numpy: Any, state: Any) -> Any:
+    """A new one of the kind that has this state.
+
+    Raises:
+        CheckpointError: NumPy has no such kind, and its generator is not of it either.
+    """
+    name = _name_of(state)
+    kind = getattr(numpy.random, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, numpy.random.BitGenerator)):
+        current = numpy.random.get_state(legacy=False)["bit_generator"]
+        kind = type(numpy.random.get_bit_generator()) if current == name else None
+    if kind is None:
+        raise CheckpointError(
+            f"random.numpy = {name!r}: NumPy has no bit generator of that name; give the one that was saved to "
+            "numpy.random.set_bit_generator first"
+        )
+    return kind()
+
+
+def _plain(numpy: Any, value: Any) -> Any:
+    """Without arrays and numbers of NumPy, which are no values of a checkpoint."""
+    if isinstance(value, dict):
+        return {key: _plain(numpy, inner) for key, inner in value.items()}
+    if isinstance(value, numpy.ndarray):
+        return {"dtype": value.dtype.name, "items": value.tolist()}
+    return value.item() if isinstance(value, numpy.generic) else value
+
+
+def _arrays(numpy: Any, value: Any) -> Any:
+    """The reverse."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"dtype", "items"}:
+        return numpy.array(value["items"], dtype=value["dtype"])
+    return {key: _arrays(numpy, inner) for key, inner in value.items()}
