@@ -10,7 +10,8 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,12 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
+from compile_muon.errors import config_error
 from compile_muon.model.assignment import lr_scale
-from compile_muon.model.groups import Group
+from compile_muon.model.groups import Group, warn_of_shared_rates
 from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import refuse_states_of_another
+from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.replicas import start_refresh
@@ -107,12 +110,12 @@ class MuonZero(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        *,
-        lr: float = MuonConfig.lr,
+        *positional: NoReturn,
+        lr: float | Tensor = MuonConfig.lr,
         momentum: float = MuonConfig.momentum,
         nesterov: bool = MuonConfig.nesterov,
         weight_decay: float = MuonConfig.weight_decay,
-        adamw_lr: float = AdamWConfig.lr,
+        adamw_lr: float | Tensor = AdamWConfig.lr,
         adamw_betas: tuple[float, float] = AdamWConfig.betas,
         adamw_eps: float = AdamWConfig.eps,
         adamw_weight_decay: float = AdamWConfig.weight_decay,
@@ -155,10 +158,15 @@ class MuonZero(Optimizer):
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        check_is_module(model)
+        if positional:
+            problem = "has no name, and beside the model every argument needs one"
+            raise config_error("MuonZero(model, ...)", positional[0], problem, "write lr=0.02")
         groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(assemble(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init))
+        self._setup(assemble(model, config_from_kwargs(**settings, **unknown), mesh, None, norm_group, weights, init))
 
     @classmethod
     def from_config(
@@ -369,6 +377,8 @@ class MuonZero(Optimizer):
                 known["params"] += [param for _, param in added["params"]]
                 known["param_names"] += [name for name, _ in added["params"]]
         warn_of_half_masters(accounts)
+        if own is not None:
+            warn_of_shared_rates(replace(self.config, groups=()), groups, own)
         self._steps.take_up(accounts, {group.name: group.method for group in groups})
         self._ownership.take_up(accounts)
 

@@ -30,10 +30,12 @@ from compile_muon.config.checks import (
     check_integer,
     check_pair,
     check_patterns,
+    check_rate,
     check_real,
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
+from compile_muon.config.elsewhere import OF_OPTIMIZERS
 from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
@@ -147,7 +149,7 @@ class MuonConfig(Checked):
         ns: how the direction is orthogonalized.
     """
 
-    lr: float = setting(0.02, check_real)
+    lr: float | torch.Tensor = setting(0.02, check_rate)
     momentum: float = setting(0.95, check_real, below=1.0)
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
@@ -167,7 +169,7 @@ class AdamWConfig(Checked):
             DeepSpeed.
     """
 
-    lr: float = setting(3e-4, check_real)
+    lr: float | torch.Tensor = setting(3e-4, check_rate)
     betas: tuple[float, float] = setting((0.9, 0.95), check_pair)
     eps: float = setting(1e-8, check_real)
     weight_decay: float = setting(0.1, check_real)
@@ -429,6 +431,9 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
 
+#: and those that no config can say
+_OBJECTS = ("mesh", "norm_group", "weights", "init")
+
 C = TypeVar("C", bound=Checked)
 
 
@@ -500,7 +505,11 @@ def config_from_kwargs(**kwargs: Any) -> Config:
         if name in ARGUMENTS:
             given.put(name, value, name)
         else:
-            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, "is not an argument of MuonZero"))
+            problem = "is not an argument of MuonZero"
+            if name in OF_OPTIMIZERS:
+                given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
+            else:
+                given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
     config = given.best()
     given.mistakes.raise_all()
     return config

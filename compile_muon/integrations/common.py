@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from compile_muon.config import Config, MeshConfig
+from compile_muon.config.checked import Mistakes
+from compile_muon.config.sources import as_mapping
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
@@ -54,15 +53,10 @@ def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults
     """
     if isinstance(source, Config):
         return source
-    if isinstance(source, Mapping):
-        values: Any = copy.deepcopy(dict(source))
-    else:
-        try:
-            values = json.loads(Path(source).read_text())
-        except (OSError, ValueError):
-            return source
-        if not isinstance(values, dict):
-            return source
+    try:
+        values = as_mapping(source, Mistakes())
+    except ConfigError:
+        return source
     values = {**values, **{key: value for key, value in defaults.items() if key not in values}}
     for path, value in automatic.items():
         section = values

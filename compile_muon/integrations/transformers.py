@@ -27,13 +27,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from compile_muon.checkpoint import Checkpointer
-from compile_muon.config import Config, load_config
+from compile_muon.config import AdamWConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, listed, raise_all
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, refused_tensor, says
+from compile_muon.integrations.common import Source, filled, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.model.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
@@ -73,11 +73,12 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
     automatic["scheduler", "params", "warmup_num_steps"] = max(1, args.get_warmup_steps(steps))
     defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
     values = filled(source, automatic, defaults=defaults)
-    config = _as_the_arguments_say(load_config(values), args)
-    if not isinstance(source, Config) and not says(values, "optimizer", "params", "adamw_decay_vectors"):
+    if isinstance(values, dict) and isinstance(params := values.get("optimizer", {}), dict):
         # Also of a config of DeepSpeed: with it the Trainer makes groups, too.
-        config = dataclasses.replace(config, adamw=dataclasses.replace(config.adamw, decay_vectors=False))
-    return config
+        if isinstance(params := params.get("params", {}), dict):
+            params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
+            values["optimizer"] = {**values.get("optimizer", {}), "params": params}
+    return _as_the_arguments_say(load_config(values), args)
 
 
 def _as_the_arguments_say(config: Config, args: TrainingArguments) -> Config:

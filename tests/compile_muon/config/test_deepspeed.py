@@ -53,10 +53,12 @@ def load_noting(source) -> tuple[Config, list[str]]:
         config = load_config(source)
     messages = [str(warning.message) for warning in caught]
     hints = [message for message in messages if message.startswith("no effect here: ")]
-    known = ("no effect here: ", "optimizer.params.lr = ", "optimizer.params: what is left out")
+    sized = [message.partition(": ")[0] for message in messages if message.startswith("train_")]
+    known = ("train_", "scheduler.params.", "no effect here: ", "optimizer.params.lr = ", "optimizer.params: what is left out")
     assert len(hints) <= 1 and all(message.startswith(known) for message in messages), messages
     assert not caught or caught[0].filename == __file__  # at the caller's line, not in ours
-    return config, [key for message in hints for key in message.removeprefix("no effect here: ").split(", ")]
+    hints = [message.removeprefix("no effect here: ") for message in hints]
+    return config, [key for message in sized + hints for key in message.split(", ")]
 
 
 def decaying_vectors(config: Config) -> Config:
