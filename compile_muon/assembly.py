@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed, warn_user
+from compile_muon.integrations.pretrained import saves_whole
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
@@ -157,6 +158,8 @@ def assemble(
         config, ranks, group, stages, sequence, ledger, ownership, assignments, groups, homes[0] if homes else None,
         hyper, compares,
     )  # fmt: skip
+    if ranks is not None:
+        saves_whole(model)
     warn_of_half_masters(made.trained)
     warn_of_shared_rates(config, groups)
     if config.compile.cuda_graphs and device.type == "cpu":

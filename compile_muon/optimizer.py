@@ -7,6 +7,7 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -246,25 +247,36 @@ class MuonZero(Optimizer):
         return self._steps.grad_norm
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers for a logger, without waiting for the device but where checks are read in the next step.
+        """The latest step in plain numbers for a logger, all finite, so that they are JSON.
+
+        It waits for the device only where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` of the latest step (before clipping; NaN before the first), with ``qk_clip`` its
-            ``max_logit``, ``muon_lr``, ``adamw_lr``, and since the start on this rank: ``bytes_sent`` (where the mesh
-            has several axes also by axis, ``bytes_sent_shard``), ``directions_speculated`` (made in backward),
-            ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
-            ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many matrices to a call fill a GPU),
-            ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use), and
-            with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
+            ``grad_norm`` before clipping; with ``qk_clip``, ``max_logit``; and the rates that the next step takes, of
+            the first group of each method: ``muon_lr``, ``adamw_lr``. What is not known is left out: ahead of the
+            first step, and of one that was skipped, whose norm is inf or NaN.
+        """
+        self.check()
+        logit = self._steps.max_logit
+        # The first group of a method tells its rate.
+        rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)}
+        seen = {"grad_norm": self._steps.norm, "max_logit": math.nan if logit is None else float(logit)}
+        return {name: number for name, number in seen.items() if math.isfinite(number)} | rates
+
+    def totals(self) -> dict[str, int]:
+        """What this rank has counted since the start, in the same way.
+
+        Returns:
+            ``bytes_sent`` (where the mesh has several axes also by axis, ``bytes_sent_shard``),
+            ``directions_speculated`` (made in backward), ``directions_used`` and ``directions_discarded`` of them,
+            ``directions_in_step`` (made by ``step()``), ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many
+            matrices to a call fill a GPU), ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups
+            that its collectives use), and with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
         self.check()
         counters, home, mesh = self._ledger.counters, self._steps.home, self._mesh
         disk = (0, 0) if home is None else home.disk_bytes
         return {
-            "grad_norm": self._steps.norm,
-            **({} if (logit := self._steps.max_logit) is None else {"max_logit": float(logit)}),
-            # The first group of a method tells its rate.
-            **{f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)},
             **counters.numbers(by_axis=mesh is not None and len(mesh.names) > 1),
             "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
             "communicators": 0 if mesh is None else mesh.process_groups,
@@ -274,7 +286,7 @@ class MuonZero(Optimizer):
     def check(self) -> None:
         """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
 
-        The next step does so, ``metrics()`` and ``Checkpointer.save``; nothing is left to read with "in_step".
+        The next step does so, ``metrics()``, ``totals()`` and ``Checkpointer.save``; with "in_step" nothing is left.
 
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.

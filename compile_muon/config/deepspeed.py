@@ -175,7 +175,7 @@ def _put_offload(given: Given, zero: dict[str, Any]) -> None:
     """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``, and
     ``offload_param`` where it asks for nothing."""
     if "offload_param" in zero and off_by("device")(zero["offload_param"]):
-        if weights := zero.pop("offload_param"):
+        if isinstance(weights := zero.pop("offload_param"), Mapping):
             with given.mistakes.collected():
                 check_offload_param("zero_optimization.offload_param", weights)  # a key that is none
         given.hints.append("zero_optimization.offload_param")

@@ -9,7 +9,7 @@ _DECAY = 'write rates={"cautious_decay": True}'
 _DIRECTION = "write ns_coefficients, ns_steps, ns_method or ns_backend"
 _NEEDLESS = "leave it out: how AdamW is computed is chosen by device"
 _MESH = "write mesh=DeviceMesh(...), or leave it out for all ranks"
-_NO_ADAM = "leave it out: there is AdamW, decoupled and bias-corrected, and auxiliary=\"lion\""
+_NO_ADAM = 'leave it out: there is AdamW, decoupled and bias-corrected, and auxiliary="lion"'
 _BETA2 = 'write method="normuon" with rates={"beta2": 0.95}; of AdamW, adamw_betas'
 
 #: Argument of another optimizer -> what to write here.

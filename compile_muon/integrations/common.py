@@ -14,7 +14,7 @@ from compile_muon.config.sources import as_mapping
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
-__all__ = ["Source", "filled", "is_sharded", "refused_tensor", "says"]
+__all__ = ["Source", "filled", "is_sharded", "refused_tensor"]
 
 #: what ``compile_muon.load_config`` takes
 Source = str | os.PathLike | Mapping[str, Any] | Config
@@ -31,15 +31,6 @@ def refused_tensor(mesh: MeshConfig | None) -> list[ConfigError]:
     problem = "needs the same batches on its ranks, and loaders here give each process its own"
     remedy = "leave it out, or write the loop yourself (docs/how-to/meshes.md)"
     return [config_error("mesh.tensor", size, problem, remedy)] if size != 1 else []
-
-
-def says(values: object, *path: str) -> bool:
-    """Whether there is something at this path of keys."""
-    for key in path:
-        if not isinstance(values, Mapping) or key not in values:
-            return False
-        values = values[key]
-    return True
 
 
 def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:

@@ -88,7 +88,7 @@ def train(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[fl
     with accelerated():
         trainer = trainer_of(folder, stage, compiled=compiled)
         trainer.train()
-        assert trainer.muon.metrics()["skipped_steps"] == 0
+        assert trainer.muon.totals()["skipped_steps"] == 0
         assert "muon_zero/bytes_sent" in trainer.state.log_history[0]
         return losses(trainer), losses(trainer, "grad_norm"), losses(trainer, "eval_loss"), weights(trainer.model)
 
@@ -453,7 +453,7 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
         trainer = trainer_of(str(tmp_path), 2, compiled=True, max_grad_norm=1e6, gradient_accumulation_steps=1)
         decayed = set(trainer.get_decay_parameter_names(trainer.model))
         trainer.train()
-        metrics = trainer.muon.metrics()
+        metrics = {**trainer.muon.metrics(), **trainer.muon.totals()}
         assert trainer.muon_config.zero.gradient_clipping == 1e6
         assert metrics["directions_used"] == metrics["directions_speculated"] == STEPS * 8
         assert losses(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])
