@@ -6,7 +6,7 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "check_integer",
     "check_mapping",
     "check_pair",
+    "check_pairs",
     "check_patterns",
     "check_ranges",
     "check_rate",
@@ -37,6 +38,7 @@ __all__ = [
     "unknown_name",
 ]
 
+_INTEGERS = 2**63
 _NAME_WIDTH = 80  # names are shorter, and a comparison takes the product of both lengths
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
@@ -120,6 +122,8 @@ def check_integer(field: str, value: object, low: int, high: int | None = None) 
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
     number = int(value)
+    if number >= _INTEGERS:
+        raise config_error(field, value, "is more than 64 bits hold", f"use {span}")
     if number < low or (high is not None and number > high):
         raise config_error(field, value, "is out of range", f"use {span}")
     return number
@@ -187,6 +191,13 @@ def check_instance(field: str, value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
     return value
+
+
+def check_pairs(field: str, value: object, example: str, problem: str) -> Mapping[Any, Any]:
+    """A mapping, or the tuple of its items, as which frozen dataclasses keep one."""
+    if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        value = {key: entry for key, entry in value if isinstance(key, Hashable)}
+    return check_mapping(field, value, example, problem)
 
 
 def check_mapping(field: str, value: object, example: str = "{...}", problem: str = "") -> Mapping[Any, Any]:

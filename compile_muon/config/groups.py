@@ -16,6 +16,7 @@ from compile_muon.config.checks import (
     check_choice,
     check_mapping,
     check_pair,
+    check_pairs,
     check_patterns,
     check_rate,
     check_real,
@@ -79,12 +80,12 @@ def checked_rate(rate: Rate, value: object, path: str) -> Any:
 
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Rates beside those that the configuration has fields for, of a method's own."""
-    value = dict(value) if isinstance(value, tuple) else value
+    value = check_pairs(field, value, '{"beta2": 0.95}', "must be a mapping")
     for name in ("lr", "momentum", "weight_decay"):
-        if isinstance(value, Mapping) and name in value:
+        if name in value:
             problem, remedy = "is an argument of its own", f"write {name}=..., or adamw_{name} of AdamW's half"
             raise config_error(f"{field}.{name}", value[name], problem, remedy)
-    return _rates(field, check_mapping(field, value, '{"beta2": 0.95}', "must be a mapping"))
+    return _rates(field, value)
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
@@ -150,9 +151,9 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
 
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
     """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
-    value, example = dict(value) if isinstance(value, tuple) else value, '{"*.qkv.weight": {"split": [8, 2, 2]}}'
+    example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'
     found = []
-    for pattern, view in check_mapping(field, value, example, "must be a mapping of patterns").items():
+    for pattern, view in check_pairs(field, value, example, "must be a mapping of patterns").items():
         try:
             entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
         except (TypeError, ValueError):  # a tuple of other things

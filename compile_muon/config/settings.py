@@ -12,8 +12,8 @@ docs/reference/configuration.md is the same for users.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -88,7 +88,7 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     if len(row) != 3:
         raise config_error(field, row, f"has {len(row)} coefficients where Newton-Schulz takes 3", shape)
     for x in row:
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
+        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not abs(x) <= sys.float_info.max:
             raise config_error(field, row, "holds something that is not a finite number", shape)
     a, b, c = (float(x) for x in row)
     return a, b, c
