@@ -70,8 +70,10 @@ def initialize(
 
 def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
     """``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
+    from compile_muon.backend import muon_zero  # by its name torch would look it up, which two threads cannot at once
+
     compiled: dict[str, Any] = dict(
-        backend="muon_zero",
+        backend=muon_zero,
         fullgraph=settings.fullgraph,
         dynamic=settings.dynamic,
         options=settings.options(),

@@ -32,6 +32,7 @@ __all__ = [
     "collective_failed",
     "compile_fx",
     "compile_fx_inner",
+    "compiling_alone",
     "compiled_autograd_active",
     "current_backward",
     "decomposition_table",
@@ -148,6 +149,13 @@ def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)
+
+
+def compiling_alone() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's own lock: while graphs are traced PyTorch patches nn.Module, as a frame of another thread would see."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:

@@ -278,15 +278,16 @@ def _put_adamw_params(given: Given, params: Mapping[str, Any]) -> None:
 
 
 def _put_precision(given: Given, top: Mapping[str, Any]) -> None:
-    """bf16.enabled is param_dtype=bfloat16; fp16.enabled would need loss scaling."""
+    """bf16.enabled is param_dtype=bfloat16; fp16.enabled is loss scaling, which a loop does."""
     fp16 = _precision(given, top, "fp16").get("enabled", False)
     if fp16 == "auto":  # a choice of whoever fills it in, and here there is none
         given.hints.append("fp16.enabled")
         fp16 = False
     with given.mistakes.collected():
         if check_boolean("fp16.enabled", fp16):
-            problem = "needs loss scaling, which compile_muon does not do"
-            raise config_error("fp16.enabled", True, problem, 'use "bf16": {"enabled": true}')
+            problem = "scales the loss in DeepSpeed's engine, and here the loop does"
+            remedy = 'use "bf16": {"enabled": true}, or torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
+            raise config_error("fp16.enabled", True, problem, remedy)
     for name in ("bf16", "bfloat16"):
         bf16, path = _precision(given, top, name), f"{name}.enabled"
         with given.mistakes.collected():

@@ -683,7 +683,7 @@ def test_contradictions(source, field, words):
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", ["at least 1"]),
         ({"bf16": True}, "bf16", ['{"enabled": true}']),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled", ["true or false"]),
-        ({"fp16": {"enabled": True}}, "fp16.enabled", ["loss scaling", "bf16"]),
+        ({"fp16": {"enabled": True}}, "fp16.enabled", ["scales the loss", "bf16", "GradScaler", "param_dtype"]),
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
