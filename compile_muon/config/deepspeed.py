@@ -286,7 +286,8 @@ def _put_precision(given: Given, top: Mapping[str, Any]) -> None:
     with given.mistakes.collected():
         if check_boolean("fp16.enabled", fp16):
             problem = "scales the loss in DeepSpeed's engine, and here the loop does"
-            remedy = 'use "bf16": {"enabled": true}, or torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
+            scaler = 'torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
+            remedy = f'use "bf16": {{"enabled": true}}, or {scaler}'
             raise config_error("fp16.enabled", True, problem, remedy)
     for name in ("bf16", "bfloat16"):
         bf16, path = _precision(given, top, name), f"{name}.enabled"

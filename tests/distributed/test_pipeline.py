@@ -211,7 +211,8 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
     if mine.optimizer._ledger.balance():
         far["visits owed"] = mine.optimizer._ledger.balance()
     return far, {
-        **mine.optimizer.metrics(), **mine.optimizer.totals(),
+        **mine.optimizer.metrics(),
+        **mine.optimizer.totals(),
         "norms": norms,
         "gathers": gathers,
         "matrices": len(mine.optimizer._steps.muon),

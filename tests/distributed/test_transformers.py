@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -342,6 +343,9 @@ def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
 def go_on_from_the_newest(folder: str) -> int:
     from transformers import TrainerCallback
 
+    from compile_muon.errors import ConfigError
+    from compile_muon.integrations.transformers import MuonTrainer
+
     began: list[int] = []
 
     class Watch(TrainerCallback):
@@ -357,6 +361,23 @@ def go_on_from_the_newest(folder: str) -> int:
         trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
         trainer.add_callback(Watch())
         trainer.train(resume_from_checkpoint=True)
+        trainer.model.save_pretrained(f"{folder}/whole", max_shard_size="1GB")  # Transformers' own name, on all ranks
+        with pytest.raises(ConfigError, match=r"save_pretrained.variant = 'fp16': is not done with a sharded model"):
+            trainer.model.save_pretrained(f"{folder}/other", variant="fp16")
+        held = {name: full(param) for name, param in trainer.model.named_parameters()}
+        if world_and_rank()[1] == 0:
+            saved = load_file(Path(folder) / "whole" / "model.safetensors")
+            assert all(torch.equal(held[name], value) for name, value in saved.items() if name in held) and saved
+        again = MuonTrainer(
+            model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={}
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=r"MuonTrainer.model = .*train\(\) of that trainer.*full_parameters"):
+            again.train()
+        with compile_muon.full_parameters(trainer.model):
+            model = copy.deepcopy(trainer.model)
+        again = MuonTrainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={})
+        again.train()  # as the remedy says
+        model.save_pretrained(f"{folder}/copy")
     return began[0]
 
 
