@@ -90,17 +90,17 @@ def check_share(field: str, value: object) -> float:
     return check_real(field, value, positive=True, most=1.0)
 
 
-def check_rate(field: str, value: object, **limits: float) -> float | Tensor:
+def check_rate(field: str, value: object) -> float | Tensor:
     """A float as :func:`check_real`; or a tensor of one element, for a rate that is changed in place.
 
     As in torch.optim it is kept itself, so that what is written to it counts.
     """
     if not isinstance(value, Tensor):
-        return check_real(field, value, **limits)
+        return check_real(field, value)
     if value.dim() or value.dtype.is_complex or value.dtype == torch.bool or value.is_meta:
         kind = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
         raise config_error(field, kind, "is no number", "give a tensor of no dimension, or a plain number")
-    check_real(field, value.item(), **limits)
+    check_real(field, value.item())
     return value
 
 

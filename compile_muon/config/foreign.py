@@ -242,7 +242,9 @@ _REFUSALS = {
 
 def _slip(value: object, heeds: tuple[str, ...]) -> tuple[str, ...] | None:
     """Path of a key that is nearly one of these and asks for something, and behind it that one."""
-    for key, entry in value.items() if isinstance(value, Mapping) and heeds else ():
+    if not isinstance(value, Mapping) or not heeds:
+        return None
+    for key, entry in value.items():
         meant = nearest(key.lower(), heeds, cutoff=0.75) if isinstance(key, str) and key not in heeds else None
         if meant is not None and meant not in value and not (isinstance(entry, Mapping) or _off(entry)):
             return key, meant

@@ -68,6 +68,9 @@ ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 
+_FLOATS: Any = sys.float_info.max  # an integer of hundreds of digits is a finite number, and no float
+
+
 def _check_coefficients(field: str, value: object) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
@@ -88,7 +91,7 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     if len(row) != 3:
         raise config_error(field, row, f"has {len(row)} coefficients where Newton-Schulz takes 3", shape)
     for x in row:
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not abs(x) <= sys.float_info.max:
+        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not -_FLOATS <= x <= _FLOATS:
             raise config_error(field, row, "holds something that is not a finite number", shape)
     a, b, c = (float(x) for x in row)
     return a, b, c

@@ -54,8 +54,8 @@ def _remedy(value: object) -> str:
         part = type(value).__name__
         field = next((f.name for f in dataclasses.fields(Config) if isinstance(f.default, type(value))), None)
         return f"write Config({field}={part}(...))" if field else _GIVE
-    if hasattr(value, "read") and isinstance(getattr(value, "name", None), str):
-        return f"give its path, {value.name!r}"
+    if hasattr(value, "read") and isinstance(name := getattr(value, "name", None), str):
+        return f"give its path, {name!r}"
     return _GIVE
 
 
@@ -90,8 +90,9 @@ def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int 
     if not isinstance(value, Mapping | Sequence) or isinstance(value, (str, bytes, tuple)):
         return value
     if id(value) not in known:
-        found = _plain_dict(value, path, known, depth) if isinstance(value, Mapping) else None
-        if found is None:
+        if isinstance(value, Mapping):
+            found: Any = _plain_dict(value, path, known, depth)
+        else:
             found = [_plain(entry, path, known, depth + 1) for entry in value]
         known[id(value)] = value, found
     return known[id(value)][1]

@@ -44,13 +44,16 @@ def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults
     """
     if isinstance(source, Config):
         return source
+    mistakes = Mistakes()
     try:
-        values = as_mapping(source, Mistakes())
+        values = as_mapping(source, mistakes)
     except ConfigError:
+        return source
+    if mistakes.found:
         return source
     values = {**values, **{key: value for key, value in defaults.items() if key not in values}}
     for path, value in automatic.items():
-        section = values
+        section: Any = values
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.get(path[-1]) == "auto":

@@ -25,7 +25,8 @@ def saves_whole(model: nn.Module) -> None:
     """Have ``save_pretrained`` of this model, and of models in it, write whole weights."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
-            module.save_pretrained = MethodType(_save, module)  # a copy of the module has one that is bound to it
+            # A copy of the module has one that is bound to it.
+            vars(module)["save_pretrained"] = MethodType(_save, module)
 
 
 def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +55,9 @@ def check_is_module(model: object) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise UnsupportedModelError(f"model: is the class {model.__name__}; make one: MuonZero({model.__name__}(...))")
     # What is in it says more than what it is; a generator has lost its first one, and nobody goes on with it.
-    listed = not isinstance(model, (str, bytes, torch.Tensor)) and isinstance(model, Iterable)
-    first = next(iter(model.values() if isinstance(model, Mapping) else model), None) if listed else model
+    first: Any = model
+    if isinstance(model, Iterable) and not isinstance(model, (str, bytes, torch.Tensor)):
+        first = next(iter(model.values() if isinstance(model, Mapping) else model), None)
     first = first[1] if isinstance(first, tuple) and len(first) == 2 else first
     if isinstance(first, nn.Module):
         call = "pass one that holds them all: MuonZero(torch.nn.ModuleList([first, second]), ...)"

@@ -343,9 +343,6 @@ def test_weights_can_be_saved_before_training(tmp_path: Path) -> None:
 def go_on_from_the_newest(folder: str) -> int:
     from transformers import TrainerCallback
 
-    from compile_muon.errors import ConfigError
-    from compile_muon.integrations.transformers import MuonTrainer
-
     began: list[int] = []
 
     class Watch(TrainerCallback):
@@ -361,6 +358,21 @@ def go_on_from_the_newest(folder: str) -> int:
         trainer = trainer_of(folder, 3, max_steps=4, eval_strategy="no", save_steps=2)
         trainer.add_callback(Watch())
         trainer.train(resume_from_checkpoint=True)
+    return began[0]
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    assert ranks(2).run(go_on_from_the_newest, folder=str(tmp_path)) == [2, 2]
+
+
+def saved_and_trained_again(folder: str) -> None:
+    from compile_muon.errors import ConfigError
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    few = dict(max_steps=1, eval_strategy="no", save_strategy="no", gradient_accumulation_steps=1)
+    with accelerated():
+        trainer = trainer_of(folder, 2, **few)
+        trainer.train()
         trainer.model.save_pretrained(f"{folder}/whole", max_shard_size="1GB")  # Transformers' own name, on all ranks
         with pytest.raises(ConfigError, match=r"save_pretrained.variant = 'fp16': is not done with a sharded model"):
             trainer.model.save_pretrained(f"{folder}/other", variant="fp16")
@@ -378,11 +390,11 @@ def go_on_from_the_newest(folder: str) -> int:
         again = MuonTrainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={})
         again.train()  # as the remedy says
         model.save_pretrained(f"{folder}/copy")
-    return began[0]
 
 
-def test_a_checkpoint_that_was_cut_off_is_passed_over(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    assert ranks(2).run(go_on_from_the_newest, folder=str(tmp_path)) == [2, 2]
+def test_transformers_own_saving_and_a_second_trainer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Of a sharded model: the former writes whole weights on all ranks, the latter says what to do, which works."""
+    ranks(2).run(saved_and_trained_again, folder=str(tmp_path))
 
 
 class Normed(torch.nn.Module):
