@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed, warn_user
-from compile_muon.integrations.pretrained import saves_whole
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
@@ -36,6 +35,7 @@ from compile_muon.runtime.shards import local_tensor
 from compile_muon.sequence import plan_sequence
 from compile_muon.sequence.plan import SequencePlan
 from compile_muon.weights.materialize import Values
+from compile_muon.weights.own_saving import saves_whole
 
 __all__ = ["Assembled", "assemble", "warn_of_half_masters"]
 

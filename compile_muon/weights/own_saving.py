@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from compile_muon.errors import config_error
-from compile_muon.integrations.common import is_sharded
+from compile_muon.model.readers import accounts_of
 
 __all__ = ["saves_whole"]
 
@@ -30,9 +30,9 @@ def saves_whole(model: nn.Module) -> None:
 
 
 def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs.get("state_dict") is not None or not is_sharded(self):
+    if args or kwargs.get("state_dict") is not None or not any(map(accounts_of, self.modules())):
         return type(self).save_pretrained(self, save_directory, *args, **kwargs)
-    from compile_muon.weights import save_pretrained
+    from compile_muon.weights.pretrained import save_pretrained
 
     sizes = {"max_shard_size": size} if (size := kwargs.pop("max_shard_size", None)) is not None else {}
     for name, value in kwargs.items():
