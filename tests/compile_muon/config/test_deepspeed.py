@@ -769,7 +769,8 @@ def test_the_example_of_the_page_is_what_convert_makes_of_it():
     before, after = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SECTION, flags=re.DOTALL))
     (notice,) = re.findall(r"^no effect here: (.*)$", SECTION, flags=re.MULTILINE)
     assert convert(before) == after
-    assert load_noting(before)[1] == notice.split(", ")
+    (sizes,) = re.findall(r"^(train_\w+, train_\w+): how large", SECTION, flags=re.MULTILINE)
+    assert load_noting(before)[1] == sizes.split(", ") + notice.split(", ")
 
 
 @pytest.mark.parametrize("off", [False, None, "none", {}, {"device": "none", "pin_memory": True}])
