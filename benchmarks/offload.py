@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _bytes(run: Run) -> int:
-    found = run.optimizer.metrics()
+    found = run.optimizer.totals()
     return int(found["disk_bytes_read"] + found["disk_bytes_written"])
 
 

@@ -1,6 +1,7 @@
 """Command line: `python -m compile_muon doctor`, `... calibrate`, `... plan`, `... convert` and `... checkpoint`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor", help="say whether this environment can train: versions, devices, compiler, entry point, a config"
     )
     doctor.add_argument("--config", type=Path, help="a config to look at: what it says, and which axes it makes")
-    doctor.add_argument("--world", type=int, default=int(os.environ.get("WORLD_SIZE") or 1), help="ranks it is for")
+    # A string is read as if it were given, and only by this command.
+    doctor.add_argument("--world", type=_count, default=os.environ.get("WORLD_SIZE") or "1", help="ranks it is for")
     calibrate = commands.add_parser("calibrate", help="measure this machine for the cost model, and write what it is")
     calibrate.add_argument("--out", type=Path, required=True, help="JSON file to write, for the setting machine")
-    calibrate.add_argument("--ranks", type=int, help="to start; under torchrun there are some already")
+    calibrate.add_argument("--ranks", type=_count, help="to start; under torchrun there are some already")
     calibrate.add_argument("--quick", action="store_true", help="few and small sizes, to see whether it works here")
     calibrate.add_argument("--disk", type=Path, help="a folder on the disk that offload would use, to measure it too")
     planner = commands.add_parser("plan", help="simulate a training step: memory, bytes and seconds by stage and mesh")
@@ -63,6 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _count(text: str) -> int:
+    """At least one."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return number
+
+
 def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="action", title="commands", metavar="COMMAND", required=True)
     for name, text in (
@@ -81,11 +94,17 @@ def _add_checkpoint_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_the_end() -> int:
-    """:func:`main`, also where nobody reads the rest: ``... | head``."""
+    """:func:`main` on any terminal: one without our characters, one whose reader leaves (``... | head``), Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main()
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as shells have it: 128 and the signal
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         return 1

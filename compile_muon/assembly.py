@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment, assign
-from compile_muon.model.groups import Group, chosen_methods, plan_groups
+from compile_muon.model.groups import Group, chosen_methods, plan_groups, warn_of_shared_rates
 from compile_muon.model.mesh import Mesh, resolve_mesh, target_device
 from compile_muon.model.ownership import Ownership
 from compile_muon.model.roles import planned_roles
@@ -35,6 +35,7 @@ from compile_muon.runtime.shards import local_tensor
 from compile_muon.sequence import plan_sequence
 from compile_muon.sequence.plan import SequencePlan
 from compile_muon.weights.materialize import Values
+from compile_muon.weights.own_saving import saves_whole
 
 __all__ = ["Assembled", "assemble", "warn_of_half_masters"]
 
@@ -157,7 +158,12 @@ def assemble(
         config, ranks, group, stages, sequence, ledger, ownership, assignments, groups, homes[0] if homes else None,
         hyper, compares,
     )  # fmt: skip
+    if ranks is not None:
+        saves_whole(model)
     warn_of_half_masters(made.trained)
+    warn_of_shared_rates(config, groups)
+    if config.compile.cuda_graphs and device.type == "cpu":
+        warn_user("compile.cuda_graphs = True: there are none on a CPU, and nothing is recorded; leave it out")
     return made
 
 

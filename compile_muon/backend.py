@@ -29,10 +29,12 @@ from compile_muon.passes.costs import Costs
 from compile_muon.passes.local_inputs import returns_views, taking_shards, with_shards
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
+    NoCompilerError,
     Partitioner,
     autograd_cache_disabled,
     compile_fx,
     compile_fx_inner,
+    lacks_compiler,
     order_saved_values,
 )
 from compile_muon.runtime.account import account_of
@@ -193,6 +195,7 @@ def muon_zero(
     Raises:
         ConfigError: about every unknown option and bad value.
         UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded.
+        NoCompilerError: Inductor finds no C++ compiler.
     """
     if mode not in (None, "default", "reduce-overhead"):
         problem = 'muon_zero has no mode but "reduce-overhead"; set torch._inductor.config instead'
@@ -206,7 +209,12 @@ def muon_zero(
         )
     _check_writes(gm, example_inputs)
     escaping = _escaping_weights(gm)
-    run = compile_frame(gm, example_inputs, frame_options)
+    try:
+        run = compile_frame(gm, example_inputs, frame_options)
+    except Exception as error:  # Inductor wraps its own
+        if (missing := lacks_compiler(error)) is None:
+            raise
+        raise NoCompilerError(missing) from error
     return _handing_out(run, escaping) if escaping else run
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import reprlib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = [
     "DamagedError",
     "LedgerError",
     "MuonZeroError",
+    "MuonZeroWarning",
     "NonFiniteError",
     "OffloadError",
     "PassContractError",
@@ -29,12 +32,17 @@ __all__ = [
     "join_errors",
     "listed",
     "raise_all",
+    "printable",
     "ranks_named",
+    "shown",
     "warn_user",
 ]
 
-_LIBRARIES = tuple(str(Path(module).parent) for module in (__file__, torch.__file__))
+#: Packages whose lines are not the user's own; ours goes by its name wherever its folders lie.
+_LIBRARIES = {"compile_muon", "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "torchtitan"}
 _VALUE_WIDTH = 160  # a pasted config section must not bury the sentence that explains it
+_FIELD_WIDTH = 200
+_LINES = 40
 
 
 class CheckpointError(MuonZeroError, RuntimeError):
@@ -59,6 +67,10 @@ class OffloadError(MuonZeroError, RuntimeError):
 
 class PeerError(MuonZeroError, torch.distributed.DistError):
     """A collective did not end: a rank is gone, hangs, or runs something else; the message says where each rank is."""
+
+
+class MuonZeroWarning(UserWarning):
+    """What compile_muon warns of; rank 0 tells it, or the rank that the message names."""
 
 
 class UnsupportedModelError(MuonZeroError, ValueError):
@@ -128,17 +140,66 @@ def config_error(field: str, value: object, problem: str, remedy: str) -> Config
     >>> str(config_error("stage", 5, "is not a ZeRO stage", "use 0, 1, 2 or 3"))
     'stage = 5: is not a ZeRO stage; use 0, 1, 2 or 3'
     """
-    shown = repr(value)
-    if len(shown) > _VALUE_WIDTH:
-        shown = shown[: _VALUE_WIDTH - 3] + "..."
-    return _compose(field, shown, problem, remedy)
+    return _compose(field, shown(value), problem, remedy)
+
+
+class _Short(reprlib.Repr):
+    """``repr`` of what may be of any size and depth, which stops where nothing more will be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 6
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = _VALUE_WIDTH // 2
+        self.maxstring = self.maxlong = self.maxother = 4 * _VALUE_WIDTH
+
+    def repr_dict(self, x: Mapping[Any, Any], level: int) -> str:
+        """As they were written, not in alphabetical order."""
+        if level <= 0 and x:
+            return "{...}"
+        first = itertools.islice(x.items(), self.maxdict)
+        pieces = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in first]
+        return "{" + ", ".join(pieces) + ", ..." * (len(x) > self.maxdict) + "}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print thousands of digits."""
+        return repr(x) if x.bit_length() < 16 * _VALUE_WIDTH else f"<an integer of {x.bit_length()} bits>"
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """``repr(value)``, cut to 160 characters; its type where that fails.
+
+    >>> shown({"b": [1, 2], "a": None})
+    "{'b': [1, 2], 'a': None}"
+    """
+    try:
+        text = _SHORT.repr(value)
+    except Exception:  # whatever the repr of a stranger's object raises
+        text = f"<{type(value).__name__}>"
+    return _cut(text, _VALUE_WIDTH)
+
+
+def printable(text: str) -> str:
+    """Characters that a terminal would obey, and what no encoding has, as Python writes them.
+
+    >>> printable("a\\x1b[31m, ü")
+    'a\\\\x1b[31m, ü'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def join_errors(errors: Sequence[ConfigError]) -> ConfigError:
-    """One error that lists ``errors`` (at least one) on a line each; a single one comes back as it is."""
+    """One error that lists ``errors`` (at least one) on a line each, 40 of them; a single one comes back as it is."""
     if len(errors) == 1:
         return errors[0]
-    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors))))
+    more = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
+    joined = ConfigError("\n  ".join((f"{len(errors)} settings are wrong:", *map(str, errors[:_LINES]), *more)))
     joined._several = tuple(errors)
     return joined
 
@@ -151,15 +212,29 @@ def raise_all(errors: Iterable[ConfigError]) -> None:
 
 def _compose(field: str, shown: str, problem: str, remedy: str) -> ConfigError:
     # Only strings are kept, so the error pickles across processes whatever the value was.
-    error = ConfigError(f"{field} = {shown}: {problem}; {remedy}")
+    error = ConfigError(f"{printable(_cut(field, _FIELD_WIDTH))} = {shown}: {problem}; {remedy}")
     error.field, error.shown, error.problem, error.remedy = field, shown, problem, remedy
     return error
 
 
-def warn_user(message: str) -> None:
-    """Warn at the line of the user's that led here, behind whatever of ours and torch's lies between."""
+def warn_user(message: str, *, own: bool = False) -> None:
+    """Warn at the line of the user's that led here, behind whatever of ours and other libraries' lies between.
+
+    Args:
+        own: whether it is of this rank, which the message then names; else rank 0 tells it for all.
+    """
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if ranks else int(os.environ.get("RANK", "0") or 0)
+    if rank != 0 and not own:
+        return
+    if own and ranks and torch.distributed.get_world_size() > 1:
+        message = f"rank {rank}: {message}"
     frame: Any = sys._getframe(1)
     level = 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and _package(frame) in _LIBRARIES:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, MuonZeroWarning, stacklevel=level)
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

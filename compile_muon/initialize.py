@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.groups import GroupConfig, named_groups
+from compile_muon.model.support import check_is_module
 from compile_muon.optimizer import MuonZero
 
 __all__ = ["compile_in_place", "initialize"]
@@ -55,6 +56,7 @@ def initialize(
         ConfigError, UnsupportedModelError: nothing is changed then.
         CheckpointError: ``weights`` do not fit; the model is sharded and has no values then.
     """
+    check_is_module(model)
     resolved = load_config(config)
     if groups is not None:
         resolved = replace(resolved, groups=cast("tuple[GroupConfig, ...]", named_groups(groups, model)))
@@ -68,8 +70,10 @@ def initialize(
 
 def compile_in_place(module: nn.Module, settings: CompileConfig) -> None:
     """``nn.Module.compile`` with our backend, which keeps the type and the ``state_dict`` keys."""
+    from compile_muon.backend import muon_zero  # by its name torch would look it up, which two threads cannot at once
+
     compiled: dict[str, Any] = dict(
-        backend="muon_zero",
+        backend=muon_zero,
         fullgraph=settings.fullgraph,
         dynamic=settings.dynamic,
         options=settings.options(),

@@ -7,10 +7,12 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -31,11 +33,12 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
-from compile_muon.errors import CheckpointError, MuonZeroError
+from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.model.assignment import lr_scale
-from compile_muon.model.groups import Group, state_problems
+from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
 from compile_muon.model.mesh import DataPlace, Mesh
 from compile_muon.model.readers import refuse_states_of_another
+from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.other_holders import refuse_shared
@@ -113,12 +116,12 @@ class MuonZero(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        *,
-        lr: float = MuonConfig.lr,
+        *positional: NoReturn,
+        lr: float | Tensor = MuonConfig.lr,
         momentum: float = MuonConfig.momentum,
         nesterov: bool = MuonConfig.nesterov,
         weight_decay: float = MuonConfig.weight_decay,
-        adamw_lr: float = AdamWConfig.lr,
+        adamw_lr: float | Tensor = AdamWConfig.lr,
         adamw_betas: tuple[float, float] = AdamWConfig.betas,
         adamw_eps: float = AdamWConfig.eps,
         adamw_weight_decay: float = AdamWConfig.weight_decay,
@@ -161,10 +164,15 @@ class MuonZero(Optimizer):
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        check_is_module(model)
+        if positional:
+            problem = "has no name, and beside the model every argument needs one"
+            raise config_error("MuonZero(model, ...)", positional[0], problem, "write lr=0.02")
         groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(assemble(model, config_from_kwargs(**settings), mesh, None, norm_group, weights, init))
+        self._setup(assemble(model, config_from_kwargs(**settings, **unknown), mesh, None, norm_group, weights, init))
 
     @classmethod
     def from_config(
@@ -248,25 +256,36 @@ class MuonZero(Optimizer):
         return self._steps.grad_norm
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers for a logger, without waiting for the device but where checks are read in the next step.
+        """The latest step in plain numbers for a logger, all finite, so that they are JSON.
+
+        It waits for the device only where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` of the latest step (before clipping; NaN before the first), with ``qk_clip`` its
-            ``max_logit``, ``muon_lr``, ``adamw_lr``, and since the start on this rank: ``bytes_sent`` (where the mesh
-            has several axes also by axis, ``bytes_sent_shard``), ``directions_speculated`` (made in backward),
-            ``directions_used`` and ``directions_discarded`` of them, ``directions_in_step`` (made by ``step()``),
-            ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many matrices to a call fill a GPU),
-            ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups that its collectives use), and
-            with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
+            ``grad_norm`` before clipping; with ``qk_clip``, ``max_logit``; and the rates that the next step takes, of
+            the first group of each method: ``muon_lr``, ``adamw_lr``. What is not known is left out: ahead of the
+            first step, and of one that was skipped, whose norm is inf or NaN.
+        """
+        self.check()
+        logit = self._steps.max_logit
+        # The first group of a method tells its rate.
+        rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)}
+        seen = {"grad_norm": self._steps.norm, "max_logit": math.nan if logit is None else float(logit)}
+        return {name: number for name, number in seen.items() if math.isfinite(number)} | rates
+
+    def totals(self) -> dict[str, int]:
+        """What this rank has counted since the start, in the same way.
+
+        Returns:
+            ``bytes_sent`` (where the mesh has several axes also by axis, ``bytes_sent_shard``),
+            ``directions_speculated`` (made in backward), ``directions_used`` and ``directions_discarded`` of them,
+            ``directions_in_step`` (made by ``step()``), ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many
+            matrices to a call fill a GPU), ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups
+            that its collectives use), and with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
         self.check()
         counters, home, mesh = self._ledger.counters, self._steps.home, self._mesh
         disk = (0, 0) if home is None else home.disk_bytes
         return {
-            "grad_norm": self._steps.norm,
-            **({} if (logit := self._steps.max_logit) is None else {"max_logit": float(logit)}),
-            # The first group of a method tells its rate.
-            **{f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)},
             **counters.numbers(by_axis=mesh is not None and len(mesh.names) > 1),
             "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
             "communicators": 0 if mesh is None else mesh.process_groups,
@@ -276,7 +295,7 @@ class MuonZero(Optimizer):
     def check(self) -> None:
         """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
 
-        The next step does so, ``metrics()`` and ``Checkpointer.save``; nothing is left to read with "in_step".
+        The next step does so, ``metrics()``, ``totals()`` and ``Checkpointer.save``; with "in_step" nothing is left.
 
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.
@@ -387,6 +406,8 @@ class MuonZero(Optimizer):
                 known["params"] += [param for _, param in added["params"]]
                 known["param_names"] += [name for name, _ in added["params"]]
         warn_of_half_masters(accounts)
+        if own is not None:
+            warn_of_shared_rates(replace(self.config, groups=()), groups, own)
         self._steps.take_up(accounts, {group.name: group.method for group in groups})
         self._ownership.take_up(accounts)
 

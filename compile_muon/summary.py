@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,10 +102,13 @@ class Summary:
         return table
 
     def __str__(self) -> str:
+        from rich import box
         from rich.console import Console
 
-        buffer = io.StringIO()
-        Console(file=buffer, width=160).print(self)
+        buffer, table = io.StringIO(), self.__rich__()
+        if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():  # where print() would fail
+            table.box = box.ASCII
+        Console(file=buffer, width=160).print(table)
         return buffer.getvalue()
 
 

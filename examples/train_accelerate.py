@@ -79,7 +79,8 @@ def main() -> None:
                 optimizer.zero_grad()
         with torch.no_grad():
             losses = [accelerator.gather_for_metrics(model(tokens).repeat(len(tokens))) for (tokens,) in evaluation]
-        figures = {"loss": loss.item(), "eval_loss": torch.cat(losses).mean().item(), **optimizer.metrics()}
+        figures = {"loss": loss.item(), "eval_loss": torch.cat(losses).mean().item()}
+        figures |= {**optimizer.metrics(), **optimizer.totals()}
         accelerator.log(figures, step=epoch)
         accelerator.print(f"epoch {epoch}: loss {figures['loss']:.3f}, evaluation {figures['eval_loss']:.3f}")
         accelerator.save_state()

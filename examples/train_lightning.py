@@ -43,7 +43,8 @@ class Language(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True)
-        self.log_dict({f"muon_zero/{k}": v for k, v in self.trainer.strategy.muon.metrics().items()})
+        muon = self.trainer.strategy.muon
+        self.log_dict({f"muon_zero/{k}": v for k, v in (muon.metrics() | muon.totals()).items()})
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

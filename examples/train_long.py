@@ -53,7 +53,7 @@ def main() -> None:
             seconds = time.perf_counter() - began
             print(f"step {step + 1:4}   loss {mean(losses[-10:]):.3f}   {seconds:.2f} s a step", flush=True)
     if dist.get_rank() == 0:
-        sent = optimizer.metrics()["bytes_sent"] / args.steps
+        sent = optimizer.totals()["bytes_sent"] / args.steps
         print(f"difference from one rank {error:.1e}; {sent:,.0f} bytes sent a step and rank")
     dist.destroy_process_group()
 

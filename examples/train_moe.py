@@ -77,7 +77,7 @@ def main() -> None:
     tokens = args.batch * args.context * world  # of a step
 
     def tell(step: int, loss: float, seconds: float) -> None:
-        metrics = optimizer.metrics()
+        metrics = {**optimizer.metrics(), **optimizer.totals()}
         pace = "compiled" if step == 1 else f"{args.log_every * tokens / seconds:,.0f} tokens/s"
         # Of what depends on the data, how many rows each expert gets, a graph cannot say how much it is.
         axes = {name.removeprefix("bytes_sent_"): sent // step for name, sent in metrics.items() if "sent_" in name}

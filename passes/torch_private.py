@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from inspect import currentframe
 from typing import Any, cast
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import is_sym_node
 
+from .errors import MuonZeroError
+
 __all__ = [
+    "NoCompilerError",
     "Partitioner",
     "SavedContext",
     "accumulator_of",
@@ -26,6 +32,7 @@ __all__ = [
     "collective_failed",
     "compile_fx",
     "compile_fx_inner",
+    "compiling_alone",
     "compiled_autograd_active",
     "current_backward",
     "decomposition_table",
@@ -40,6 +47,7 @@ __all__ = [
     "is_autograd_function",
     "is_flex_attention",
     "is_from_local",
+    "lacks_compiler",
     "mark_for_backward",
     "never_a_frame",
     "order_saved_values",
@@ -55,6 +63,32 @@ __all__ = [
     "unrecorded_op",
     "will_execute",
 ]
+
+
+class NoCompilerError(MuonZeroError, ShortenTraceback):
+    """There is no C++ compiler, which Inductor writes for; told without the eighty lines of torch that lead there.
+
+    Attributes:
+        inner_exception: Inductor's own error.
+    """
+
+    def __init__(self, inner_exception: Exception) -> None:
+        said = str(inner_exception).partition("\n")[0]
+        remedy = "`python -m compile_muon doctor` says what to install"
+        super().__init__(f"torch.compile needs a C++ compiler: {said}; {remedy}", first_useful_frame=currentframe())
+        self.inner_exception = inner_exception
+
+    def remove_dynamo_frames(self) -> NoCompilerError:
+        """Without the frames below our backend, whichever made this."""
+        return self.with_traceback(None)
+
+
+def lacks_compiler(error: BaseException) -> Exception | None:
+    """Inductor's complaint that there is no C++ compiler, if ``error`` is one."""
+    while isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
+    return error if isinstance(error, InvalidCxxCompiler) else None
+
 
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -116,6 +150,13 @@ def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:
     from torch._functorch import config
 
     return config.patch(enable_autograd_cache=False)
+
+
+def compiling_alone() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's own lock: while graphs are traced PyTorch patches nn.Module, as a frame of another thread would see."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def decomposition_table() -> dict[Any, Callable[..., Any]]:

@@ -284,7 +284,8 @@ class Checkpointer:
         else:
             warn_user(
                 f"{place}: was saved by {manifest.world} ranks: rank {ranks.rank} keeps its random numbers, and of "
-                "what else differs between ranks gets rank 0's"
+                "what else differs between ranks gets rank 0's",
+                own=True,
             )
         return extra
 

@@ -1,8 +1,8 @@
 """Configuration: what can be set, in which vocabularies, and what of it is wrong.
 
 The modules import one another in this direction only: ``checks`` and ``checked`` (single values, and dataclasses of
-them), ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``, ``foreign``,
-``sections``, ``deepspeed``, ``convert``.
+them), ``elsewhere``, ``compile_options``, ``groups``, ``lr_schedule``, ``machine``, ``offload``, ``settings``,
+``sources``, ``foreign``, ``sections``, ``deepspeed``, ``convert``.
 """
 
 from compile_muon.config.compile_options import CompileOptions, FrameOptions, read_options

@@ -6,13 +6,14 @@ import difflib
 import math
 import numbers
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from compile_muon.errors import ConfigError, config_error
+from compile_muon.errors import ConfigError, config_error, shown
 from compile_muon.passes.ranges import nvtx_installed
 
 __all__ = [
@@ -26,12 +27,19 @@ __all__ = [
     "check_integer",
     "check_mapping",
     "check_pair",
+    "check_pairs",
     "check_patterns",
     "check_ranges",
+    "check_rate",
     "check_real",
     "check_share",
+    "key_name",
+    "nearest",
     "unknown_name",
 ]
+
+_INTEGERS = 2**63
+_NAME_WIDTH = 80  # names are shorter, and a comparison takes the product of both lengths
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"} | {
@@ -57,26 +65,43 @@ def _refuse_auto(field: str, value: object, remedy: str) -> None:
         raise config_error(field, value, "is filled in by the Trainer of Hugging Face Transformers, not here", remedy)
 
 
-def check_real(field: str, value: object, *, positive: bool = False, below: float = math.inf) -> float:
-    """A finite float in [0, below), or in (0, below) when ``positive``."""
+def check_real(
+    field: str, value: object, *, positive: bool = False, below: float = math.inf, most: float = math.inf
+) -> float:
+    """A finite float from 0, or above it when ``positive``, below ``below`` and at most ``most``."""
     _refuse_auto(field, value, "write the number")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise config_error(field, value, f"must be a number, not {type(value).__name__}", "write a plain number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise config_error(field, value, "is more than a float can hold", "give a smaller number") from None
     if not math.isfinite(number):
         raise config_error(field, value, "is not finite", "give a finite number")
-    if number < 0 or (positive and number == 0) or number >= below:
-        interval = f"{'(' if positive else '['}0, {below:g})"
+    if number < 0 or (positive and number == 0) or number >= below or number > most:
+        end = f"{most:g}]" if most < below else f"{below:g})"
+        interval = f"{'(' if positive else '['}0, {end}"
         raise config_error(field, value, f"lies outside {interval}", f"choose a number in {interval}")
     return number
 
 
 def check_share(field: str, value: object) -> float:
     """A float in (0, 1]."""
-    share = check_real(field, value, positive=True)
-    if share > 1:
-        raise config_error(field, value, "is more than all of it", "give a share, up to 1.0")
-    return share
+    return check_real(field, value, positive=True, most=1.0)
+
+
+def check_rate(field: str, value: object) -> float | Tensor:
+    """A float as :func:`check_real`; or a tensor of one element, for a rate that is changed in place.
+
+    As in torch.optim it is kept itself, so that what is written to it counts.
+    """
+    if not isinstance(value, Tensor):
+        return check_real(field, value)
+    if value.dim() or value.dtype.is_complex or value.dtype == torch.bool or value.is_meta:
+        kind = f"a tensor of shape {list(value.shape)} and dtype {value.dtype}"
+        raise config_error(field, kind, "is no number", "give a tensor of no dimension, or a plain number")
+    check_real(field, value.item())
+    return value
 
 
 def check_pair(field: str, value: object) -> tuple[float, float]:
@@ -97,6 +122,8 @@ def check_integer(field: str, value: object, low: int, high: int | None = None) 
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise config_error(field, value, f"must be an integer, not {type(value).__name__}", f"use {span}")
     number = int(value)
+    if number >= _INTEGERS:
+        raise config_error(field, value, "is more than 64 bits hold", f"use {span}")
     if number < low or (high is not None and number > high):
         raise config_error(field, value, "is out of range", f"use {span}")
     return number
@@ -118,17 +145,35 @@ def check_ranges(field: str, value: object) -> bool:
     return made
 
 
-def unknown_name(field: str, value: object, name: str, known: Collection[str], problem: str) -> ConfigError:
-    """The error about a setting called ``name``, with the nearest of the known names as remedy, or else all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+def key_name(key: object) -> str:
+    """A key as paths have it, also one that is no string, as only Python's mappings and YAML's have."""
+    return key if isinstance(key, str) else shown(key)
+
+
+def unknown_name(
+    field: str, value: object, name: object, known: Collection[str], problem: str, also: tuple[str, ...] = ()
+) -> ConfigError:
+    """The error about a setting called ``name``, with the nearest of the known names as remedy, or else all of them.
+
+    Args:
+        also: names that are meant if they are near, and are not listed.
+    """
+    near = nearest(name, (*known, *also))
+    remedy = f"did you mean {near!r}?" if near else f"use one of {', '.join(known)}"
     return config_error(field, value, problem, remedy)
+
+
+def nearest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known name that ``name`` may be a slip of; None for what is longer than any."""
+    if not isinstance(name, str) or len(name) > _NAME_WIDTH:
+        return None
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
-        near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(value, allowed)
+        hint = f"did you mean {near!r}? " if near else ""
         raise config_error(field, value, "is not a known choice", f"{hint}use one of {', '.join(map(repr, allowed))}")
     return value
 
@@ -137,6 +182,8 @@ def check_folder(field: str, value: object) -> Path:
     """A path, which need not exist yet."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise config_error(field, value, "is not a folder", "give a path, or None")
+    if "\0" in os.fsdecode(value):
+        raise config_error(field, value, "holds a NUL, as no path does", "give a path, or None")
     return Path(os.fsdecode(value))
 
 
@@ -144,6 +191,13 @@ def check_instance(field: str, value: object, kind: type) -> Any:
     if not isinstance(value, kind):
         raise config_error(field, value, f"must be a {kind.__name__}", f"build it with {kind.__name__}(...)")
     return value
+
+
+def check_pairs(field: str, value: object, example: str, problem: str) -> Mapping[Any, Any]:
+    """A mapping, or the tuple of its items, as which frozen dataclasses keep one."""
+    if isinstance(value, tuple) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
+        value = {key: entry for key, entry in value if isinstance(key, Hashable)}
+    return check_mapping(field, value, example, problem)
 
 
 def check_mapping(field: str, value: object, example: str = "{...}", problem: str = "") -> Mapping[Any, Any]:
@@ -178,5 +232,6 @@ def check_patterns(field: str, value: object) -> Callable[[str, torch.nn.Paramet
         raise config_error(field, value, "selects nothing", "leave it out to let compile_muon choose")
     for pattern in value:
         if not isinstance(pattern, str) or not pattern:
-            raise config_error(field, value, f"holds {pattern!r}, which is not a name pattern", "use non-empty strings")
+            problem = f"holds {shown(pattern)}, which is not a name pattern"
+            raise config_error(field, value, problem, "use non-empty strings")
     return tuple(value)

@@ -16,6 +16,7 @@ from compile_muon.config.checks import (
     check_real,
     unknown_name,
 )
+from compile_muon.errors import shown
 from compile_muon.passes import PassOptions
 
 __all__ = ["CompileOptions", "FrameOptions", "read_options"]
@@ -86,7 +87,7 @@ def read_options(options: Mapping[str, Any] | None) -> FrameOptions:
         if name in names:
             known[name] = value
         else:
-            mistakes.add(unknown_name(f"options[{name!r}]", value, str(name), names, "is an unknown option"))
+            mistakes.add(unknown_name(f"options[{shown(name)}]", value, name, names, "is an unknown option"))
     values = CompileOptions.canonical(known, mistakes, lambda name: f"options[{name!r}]")
     mistakes.raise_all()
     for name in ("bucket", "exchange"):

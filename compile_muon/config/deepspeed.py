@@ -30,10 +30,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from compile_muon.config.checked import Checked
-from compile_muon.config.checks import check_boolean, check_mapping
+from compile_muon.config.checks import check_boolean
 from compile_muon.config.foreign import off_by
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig, check_rates
-from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, parameters, read_json, section
+from compile_muon.config.offload import check_offload, check_offload_param
+from compile_muon.config.sections import AT_THE_TOP, OWN_RATES, PARAM_ALIASES, parameters, section
 from compile_muon.config.settings import (
     ALGORITHMS,
     ARGUMENTS,
@@ -49,16 +50,18 @@ from compile_muon.config.settings import (
     NSConfig,
     SequenceParallelConfig,
 )
-from compile_muon.errors import ConfigError, config_error, raise_all, warn_user
+from compile_muon.config.sources import as_mapping
+from compile_muon.errors import ConfigError, config_error, printable, raise_all, shown, warn_user
 from compile_muon.passes.methods import MatrixMethod, method_names
 
 __all__ = ["Reading", "load_config", "read_all"]
 
 C = TypeVar("C", bound=Checked)
 
+_HINTS_SHOWN = 100
 _SHARED = ("lr", "weight_decay")
 #: DeepSpeed refuses a config without one of these, and nobody else writes them; there vectors decay as all else does.
-_BATCH_SIZES = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 #: Arguments nothing reads where AdamW trains everything; `lr` and `weight_decay` are in it as those of the Muon half.
 _MUON_ONLY = frozenset(name for name, (owner, _) in ARGUMENTS.items() if owner in (MuonConfig, NSConfig)) | {
     "muon_params",
@@ -86,7 +89,10 @@ class Reading(NamedTuple):
 
 
 def load_config(source: str | os.PathLike | Mapping[str, Any] | Config) -> Config:
-    """Read a config from a JSON file or a mapping in DeepSpeed's vocabulary; a ``Config`` comes back as it is.
+    """Read a config in DeepSpeed's vocabulary: a JSON file, its text, a mapping, or an object that stands for one.
+
+    A dataclass and a namespace stand for their attributes, OmegaConf's ``DictConfig`` for what it resolves to. A
+    :class:`Config` comes back as it is.
 
     Keys of DeepSpeed that have no effect here (batch sizes, buckets, overlap, logging, whatever is switched off) are
     named in one warning; another one says that ``lr`` alone is the rate of both halves.
@@ -115,8 +121,7 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         ConfigError: there is nothing to read: the file is missing or not JSON, or the whole is not an object.
     """
     given = Given()
-    whole = read_json(given, source) if isinstance(source, (str, os.PathLike)) else source
-    values = check_mapping("config", whole)
+    values = as_mapping(source, given.mistakes)
     top = section(given, "", values)
     optimizer = section(given, "optimizer", top.get("optimizer", {}))
     kind, params = optimizer.get("type", "Muon"), section(given, "optimizer.params", optimizer.get("params", {}))
@@ -128,8 +133,14 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         given.put("rates", own, "optimizer.params")
     if "groups" in optimizer:
         given.put("groups", optimizer["groups"], "optimizer.groups")
-    if not _BATCH_SIZES.isdisjoint(values):
-        given.values.setdefault("adamw_decay_vectors", True)
+    if sizes := [key for key in _BATCH_SIZES if key in values]:
+        if "adamw_decay_vectors" not in given.values:
+            given.values["adamw_decay_vectors"] = True
+            given.hints[:] = [hint for hint in given.hints if hint not in sizes]
+            given.remarks.append(
+                f"{', '.join(sizes)}: how large batches are is for the loop to say; as in every config of DeepSpeed, "
+                "norms, biases and other vectors decay too; write optimizer.params.adamw_decay_vectors, true or false"
+            )
         if algorithm == "adamw" and not given.mistakes.found:
             _remark_on_defaults(given)
     zero = dict(section(given, "zero_optimization", top.get("zero_optimization", {})))
@@ -154,7 +165,9 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
         sequence_parallel=_built(given, SequenceParallelConfig, "sequence_parallel", positions)
         or SequenceParallelConfig(),
     )
-    remarks = [f"no effect here: {', '.join(given.hints)}"] if given.hints else []
+    more = f" and {len(given.hints) - _HINTS_SHOWN} more" if len(given.hints) > _HINTS_SHOWN else ""
+    listed = ", ".join(hint[:_HINTS_SHOWN] for hint in given.hints[:_HINTS_SHOWN])
+    remarks = [printable(f"no effect here: {listed}{more}")] if given.hints else []
     return Reading(values, config, given.hints, remarks + given.remarks, given.mistakes.found)
 
 
@@ -162,7 +175,9 @@ def _put_offload(given: Given, zero: dict[str, Any]) -> None:
     """``offload_optimizer``, its predecessor ``cpu_offload``, and what says that momenta stay; out of ``zero``, and
     ``offload_param`` where it asks for nothing."""
     if "offload_param" in zero and off_by("device")(zero["offload_param"]):
-        del zero["offload_param"]
+        if isinstance(weights := zero.pop("offload_param"), Mapping):
+            with given.mistakes.collected():
+                check_offload_param("zero_optimization.offload_param", weights)  # a key that is none
         given.hints.append("zero_optimization.offload_param")
     key, value = "offload_optimizer", zero.pop("offload_optimizer", None)
     if (cpu := zero.pop("cpu_offload", None)) and value is None:
@@ -176,6 +191,8 @@ def _put_offload(given: Given, zero: dict[str, Any]) -> None:
     elif momenta is not None:
         given.hints.append(f"zero_optimization.{stay}")
     if nowhere:
+        with given.mistakes.collected():
+            check_offload(f"zero_optimization.{key}", value)
         given.hints.append(f"zero_optimization.{key}")
     elif value is not None:
         given.put("offload", value, f"zero_optimization.{key}")
@@ -230,10 +247,7 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
         if key not in _SHARED:
             _put(given, PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
     if "lr" in params and "adamw_lr" not in given.values and params.get("adjust_lr") != "match_rms_adamw":
-        given.remarks.append(
-            f"optimizer.params.lr = {params['lr']} is AdamW's rate too, as in DeepSpeed: that of embeddings, the "
-            f"output head and vectors, for which MuonZero takes {AdamWConfig.lr} otherwise; write muon_lr and adam_lr"
-        )
+        given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
     for key in _SHARED:
         if key in params:
             path = f"optimizer.params.{key}"
@@ -242,6 +256,13 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
                 for argument in (key, f"adamw_{key}"):
                     if argument not in given.values:
                         given.put(argument, value, path)
+
+
+def _one_rate(path: str, value: object, remedy: str = "write a list of the two") -> str:
+    return (
+        f"{path} = {shown(value)} is AdamW's rate too, as in DeepSpeed: that of embeddings, the output head and "
+        f"vectors, for which MuonZero takes {AdamWConfig.lr} otherwise; {remedy}"
+    )
 
 
 def _put_adamw_params(given: Given, params: Mapping[str, Any]) -> None:
@@ -257,15 +278,17 @@ def _put_adamw_params(given: Given, params: Mapping[str, Any]) -> None:
 
 
 def _put_precision(given: Given, top: Mapping[str, Any]) -> None:
-    """bf16.enabled is param_dtype=bfloat16; fp16.enabled would need loss scaling."""
+    """bf16.enabled is param_dtype=bfloat16; fp16.enabled is loss scaling, which a loop does."""
     fp16 = _precision(given, top, "fp16").get("enabled", False)
     if fp16 == "auto":  # a choice of whoever fills it in, and here there is none
         given.hints.append("fp16.enabled")
         fp16 = False
     with given.mistakes.collected():
         if check_boolean("fp16.enabled", fp16):
-            problem = "needs loss scaling, which compile_muon does not do"
-            raise config_error("fp16.enabled", True, problem, 'use "bf16": {"enabled": true}')
+            problem = "scales the loss in DeepSpeed's engine, and here the loop does"
+            scaler = 'torch.amp.GradScaler and param_dtype "float16" in optimizer.params'
+            remedy = f'use "bf16": {{"enabled": true}}, or {scaler}'
+            raise config_error("fp16.enabled", True, problem, remedy)
     for name in ("bf16", "bfloat16"):
         bf16, path = _precision(given, top, name), f"{name}.enabled"
         with given.mistakes.collected():
@@ -343,7 +366,8 @@ def _read_scheduler(given: Given, value: object, algorithm: str) -> ScheduleConf
         rates = params.pop(kind.rate_key, kind.rate_default)
         if rates is not None or kind.rate_default is not None:
             with given.mistakes.collected():
-                _put_rates(given, rates, f"scheduler.params.{kind.rate_key}", algorithm)
+                path = f"scheduler.params.{kind.rate_key}"
+                _put_rates(given, rates, path, algorithm, written=kind.rate_key in said)
     return _built(given, kind, "scheduler.params", params)
 
 
@@ -360,8 +384,12 @@ def _read_param(kind: type[ScheduleConfig], key: str, value: object, algorithm: 
     return value[0]
 
 
-def _put_rates(given: Given, value: object, path: str, algorithm: str) -> None:
-    """What a schedule says of rates is the last word, as in DeepSpeed, but it does not make one of two."""
+def _put_rates(given: Given, value: object, path: str, algorithm: str, *, written: bool) -> None:
+    """What a schedule says of rates is the last word, as in DeepSpeed, but it does not make one of two.
+
+    Args:
+        written: whether it says so, and does not take DeepSpeed's default.
+    """
     rates = check_rates(path, value)
     muon, adamw = rates if isinstance(rates, tuple) else (rates, rates)
     if algorithm == "adamw":
@@ -372,4 +400,7 @@ def _put_rates(given: Given, value: object, path: str, algorithm: str) -> None:
     if apart and not isinstance(rates, tuple):
         problem = f"would be the rate of both halves, which are {own[0]} for Muon and {own[1]} for AdamW"
         raise config_error(path, value, problem, f"write {own}, or remove the scheduler")
+    said = given.values.keys() & {"lr", "adamw_lr"}
+    if written and not said and not isinstance(rates, tuple):
+        given.remarks.append(_one_rate(path, rates))
     given.values |= {"lr": muon, "adamw_lr": adamw}

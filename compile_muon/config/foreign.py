@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from compile_muon.config.checks import nearest
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = ["FOREIGN", "full_name", "off_by", "refusal"]
@@ -39,10 +40,14 @@ def _nothing_enabled(value: object) -> bool:
     return _off(value.get("enabled")) and all(inner)
 
 
+_ENABLED = ("enabled",)
+_SIZES = ("autotp_size", "tp_size", "tp", "tensor_parallel")
+
+
 def _one_rank(value: object) -> bool:
     """A size of at most 1, of which there is nothing to split."""
     if isinstance(value, Mapping):
-        return all(_one_rank(value.get(key)) for key in ("autotp_size", "tp_size", "tp", "tensor_parallel"))
+        return all(_one_rank(value.get(key)) for key in _SIZES)
     return _off(value) or (isinstance(value, (int, float)) and value is not True and value <= 1)
 
 
@@ -51,12 +56,16 @@ def _either(*allowed: object) -> Callable[[object], bool]:
 
 
 class _Request(NamedTuple):
-    """Keys by section, what is wrong with them, what to do instead, and which of their values ask for nothing."""
+    """Keys by section, what is wrong with them, what to do instead, and which of their values ask for nothing.
+
+    Where these are objects, ``heeds`` are the keys that say so: one that looks like them is a slip.
+    """
 
     keys: Mapping[str, str]
     problem: str
     advice: str
     off: Callable[[object], bool] = _off
+    heeds: tuple[str, ...] = ()
 
 
 def _both(names: str) -> str:
@@ -124,6 +133,7 @@ _REQUESTS: tuple[_Request, ...] = (
         "is a DeepSpeed precision setting that is not honoured here",
         'use "bf16": {"enabled": true}, or param_dtype and reduce_dtype in optimizer.params',
         off_by("enabled", "auto"),  # which leaves it to the Trainer of Transformers
+        _ENABLED,
     ),
     _Request(
         {"": "data_types"},
@@ -193,26 +203,30 @@ _REQUESTS: tuple[_Request, ...] = (
         "splits matrices over ranks, which is not done here",
         "all ranks are data-parallel",
         _one_rank,
+        _SIZES,
     ),
-    _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off),
+    _Request({"": "hybrid_engine"}, "asks for a DeepSpeed feature that is not here", "", _switched_off, _ENABLED),
     _Request({"expert_parallel": "enabled"}, "is DeepSpeed's switch", 'say by "size" how many ranks share experts'),
     _Request(
         {"": "elasticity"},
         "lets DeepSpeed choose the batch sizes and the accumulation",
         "the training loop chooses them; a checkpoint loads on any number of ranks",
         _switched_off,
+        _ENABLED,
     ),
     _Request(
         {"": "data_efficiency curriculum_learning progressive_layer_drop eigenvalue"},
         "changes what DeepSpeed trains on, and is not read here",
         "do it in the model or in the training loop",
         _switched_off,
+        _ENABLED,
     ),
     _Request(
         {"": "compression_training weight_quantization quantize_training"},
         "changes the model DeepSpeed trains, and is not read here",
         "change the model before it is sharded",
         _nothing_enabled,
+        _ENABLED,
     ),
     _Request(
         {"": "sparse_attention"},
@@ -224,6 +238,21 @@ _REQUESTS: tuple[_Request, ...] = (
 _REFUSALS = {
     (section, key): request for request in _REQUESTS for section, keys in request.keys.items() for key in keys.split()
 }
+
+
+def _slip(value: object, heeds: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Path of a key that is nearly one of these and asks for something, and behind it that one."""
+    if not isinstance(value, Mapping) or not heeds:
+        return None
+    for key, entry in value.items():
+        meant = nearest(key.lower(), heeds, cutoff=0.75) if isinstance(key, str) and key not in heeds else None
+        if meant is not None and meant not in value and not (isinstance(entry, Mapping) or _off(entry)):
+            return key, meant
+        if isinstance(key, str) and (inner := _slip(entry, heeds)):
+            return key, *inner
+    return None
+
+
 #: Section -> DeepSpeed's keys there that nothing here reads.
 FOREIGN: dict[str, tuple[str, ...]] = {
     place: (*keys.split(), *(key for section, key in _REFUSALS if section == place)) for place, keys in _HINTS.items()
@@ -243,7 +272,12 @@ def refusal(section: str, key: str, value: object) -> ConfigError | None:
     >>> refusal("zero_optimization", "zenflow", False)
     """
     request = _REFUSALS.get((section, key))
+    path = full_name(section, key)
+    if request is not None and (slip := _slip(value, request.heeds)):
+        *inner, said, meant = slip
+        place = ".".join((path, *inner))
+        problem, remedy = "is not a known key, and counts as off", f"did you mean {place}.{meant}?"
+        return config_error(f"{place}.{said}", True, problem, remedy)
     if request is None or request.off(value):
         return None
-    path = full_name(section, key)
     return config_error(path, value, request.problem, f"remove it: {request.advice}" if request.advice else "remove it")

@@ -16,15 +16,20 @@ from compile_muon.config.checks import (
     check_choice,
     check_mapping,
     check_pair,
+    check_pairs,
     check_patterns,
+    check_rate,
     check_real,
+    key_name,
     unknown_name,
 )
+from compile_muon.config.elsewhere import OF_GROUPS
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS, Rate, method_names
 
 __all__ = ["GroupConfig", "check_groups", "check_views", "check_own_rates", "checked_rate", "named_groups"]
 
+_GROUP = '{"lr": 0.01}'
 _NOT_RATES = ("params", "method", "name")
 
 
@@ -68,15 +73,19 @@ def checked_rate(rate: Rate, value: object, path: str) -> Any:
         return check_boolean(path, value)
     if rate.name == "betas":
         return check_pair(path, value)
-    if rate.name == "lr" and isinstance(value, Tensor):
-        return value
+    if rate.name == "lr":
+        return check_rate(path, value)
     return check_real(path, value, positive=rate.positive, below=rate.below)
 
 
 def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
     """Rates beside those that the configuration has fields for, of a method's own."""
-    value = dict(value) if isinstance(value, tuple) else value
-    return _rates(field, check_mapping(field, value, '{"beta2": 0.95}', "must be a mapping"))
+    value = check_pairs(field, value, '{"beta2": 0.95}', "must be a mapping")
+    for name in ("lr", "momentum", "weight_decay"):
+        if name in value:
+            problem, remedy = "is an argument of its own", f"write {name}=..., or adamw_{name} of AdamW's half"
+            raise config_error(f"{field}.{name}", value[name], problem, remedy)
+    return _rates(field, value)
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
@@ -84,8 +93,11 @@ def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]
     mistakes, found = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
-            if name not in known:
-                raise unknown_name(f"{field}.{name}", value, str(name), known, "is no rate of any method")
+            if not isinstance(name, str) or name not in known:
+                path, problem = f"{field}.{key_name(name)}", "is no rate of any method"
+                if isinstance(name, str) and name in OF_GROUPS:
+                    raise config_error(path, value, problem, OF_GROUPS[name])
+                raise unknown_name(path, value, name, known, problem)
             found.append((name, checked_rate(known[name], value, f"{field}.{name}")))
     mistakes.raise_all()
     return tuple(found)
@@ -95,7 +107,7 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
     """A mapping of patterns to settings, or a list of mappings with ``params``."""
     if isinstance(value, Mapping):
         value = [
-            {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{pattern}", settings, '{"lr": 0.01}')}
+            {"params": [pattern], "name": pattern, **check_mapping(f"{field}.{key_name(pattern)}", settings, _GROUP)}
             for pattern, settings in value.items()
         ]
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -116,7 +128,7 @@ def check_groups(field: str, value: object) -> tuple[GroupConfig, ...]:
 def _group(field: str, number: int, group: object) -> GroupConfig:
     if not isinstance(group, Mapping) or "params" not in group:
         raise config_error(f"{field}[{number}]", group, "is not a group", 'write {"params": ["pattern"], "lr": 0.01}')
-    name = str(group.get("name", number))
+    name = key_name(group.get("name", str(number)))
     path, params, method = f"{field}[{name}]", group["params"], group.get("method")
     mistakes = Mistakes()
     with mistakes.collected():
@@ -139,12 +151,16 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
 
 def check_views(field: str, value: object) -> tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]:
     """A mapping of patterns to views, whose sizes only the model tells whether they fit."""
-    value, example = dict(value) if isinstance(value, tuple) else value, '{"*.qkv.weight": {"split": [8, 2, 2]}}'
+    example = '{"*.qkv.weight": {"split": [8, 2, 2]}}'
     found = []
-    for pattern, view in check_mapping(field, value, example, "must be a mapping of patterns").items():
-        entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
+    for pattern, view in check_pairs(field, value, example, "must be a mapping of patterns").items():
+        try:
+            entries = dict(view) if isinstance(view, (Mapping, tuple)) else None
+        except (TypeError, ValueError):  # a tuple of other things
+            entries = None
         if not isinstance(pattern, str) or not entries:
-            raise config_error(f"{field}.{pattern}", view, "is no view", 'write {"heads": 8} or {"split": [8, 2, 2]}')
+            remedy = 'write {"heads": 8} or {"split": [8, 2, 2]}'
+            raise config_error(f"{field}.{key_name(pattern)}", view, "is no view", remedy)
         plain = ((key, tuple(entry) if isinstance(entry, list) else entry) for key, entry in entries.items())
         found.append((pattern, tuple(plain)))
     return tuple(found)

@@ -15,6 +15,7 @@ from compile_muon.config.checks import (
     check_integer,
     check_mapping,
     check_share,
+    key_name,
     unknown_name,
 )
 from compile_muon.errors import ConfigError, config_error
@@ -69,13 +70,13 @@ def check_offload(field: str, value: object) -> OffloadConfig | None:
     if isinstance(value, OffloadConfig):
         return value
     section = check_mapping(field, {"device": value} if isinstance(value, str) else value, '{"device": "cpu"}')
-    if section.get("device", "none") in (None, "none"):
-        return None
     given: dict[str, Any] = {key: entry for key, entry in section.items() if key not in _NOT_READ}
     known = [f.name for f in fields(OffloadConfig)]
     for key, entry in given.items():
         if key not in known:
-            raise unknown_name(f"{field}.{key}", entry, key, known, "is not a known key")
+            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
+    if section.get("device", "none") in (None, "none"):
+        return None
     try:
         return OffloadConfig(**given)
     except ConfigError as error:
@@ -91,6 +92,6 @@ def check_offload_param(field: str, value: object) -> str | None:
     known = ("device", "pin_memory", "nvme_path", "buffer_count", *_NOT_READ)
     for key, entry in value.items():
         if key not in known:
-            raise unknown_name(f"{field}.{key}", entry, key, known, "is not a known key")
+            raise unknown_name(f"{field}.{key_name(key)}", entry, key, known, "is not a known key")
     device = value.get("device", "none")
     return None if device in (None, "none") else check_choice(field, device, allowed=("cpu",))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from compile_muon.config.checks import key_name, nearest
 from compile_muon.config.foreign import FOREIGN, full_name, refusal
 from compile_muon.config.lr_schedule import SCHEDULES, ScheduleConfig
 from compile_muon.config.settings import (
@@ -22,9 +20,10 @@ from compile_muon.config.settings import (
 from compile_muon.errors import config_error
 from compile_muon.passes.methods import METHODS
 
-__all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "parameters", "read_json", "section"]
+__all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "parameters", "section"]
 
 #: MuonZero's arguments that are keys of no section
+_UNKNOWN = 20  # unknown keys of a section that are named one by one
 AT_THE_TOP = ("gradient_accumulation_steps", "gradient_clipping", "machine")
 _TOP = (
     "compile",
@@ -95,51 +94,43 @@ def section(given: Given, path: str, value: object) -> Mapping[str, Any]:
         problem = f"must be an object, not {type(value).__name__}"
         given.mistakes.add(config_error(path, value, problem, f"write {example}"))
         return {}
+    unknown = []
     for key in value:
         if key in SECTIONS[path]:
             continue
-        name = full_name(path, str(key))
-        if str(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
+        name = full_name(path, key_name(key))
+        if key_name(key).startswith("_"):  # how comments are written in JSON, of which DeepSpeed takes no notice
             given.hints.append(name)
         elif key not in FOREIGN.get(path, ()):
-            problem = "is not a known key"
-            given.mistakes.add(config_error(name, value[key], problem, _nearest_key(path, str(key))))
+            unknown.append(key)
         elif error := refusal(path, key, value[key]):
             given.mistakes.add(error)
         else:
             given.hints.append(name)
+    for key in unknown[:_UNKNOWN]:
+        name, problem = full_name(path, key_name(key)), "is not a known key"
+        given.mistakes.add(config_error(name, value[key], problem, _nearest_key(path, key)))
+    if (more := len(unknown) - _UNKNOWN) > 0:
+        name, problem = full_name(path, key_name(unknown[-1])), f"is one of {more} more keys that are not known"
+        given.mistakes.add(config_error(name, value[unknown[-1]], problem, f"remove them: {_known(path)}"))
     return {key: entry for key, entry in value.items() if key in SECTIONS[path]}
 
 
-def _nearest_key(section: str, key: str) -> str:
+def _nearest_key(section: str, key: object) -> str:
     """A hint: the same key in another section, else the nearest in this one, else the nearest anywhere."""
+    if not isinstance(key, str):
+        return f"write names of settings as strings; {_known(section)}"
     names = {place: (*own, *FOREIGN.get(place, ())) for place, own in SECTIONS.items()}
     for place in SECTIONS:
         if place != section and key in names[place] and key != "enabled":
             return f"did you mean {full_name(place, key)}?"
-    if near := difflib.get_close_matches(key, names[section], n=1):
-        return f"did you mean {full_name(section, near[0])}?"
+    if near := nearest(key, names[section]):
+        return f"did you mean {full_name(section, near)}?"
     paths = {name: full_name(place, name) for place in SECTIONS for name in names[place]}
-    if near := difflib.get_close_matches(key, paths, n=1, cutoff=0.75):
-        return f"did you mean {paths[near[0]]}?"
+    if near := nearest(key, paths, cutoff=0.75):
+        return f"did you mean {paths[near]}?"
+    return _known(section)
+
+
+def _known(section: str) -> str:
     return f"known here are {', '.join(SECTIONS[section])}"
-
-
-def read_json(given: Given, source: str | os.PathLike) -> object:
-    path = os.fspath(source)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                given.mistakes.add(config_error(key, value, f"is given twice in {path}", "keep one of the two"))
-            found[key] = value
-        return found
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file, object_pairs_hook=unique)
-    except OSError as error:
-        raise config_error("config", path, f"cannot be read ({error.strerror})", "give a JSON file or a dict") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None

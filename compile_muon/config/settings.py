@@ -12,8 +12,8 @@ docs/reference/configuration.md is the same for users.
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -30,10 +30,12 @@ from compile_muon.config.checks import (
     check_integer,
     check_pair,
     check_patterns,
+    check_rate,
     check_real,
     unknown_name,
 )
 from compile_muon.config.compile_options import CompileOptions
+from compile_muon.config.elsewhere import OF_OPTIMIZERS
 from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
@@ -66,6 +68,9 @@ ALGORITHMS = ("muon", "adamw")
 NO_MUON = "belongs to Muon, while AdamW trains everything here"
 
 
+_FLOATS: Any = sys.float_info.max  # an integer of hundreds of digits is a finite number, and no float
+
+
 def _check_coefficients(field: str, value: object) -> str | tuple:
     """A known name, one (a, b, c) for every step, or one such triple per step."""
     if isinstance(value, str):
@@ -86,7 +91,7 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     if len(row) != 3:
         raise config_error(field, row, f"has {len(row)} coefficients where Newton-Schulz takes 3", shape)
     for x in row:
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
+        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not -_FLOATS <= x <= _FLOATS:
             raise config_error(field, row, "holds something that is not a finite number", shape)
     a, b, c = (float(x) for x in row)
     return a, b, c
@@ -147,7 +152,7 @@ class MuonConfig(Checked):
         ns: how the direction is orthogonalized.
     """
 
-    lr: float = setting(0.02, check_real)
+    lr: float | torch.Tensor = setting(0.02, check_rate)
     momentum: float = setting(0.95, check_real, below=1.0)
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
@@ -167,7 +172,7 @@ class AdamWConfig(Checked):
             DeepSpeed.
     """
 
-    lr: float = setting(3e-4, check_real)
+    lr: float | torch.Tensor = setting(3e-4, check_rate)
     betas: tuple[float, float] = setting((0.9, 0.95), check_pair)
     eps: float = setting(1e-8, check_real)
     weight_decay: float = setting(0.1, check_real)
@@ -429,6 +434,9 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
 
+#: and those that no config can say
+_OBJECTS = ("mesh", "norm_group", "weights", "init")
+
 C = TypeVar("C", bound=Checked)
 
 
@@ -500,7 +508,11 @@ def config_from_kwargs(**kwargs: Any) -> Config:
         if name in ARGUMENTS:
             given.put(name, value, name)
         else:
-            given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, "is not an argument of MuonZero"))
+            problem = "is not an argument of MuonZero"
+            if name in OF_OPTIMIZERS:
+                given.mistakes.add(config_error(name, value, problem, OF_OPTIMIZERS[name]))
+            else:
+                given.mistakes.add(unknown_name(name, value, name, ARGUMENTS, problem, _OBJECTS))
     config = given.best()
     given.mistakes.raise_all()
     return config

@@ -77,6 +77,10 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
         """See :meth:`MuonZero.metrics`; for ``accelerator.log``."""
         return self.optimizer.metrics()
 
+    def totals(self) -> dict[str, int]:
+        """See :meth:`MuonZero.totals`."""
+        return self.optimizer.totals()
+
     def summary(self) -> Summary:
         """See :meth:`MuonZero.summary`."""
         return self.optimizer.summary()
@@ -86,9 +90,9 @@ class AcceleratedMuonZero(AcceleratedOptimizer):
         if self.optimizer.config.zero.nonfinite == "error":  # nothing is ever left out, and nobody waits to hear so
             super().step(closure)
             return
-        skipped = self.metrics()["skipped_steps"]
+        skipped = self.totals()["skipped_steps"]
         super().step(closure)
-        self._is_overflow = self.metrics()["skipped_steps"] > skipped
+        self._is_overflow = self.totals()["skipped_steps"] > skipped
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:

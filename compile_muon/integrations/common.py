@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from compile_muon.config import Config, MeshConfig
+from compile_muon.config.checked import Mistakes
+from compile_muon.config.sources import as_mapping
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.model.readers import accounts_of
 
-__all__ = ["Source", "filled", "is_sharded", "refused_tensor", "says"]
+__all__ = ["Source", "filled", "is_sharded", "refused_tensor"]
 
 #: what ``compile_muon.load_config`` takes
 Source = str | os.PathLike | Mapping[str, Any] | Config
@@ -34,15 +33,6 @@ def refused_tensor(mesh: MeshConfig | None) -> list[ConfigError]:
     return [config_error("mesh.tensor", size, problem, remedy)] if size != 1 else []
 
 
-def says(values: object, *path: str) -> bool:
-    """Whether there is something at this path of keys."""
-    for key in path:
-        if not isinstance(values, Mapping) or key not in values:
-            return False
-        values = values[key]
-    return True
-
-
 def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults: Mapping[str, Any]) -> Any:
     """``source`` with ``"auto"`` replaced at these paths.
 
@@ -54,18 +44,16 @@ def filled(source: Source, automatic: Mapping[tuple[str, ...], Any], *, defaults
     """
     if isinstance(source, Config):
         return source
-    if isinstance(source, Mapping):
-        values: Any = copy.deepcopy(dict(source))
-    else:
-        try:
-            values = json.loads(Path(source).read_text())
-        except (OSError, ValueError):
-            return source
-        if not isinstance(values, dict):
-            return source
+    mistakes = Mistakes()
+    try:
+        values = as_mapping(source, mistakes)
+    except ConfigError:
+        return source
+    if mistakes.found:
+        return source
     values = {**values, **{key: value for key, value in defaults.items() if key not in values}}
     for path, value in automatic.items():
-        section = values
+        section: Any = values
         for key in path[:-1]:
             section = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict) and section.get(path[-1]) == "auto":

@@ -317,7 +317,7 @@ class MuonOptimizers(OptimizersContainer):
 
     @property
     def muon(self) -> MuonZero:
-        """The one optimizer: its ``metrics()``, its ``summary()``."""
+        """The one optimizer: its ``metrics()``, ``totals()`` and ``summary()``."""
         return self.optimizers[0]
 
 

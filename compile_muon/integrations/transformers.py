@@ -27,13 +27,13 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from compile_muon.checkpoint import Checkpointer
-from compile_muon.config import Config, load_config
+from compile_muon.config import AdamWConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
 from compile_muon.errors import ConfigError, config_error, listed, raise_all
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
 from compile_muon.integrations.buffers import take_those_of_rank_0
-from compile_muon.integrations.common import Source, filled, refused_tensor, says
+from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.model.mesh import axis_sizes, data_places
 from compile_muon.optimizer import MuonZero
@@ -73,11 +73,12 @@ def _read(source: Source, args: TrainingArguments, steps: int = 1) -> Config:
     automatic["scheduler", "params", "warmup_num_steps"] = max(1, args.get_warmup_steps(steps))
     defaults = {"gradient_accumulation_steps": args.gradient_accumulation_steps}
     values = filled(source, automatic, defaults=defaults)
-    config = _as_the_arguments_say(load_config(values), args)
-    if not isinstance(source, Config) and not says(values, "optimizer", "params", "adamw_decay_vectors"):
+    if isinstance(values, dict) and isinstance(params := values.get("optimizer", {}), dict):
         # Also of a config of DeepSpeed: with it the Trainer makes groups, too.
-        config = dataclasses.replace(config, adamw=dataclasses.replace(config.adamw, decay_vectors=False))
-    return config
+        if isinstance(params := params.get("params", {}), dict):
+            params = {"adamw_decay_vectors": AdamWConfig.decay_vectors, **params}
+            values["optimizer"] = {**values.get("optimizer", {}), "params": params}
+    return _as_the_arguments_say(load_config(values), args)
 
 
 def _as_the_arguments_say(config: Config, args: TrainingArguments) -> Config:
@@ -209,6 +210,13 @@ class MuonTrainer(Trainer):
         """Shard the model in place, compile it if the config says so, and make its optimizer; once."""
         if self.optimizer is None:
             model = self.model if model is None else model
+            if is_sharded(model):
+                problem = "is sharded, and trained by the MuonZero of the trainer that did it"
+                remedy = (
+                    "call train() of that trainer once more, or give this one a whole copy: "
+                    "`with compile_muon.full_parameters(model): model = copy.deepcopy(model)`, on all ranks"
+                )
+                raise config_error("MuonTrainer.model", type(model).__name__, problem, remedy)
             decayed = set(self.get_decay_parameter_names(model))
             for name, param in model.named_parameters():
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
@@ -236,7 +244,7 @@ class MuonTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any) -> Any:
         # Where nothing is logged nothing may wait for the device.
-        norm = self.muon.metrics()["grad_norm"] if self.control.should_log else None
+        norm = self.muon.metrics().get("grad_norm") if self.control.should_log else None
         return super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -308,9 +316,9 @@ class MuonTrainer(Trainer):
     # ------------------------------------------------------------------ logs
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Beside what the Trainer logs while it trains, ``optimizer.metrics()``."""
+        """Beside what the Trainer logs while it trains, ``optimizer.metrics()`` and ``totals()``."""
         if "loss" in logs and self.optimizer is not None:
-            metrics = self.muon.metrics()
+            metrics = {**self.muon.metrics(), **self.muon.totals()}
             logs = {**logs, **{f"muon_zero/{name}": value for name, value in metrics.items() if name != "grad_norm"}}
         super().log(logs, *args, **kwargs)
 

@@ -9,14 +9,23 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_muon.config import Config
+from compile_muon.config import AdamWConfig, Config
 from compile_muon.config.checked import Mistakes
 from compile_muon.config.groups import GroupConfig
-from compile_muon.errors import config_error, listed
+from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment
-from compile_muon.passes.methods import METHODS, MatrixMethod, Method
+from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method
 
-__all__ = ["Group", "chosen_methods", "group_problems", "plan_groups", "state_problems", "value_problems", "values_of"]
+__all__ = [
+    "Group",
+    "chosen_methods",
+    "group_problems",
+    "plan_groups",
+    "state_problems",
+    "value_problems",
+    "values_of",
+    "warn_of_shared_rates",
+]
 
 _NOT_RATES = ("params", "param_names")
 
@@ -131,6 +140,28 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
         return place, not isinstance(_BY_NAME[method], MatrixMethod), method, not decays
 
     return [groups[key] for key in sorted(groups, key=order)]
+
+
+def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConfig | None = None) -> None:
+    """Tell of each rate that was written for matrices, and that embeddings, heads or vectors are trained with, too.
+
+    A group that names its method means its rate. One of vectors alone is told from ten times the default on.
+
+    Args:
+        own: a group beside those of the configuration.
+    """
+    for given in (*config.groups, *([] if own is None else [own])):
+        rate, mine = dict(given.rates).get("lr"), [group for group in groups if group.configured == given.name]
+        others = [group for group in mine if isinstance(group.method, ElementMethod)]
+        if rate is None or given.method is not None or not others or config.muon.adjust_lr == "match_rms_adamw":
+            continue
+        if len(others) < len(mine) or float(rate) >= 10 * AdamWConfig.lr:
+            names = listed([name for group in others for name in group.members])
+            warn_user(
+                f"groups[{given.name}].lr = {float(rate):g} is the rate of {others[0].method.name} too: that of "
+                f"{names}, for which MuonZero takes {float(config.adamw.lr):g} otherwise; give these a group of their "
+                'own, with "method" where the rate is meant'
+            )
 
 
 def _defaults(config: Config, method: Method) -> dict[str, Any]:

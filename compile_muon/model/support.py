@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.model.readers import accounts_of
 from compile_muon.runtime.shards import has_memory, local_tensor
 
-__all__ = ["check_modules", "check_supported", "wrapper_types"]
+__all__ = ["check_is_module", "check_modules", "check_supported", "wrapper_types"]
 
 _TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -46,10 +47,39 @@ def check_supported(model: nn.Module, *, meta: bool = False, dtensors: bool = Fa
     _check_overlaps(parameters)
 
 
+def check_is_module(model: object) -> None:
+    """Refuse what other optimizers are given: parameters, groups of them, several modules.
+
+    Raises:
+        UnsupportedModelError: with the call that is right.
+    """
+    if isinstance(model, nn.Module):
+        return
+    kind = f"is a {type(model).__name__}"
+    call = "pass the module itself: MuonZero(model, lr=0.02), or initialize(model, config)"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise UnsupportedModelError(f"model: is the class {model.__name__}; make one: MuonZero({model.__name__}(...))")
+    # What is in it says more than what it is; a generator has lost its first one, and nobody goes on with it.
+    first: Any = model
+    if isinstance(model, Iterable) and not isinstance(model, (str, bytes, torch.Tensor)):
+        first = next(iter(model.values() if isinstance(model, Mapping) else model), None)
+    first = first[1] if isinstance(first, tuple) and len(first) == 2 else first
+    if isinstance(first, nn.Module):
+        call = "pass one that holds them all: MuonZero(torch.nn.ModuleList([first, second]), ...)"
+        raise UnsupportedModelError(f"model: {kind} of modules, which share one MuonZero; {call}")
+    if isinstance(first, Mapping) or (isinstance(model, Mapping) and "params" in model):
+        call = 'pass the module, and the groups beside: MuonZero(model, groups=[{"params": [...], "lr": 0.02}, ...])'
+        more = 'a group\'s "method" is "muon" or "adamw"; left out, compile_muon chooses it for each parameter'
+        raise UnsupportedModelError(f"model: {kind} of parameter groups, not an nn.Module; {call}; {more}")
+    if isinstance(first, torch.Tensor):
+        why = "it shards the model, and chooses by name and shape what Muon trains and what AdamW"
+        raise UnsupportedModelError(f"model: {kind} of parameters, not an nn.Module; {call}: {why}")
+    raise UnsupportedModelError(f"model: {kind}, not an nn.Module; {call}")
+
+
 def check_modules(model: nn.Module) -> None:
     """The part of :func:`check_supported` that asks for no parameter."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(f"model: is a {type(model).__name__}, not an nn.Module; pass the module itself")
+    check_is_module(model)
     wrappers = wrapper_types()
     for name, module in model.named_modules():
         where = name or "model"

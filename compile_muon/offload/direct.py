@@ -87,7 +87,8 @@ def on_disk(
             _log.info("offload.nvme_path = %r: state travels by GPUDirect Storage", str(folder))
             return DirectStore(folder, buckets, buffers=buffers, device=device)
         warn_user(
-            f"offload.nvme_path = {str(folder)!r}: kvikio is installed, but {refused}; state travels by host memory"
+            f"offload.nvme_path = {str(folder)!r}: kvikio is installed, but {refused}; state travels by host memory",
+            own=True,
         )
     return FileStore(folder, buckets, buffers=buffers, pin=pin)
 

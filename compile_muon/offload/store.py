@@ -454,4 +454,5 @@ def _pass_the_cache(file: int, folder: Path) -> None:
         os.preadv(file, [mmap.mmap(-1, ALIGNED)], 0)
     except OSError:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
-        warn_user(f"offload.nvme_path = {str(folder)!r}: its file system has no O_DIRECT; state goes by the page cache")
+        problem = "its file system has no O_DIRECT; state goes by the page cache"
+        warn_user(f"offload.nvme_path = {str(folder)!r}: {problem}", own=True)

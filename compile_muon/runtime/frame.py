@@ -37,6 +37,7 @@ from compile_muon.passes.torch_private import (
     SavedContext,
     below_autograd,
     compiled_autograd_active,
+    compiling_alone,
     current_backward,
 )
 from compile_muon.runtime.account import Account, account_of
@@ -67,10 +68,11 @@ def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
 
 
 def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, codegen: Codegen) -> Lowered:
-    """:func:`lower`, and generate code."""
-    gm, traffic = lower(gm, ctx)
-    appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
-    return below_autograd(codegen(gm, [*inputs, *appended])), traffic
+    """:func:`lower`, and generate code; backward and step graphs are, while another thread may compile its model."""
+    with compiling_alone():
+        gm, traffic = lower(gm, ctx)
+        appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
+        return below_autograd(codegen(gm, [*inputs, *appended])), traffic
 
 
 def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -57,8 +57,8 @@ class Counters:
         """Directions of backward graphs that no step applied, or not yet."""
         return self.speculated - self.used
 
-    def numbers(self, *, by_axis: bool) -> dict[str, float]:
-        """What :meth:`compile_muon.MuonZero.metrics` tells of them.
+    def numbers(self, *, by_axis: bool) -> dict[str, int]:
+        """What :meth:`compile_muon.MuonZero.totals` tells of them.
 
         Args:
             by_axis: whether bytes are told by axis of the mesh as well.

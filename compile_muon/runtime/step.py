@@ -541,7 +541,7 @@ class Step:
         if counters.skipped == 1:
             warn_user(
                 f"{problem}; the step was skipped, and so will others be without a word "
-                "(optimizer.metrics()['skipped_steps'] counts them)"
+                "(optimizer.totals()['skipped_steps'] counts them)"
             )
         return True
 

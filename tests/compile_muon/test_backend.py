@@ -6,6 +6,7 @@ import copy
 import math
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compile_muon import ConfigError, MuonZero, initialize
+from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
 from compile_muon.kernels import newton_schulz
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.runtime.account import account_of
@@ -496,7 +497,7 @@ def test_sequential_roots_are_compiled_whole_however_many_there_are():
             optimizer.step()
             optimizer.zero_grad()
             plain.load_state_dict(model.state_dict())
-        assert optimizer.metrics()["compiled_graphs"] == 2 and type(model) is nn.Sequential
+        assert optimizer.totals()["compiled_graphs"] == 2 and type(model) is nn.Sequential
 
 
 def test_a_weight_that_is_read_by_itself_is_no_frame():
@@ -635,3 +636,42 @@ def test_weights_reach_the_graph_as_inputs():
     assert found == set(dict(model.named_parameters()))
     targets = (UNSHARD, torch.ops.muon_zero.unshard)
     assert sum(node.target in targets for node in gm.graph.nodes) == len(found)
+
+
+def test_a_missing_compiler_is_one_sentence_that_names_the_doctor():
+    model, _ = initialize(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), {"compile": True})
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}),
+        pytest.raises(MuonZeroError, match="needs a C.. compiler: .*no-such-compiler.*muon doctor") as caught,
+    ):
+        model(torch.randn(2, 4))
+    assert type(caught.value.inner_exception).__name__ == "InvalidCxxCompiler"
+    assert len(caught.traceback) < 10  # none of torch's eighty lines
+
+
+def test_two_threads_train_two_models_that_are_compiled():
+    """They compile one after the other; backward and step graphs of both are there by then."""
+    made, failed = [], []
+    for width in (5, 6):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+        made.append(initialize(model, {"compile": {"codegen": "eager"}}))
+
+    def train(model, optimizer, steps):
+        try:
+            for _ in range(steps):
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except Exception as error:
+            failed.append(error)
+
+    for pair in made:
+        train(*pair, 2)
+    threads = [threading.Thread(target=train, args=(*pair, 10)) for pair in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert [optimizer.totals()["directions_used"] for _, optimizer in made] == [12, 12]  # the other matrix is a head

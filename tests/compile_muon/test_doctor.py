@@ -192,3 +192,49 @@ def test_a_config_and_the_axes_it_makes(tmp_path, config, world, verdict, said):
     found = check_config(path, world)
     assert found.verdict is verdict
     assert said in f"{found.found} {found.remedy}"
+
+
+@pytest.mark.parametrize("world", ["0", "-1", "x", "1.5", ""])
+def test_a_number_of_ranks_that_is_none_is_an_error(
+    world: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments in (["doctor", "--world", world], ["calibrate", "--out", "x", "--ranks", world]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2 and "is no number from 1 on" in capsys.readouterr().err
+    if world:  # which says nothing
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(SystemExit):
+            cli.main(["doctor"])
+        assert cli.main([]) == 0  # other commands do not read it
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compile_muon.planning.command.run", interrupted)
+    plan = ["plan", "m:f", "--config", "c", "--world", "1", "--machine", "h100", "--tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["compile_muon", *plan])
+    assert cli._to_the_end() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_terminal_without_our_characters_prints_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def printing(*_: object, **__: object) -> int:
+        Console().print(doctor.report([Check("name", "found \u2192 \u00fc", Verdict.NOTE, "remedy")]))
+        print("\u4e2d")
+        return 0
+
+    monkeypatch.setattr(doctor, "run", printing)
+    monkeypatch.setattr(sys, "argv", ["compile_muon", "doctor"])
+    written = io.BytesIO()
+    terminal = io.TextIOWrapper(written, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli._to_the_end() == 0
+    print(compile_muon.MuonZero(torch.nn.Linear(4, 4)).summary())  # a summary, by itself
+    terminal.flush()
+    said = written.getvalue().decode("ascii")
+    assert "found \\u2192" in said and "\\u4e2d" in said and "MuonZero: stage" in said

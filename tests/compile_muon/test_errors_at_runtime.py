@@ -123,7 +123,7 @@ def test_hooks_on_a_parameter_see_gradients():
     torch.testing.assert_close(seen[0], plain.b.weight.grad, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(lab.params["b.weight"].grad, seen[0] * torch.linspace(0, 1, 8))
     lab.optimizer.step()
-    assert lab.optimizer.metrics()["directions_discarded"] == 1
+    assert lab.optimizer.totals()["directions_discarded"] == 1
 
 
 def test_compiled_autograd():
@@ -196,7 +196,7 @@ def test_a_direction_of_a_gradient_that_was_repaired_does_not_matter(nonfinite):
         torch.nan_to_num_(p.grad, posinf=0.0, neginf=0.0)
     before = lab.frozen()
     lab.optimizer.step()
-    assert lab.optimizer.metrics()["skipped_steps"] == 0
+    assert lab.optimizer.totals()["skipped_steps"] == 0
     assert not torch.equal(before[0][0], lab.params["a.weight"])
     assert all(torch.isfinite(p).all() for p in lab.params.values())
 
@@ -317,7 +317,7 @@ def test_skipped_steps_are_counted_told_once_and_not_for_ever():
             poison(lab, "head.bias")
             lab.optimizer.step()
             lab.optimizer.zero_grad()
-    assert lab.optimizer.metrics()["skipped_steps"] == 3
+    assert lab.optimizer.totals()["skipped_steps"] == 3
     told = [str(w.message) for w in caught if "skipped" in str(w.message)]
     assert len(told) == 1 and "gradient of head.bias" in told[0]
     poison(lab, "head.bias")
@@ -357,7 +357,7 @@ def test_checks_read_in_the_next_step_write_the_same_bits():
             lab.optimizer.zero_grad()
             lab.loss().backward()
             lab.optimizer.step()
-        assert lab.optimizer.metrics()["directions_used"] == 8
+        assert lab.optimizer.totals()["directions_used"] == 8
     labs[1].assert_unchanged(labs[0].frozen())
 
 

@@ -92,7 +92,7 @@ def test_two_momenta_and_rates_are_those_of_two_optimizers(compiled: bool) -> No
         optimizer.step()
         weights[name] = {key: param.detach().clone() for key, param in model.named_parameters()}
         if compiled:
-            assert optimizer.metrics()["directions_used"] == 3
+            assert optimizer.totals()["directions_used"] == 3
     for name in ("q.weight", "head.weight", "up.weight"):
         assert torch.equal(weights["both"][name], weights[name][name]), name
     assert not torch.equal(weights["both"]["q.weight"], weights["up.weight"]["q.weight"])

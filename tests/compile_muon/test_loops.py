@@ -338,7 +338,7 @@ def check(loop, ours, atol=1e-5):
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}")
     assert ours.optimizer._ledger.balance() == 0 or loop is the_next_forward_before_step
-    metrics = ours.optimizer.metrics()
+    metrics = ours.optimizer.totals()
     assert metrics["newton_schulz_matrices"] >= metrics["newton_schulz_calls"] > 0
     return metrics
 
@@ -400,7 +400,7 @@ def test_a_head_that_runs_in_chunks_does_not_hide_the_last_backward():
         hidden.backward(leaf.grad)
         optimizer.step()
         optimizer.zero_grad()
-    metrics = optimizer.metrics()
+    metrics = optimizer.totals()
     assert metrics["directions_used"] == metrics["directions_speculated"] == 2 * STEPS, metrics
 
 
@@ -483,7 +483,7 @@ def test_each_optimizer_of_a_frame_decides_for_its_own_parameters(other):
                     right.zero_grad()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-    left, right = (optimizer.metrics() for optimizer in ours)
+    left, right = (optimizer.totals() for optimizer in ours)
     assert left["directions_used"] == left["directions_speculated"] == 2 * 8, left
     if other.get("update") == "step":
         assert right["directions_speculated"] == 0
@@ -503,7 +503,7 @@ def test_auto_stops_and_says_once_why():
     assert [w.filename for w in warned] == [__file__]  # the line that called step(), not one of ours or of torch's
     told = [str(w.message) for w in warned]
     assert "a.weight" in told[0] and "gradient_clipping=" in told[0] and "update='step'" in told[0]
-    metrics = ours.optimizer.metrics()
+    metrics = ours.optimizer.totals()
     assert metrics["directions_discarded"] == metrics["directions_speculated"] == 2 * 3
     assert metrics["directions_in_step"] == 2 * STEPS
 
@@ -513,7 +513,7 @@ def test_backward_never_stops():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         clip_grad_value(ours)
-    assert ours.optimizer.metrics()["directions_speculated"] == 2 * STEPS
+    assert ours.optimizer.totals()["directions_speculated"] == 2 * STEPS
 
 
 def test_one_edited_matrix_does_not_stop_the_others():
@@ -521,7 +521,7 @@ def test_one_edited_matrix_does_not_stop_the_others():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         hook_on_a_matrix(ours)
-    metrics = ours.optimizer.metrics()
+    metrics = ours.optimizer.totals()
     assert metrics["directions_used"] == STEPS, metrics
     assert metrics["directions_discarded"] == 3, metrics
 
@@ -542,7 +542,7 @@ def test_another_backend_is_right_and_told_once():
 def test_metrics_are_plain_numbers():
     ours = Ours()
     plain(ours)
-    metrics = ours.optimizer.metrics()
+    metrics = {**ours.optimizer.metrics(), **ours.optimizer.totals()}
     assert all(type(value) in (int, float) for value in metrics.values()), metrics
     assert metrics["grad_norm"] == pytest.approx(float(ours.optimizer.grad_norm))
     assert metrics["muon_lr"] == LR and metrics["adamw_lr"] == ADAMW_LR

@@ -106,7 +106,7 @@ def test_bitwise_torch(update, adjust, nesterov, decay):
         buffer = optimizer.state[dict(model.named_parameters())[name]]["momentum_buffer"]
         theirs = others[0].state[dict(reference.named_parameters())[name]]["momentum_buffer"]
         torch.testing.assert_close(buffer, theirs, rtol=last_bit, atol=last_bit * 1e-3)
-    made = optimizer.metrics()
+    made = optimizer.totals()
     assert (made["directions_used"], made["directions_in_step"]) == ((10, 0) if update == "backward" else (0, 10))
 
 
@@ -398,7 +398,7 @@ def test_a_momentum_edited_around_backward_counts(when):
             each.state[net.l1._parameters["weight"]]["momentum_buffer"].mul_(-0.5)
         each.step()
     assert_equal(model, twin)
-    assert optimizer.metrics()["directions_used"] == (4 if when == "before" else 3)
+    assert optimizer.totals()["directions_used"] == (4 if when == "before" else 3)
 
 
 def test_parameters_without_gradient_are_left_alone():

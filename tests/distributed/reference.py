@@ -363,7 +363,7 @@ def train(
         norms = max(norms, abs(float(optimizer.grad_norm) / reference.norm - 1))
     found = {name: relative_error(full(param), reference.named[name]) for name, param in named.items()}
     noise = {} if exact is None else {n: relative_error(p, exact.named[n]) for n, p in reference.named.items()}
-    metrics = optimizer.metrics()
+    metrics = optimizer.totals()
     made = {"backward": metrics["directions_used"], "step": metrics["directions_in_step"]}
     update = settings.get("update", "auto")
     misplaced = 0 if update == "auto" else len(matrices) * steps - int(made[update])

@@ -115,8 +115,8 @@ def script(folder: str, stage: int, compiled: bool = False, resume: str = "") ->
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     found[0].append(total)
-                    found[4].append(optimizer.metrics()["bytes_sent"] - sent)
-                    sent, total, done = optimizer.metrics()["bytes_sent"], 0.0, done + 1
+                    found[4].append(optimizer.totals()["bytes_sent"] - sent)
+                    sent, total, done = optimizer.totals()["bytes_sent"], 0.0, done + 1
                     if done in (2, SAVED) and not resume:
                         accelerator.save_state()
             model.eval()

@@ -361,7 +361,7 @@ def edit_gradients(stage: int, how: str) -> tuple[float, dict[str, float]]:
         reference.step()
     found = dict(model.named_parameters())
     errors = [relative_error(full(p.detach()), found_in) for p, found_in in pairs(found, reference)]
-    return max(errors), optimizer.metrics()
+    return max(errors), {**optimizer.metrics(), **optimizer.totals()}
 
 
 def names() -> list[str]:

@@ -240,7 +240,7 @@ class Ours:
             optimizer.step()
 
     def count(self, what):
-        return sum(optimizer.metrics()[what] for optimizer in self.optimizers)
+        return sum(optimizer.totals()[what] for optimizer in self.optimizers)
 
 
 #: of the second optimizer of a pair

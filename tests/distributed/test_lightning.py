@@ -135,7 +135,7 @@ def train(folder: str, stage: int, compiled: bool) -> Found:
     with launched():
         trainer, module = trainer_of(config_of(stage, compiled), **every_epoch(folder)), Language()
         trainer.fit(module, loader(), loader(12))
-        metrics = trainer.strategy.muon.metrics()
+        metrics = trainer.strategy.muon.totals()
         assert (metrics["directions_speculated"] > 0) == compiled
         return found_in(module)
 
@@ -388,7 +388,7 @@ def sent(accumulated: int) -> float:
         gradient_clip_val=None,
     )  # fmt: skip
     trainer.fit(Layers(), loader())
-    return trainer.strategy.muon.metrics()["bytes_sent"]
+    return trainer.strategy.muon.totals()["bytes_sent"]
 
 
 def train_layers() -> tuple[float, float, list[float]]:
@@ -396,7 +396,7 @@ def train_layers() -> tuple[float, float, list[float]]:
     with launched():
         trainer = trainer_of(config_of(3, True), max_epochs=1, gradient_clip_val=None)
         trainer.fit(Layers(), loader())
-        metrics = trainer.strategy.muon.metrics()
+        metrics = trainer.strategy.muon.totals()
         return metrics["directions_used"], metrics["directions_in_step"], [sent(1), sent(ACCUMULATED)]
 
 
@@ -472,7 +472,7 @@ def test_evaluation_without_a_fit_and_from_the_meta_device(ranks: Callable[[int]
 class Logged(Language):
     def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        metrics = self.trainer.strategy.muon.metrics()
+        metrics = {**self.trainer.strategy.muon.metrics(), **self.trainer.strategy.muon.totals()}
         self.log_dict({f"muon_zero/{name}": value for name, value in metrics.items()})
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss

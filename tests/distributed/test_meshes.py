@@ -72,7 +72,7 @@ def groups_of_two(shape: tuple[int, int]) -> list[int]:
         own = [group for group in _world.pg_map if group.group_desc.startswith("muon_zero")]
         assert len({(group.group_desc, *dist.get_process_group_ranks(group)) for group in own}) == len(own)
         # shard, replicate and both, each with one for gathers, reductions and Newton-Schulz
-        assert optimizer.metrics()["communicators"] == 9
+        assert optimizer.totals()["communicators"] == 9
         found.append(len(own))
     return found
 
@@ -227,7 +227,7 @@ def test_state_over_all_ranks_is_the_same_state_once(ranks: Callable[[int], Rank
 def told(over: str) -> tuple[str, dict[str, float]]:
     model, optimizer = model_on((2, -1), 3, over)
     advance(model, optimizer, range(1))
-    return str(optimizer.summary()), optimizer.metrics()
+    return str(optimizer.summary()), optimizer.totals()
 
 
 @pytest.mark.parametrize("over", ["shard", "all"])

@@ -514,7 +514,7 @@ def test_clipping_counts_every_element_once(
 def told() -> tuple[str, dict[str, float]]:
     model, optimizer = model_on("sliced", ((2, 2), ("shard", "tensor")), 3)
     advance(model, optimizer, range(1))
-    return str(optimizer.summary()), optimizer.metrics()
+    return str(optimizer.summary()), optimizer.totals()
 
 
 def test_summary_and_metrics_speak_of_axes(ranks: Callable[[int], Ranks]) -> None:

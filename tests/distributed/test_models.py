@@ -84,7 +84,7 @@ def weights_of_halves(stage: int, update: str, compiled: bool) -> tuple[list[Ten
         optimizer.step()
         optimizer.zero_grad()
     torch._dynamo.reset()
-    return [full(param.detach()) for param in model.parameters()], optimizer.metrics()["directions_used"]
+    return [full(param.detach()) for param in model.parameters()], optimizer.totals()["directions_used"]
 
 
 def test_views_cross_a_graph_break(ranks: Callable[[int], Ranks]) -> None:

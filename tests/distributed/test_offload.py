@@ -110,7 +110,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
         found.append({**everything(*pair), "bytes": torch.tensor(pair[1].traffic.bytes_sent)})
-        used = pair[1].metrics()["directions_used"]
+        used = pair[1].totals()["directions_used"]
     assert bool(used) == ("codegen" in loop and given.get("update") != "step" and "clip" not in loop)
     return differing(*found)
 

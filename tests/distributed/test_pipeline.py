@@ -212,6 +212,7 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
         far["visits owed"] = mine.optimizer._ledger.balance()
     return far, {
         **mine.optimizer.metrics(),
+        **mine.optimizer.totals(),
         "norms": norms,
         "gathers": gathers,
         "matrices": len(mine.optimizer._steps.muon),
@@ -337,7 +338,7 @@ def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[s
         expected.step()
     far = {name: relative_error(full(param), expected.named[name]) for name, param in mine.named.items()}
     assert max(far.values()) <= 1e-5, far
-    return said, mine.optimizer.metrics()
+    return said, {**mine.optimizer.metrics(), **mine.optimizer.totals()}
 
 
 @pytest.mark.full

@@ -100,7 +100,7 @@ def run(config: Any) -> Run:
     trainer.train()
     heard, model = trainer.metrics_processor, trainer.model_parts[0]
     if hasattr(trainer.optimizers, "muon"):
-        metrics, muon_config = trainer.optimizers.muon.metrics(), trainer.config.optimizer.muon_config
+        metrics, muon_config = trainer.optimizers.muon.totals(), trainer.config.optimizer.muon_config
         assert bool(metrics["compiled_graphs"]) == bool(muon_config["compile"] or metrics["directions_in_step"])
         assert bool(metrics["directions_speculated"]) == bool(muon_config["compile"])
         blocks = [type(block).__name__ for block in model.layers.values()]

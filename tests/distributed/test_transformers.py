@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def train(folder: str, stage: int, compiled: bool) -> tuple[list[float], list[fl
     with accelerated():
         trainer = trainer_of(folder, stage, compiled=compiled)
         trainer.train()
-        assert trainer.muon.metrics()["skipped_steps"] == 0
+        assert trainer.muon.totals()["skipped_steps"] == 0
         assert "muon_zero/bytes_sent" in trainer.state.log_history[0]
         return losses(trainer), losses(trainer, "grad_norm"), losses(trainer, "eval_loss"), weights(trainer.model)
 
@@ -364,6 +365,38 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(ranks: Callable[[int], Ran
     assert ranks(2).run(go_on_from_the_newest, folder=str(tmp_path)) == [2, 2]
 
 
+def saved_and_trained_again(folder: str) -> None:
+    from compile_muon.errors import ConfigError
+    from compile_muon.integrations.transformers import MuonTrainer
+
+    few = dict(max_steps=1, eval_strategy="no", save_strategy="no", gradient_accumulation_steps=1)
+    with accelerated():
+        trainer = trainer_of(folder, 2, **few)
+        trainer.train()
+        trainer.model.save_pretrained(f"{folder}/whole", max_shard_size="1GB")  # Transformers' own name, on all ranks
+        with pytest.raises(ConfigError, match=r"save_pretrained.variant = 'fp16': is not done with a sharded model"):
+            trainer.model.save_pretrained(f"{folder}/other", variant="fp16")
+        held = {name: full(param) for name, param in trainer.model.named_parameters()}
+        if world_and_rank()[1] == 0:
+            saved = load_file(Path(folder) / "whole" / "model.safetensors")
+            assert all(torch.equal(held[name], value) for name, value in saved.items() if name in held) and saved
+        again = MuonTrainer(
+            model=trainer.model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={}
+        )  # fmt: skip
+        with pytest.raises(ConfigError, match=r"MuonTrainer.model = .*train\(\) of that trainer.*full_parameters"):
+            again.train()
+        with compile_muon.full_parameters(trainer.model):
+            model = copy.deepcopy(trainer.model)
+        again = MuonTrainer(model=model, args=trainer.args, train_dataset=trainer.train_dataset, muon_config={})
+        again.train()  # as the remedy says
+        model.save_pretrained(f"{folder}/copy")
+
+
+def test_transformers_own_saving_and_a_second_trainer(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Of a sharded model: the former writes whole weights on all ranks, the latter says what to do, which works."""
+    ranks(2).run(saved_and_trained_again, folder=str(tmp_path))
+
+
 class Normed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +486,7 @@ def test_clipping_decay_and_schedules_are_the_trainers(tmp_path: Path) -> None:
         trainer = trainer_of(str(tmp_path), 2, compiled=True, max_grad_norm=1e6, gradient_accumulation_steps=1)
         decayed = set(trainer.get_decay_parameter_names(trainer.model))
         trainer.train()
-        metrics = trainer.muon.metrics()
+        metrics = {**trainer.muon.metrics(), **trainer.muon.totals()}
         assert trainer.muon_config.zero.gradient_clipping == 1e6
         assert metrics["directions_used"] == metrics["directions_speculated"] == STEPS * 8
         assert losses(trainer, "grad_norm")[-1] == pytest.approx(metrics["grad_norm"])

@@ -36,6 +36,7 @@ from compile_muon.errors import (
     DamagedError,
     LedgerError,
     MuonZeroError,
+    MuonZeroWarning,
     NonFiniteError,
     OffloadError,
     PassContractError,
@@ -108,7 +109,7 @@ def test_every_error_is_ours_and_python_s(kind, builtin):
 def test_the_errors_under_test_are_all_there_are():
     defined = {value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)}
     tested = {ConfigError, UnsupportedModelError, LedgerError, NonFiniteError, PassContractError, VerificationError}
-    assert defined == tested | {CheckpointError, DamagedError, MuonZeroError, OffloadError, PeerError}
+    assert defined == tested | {CheckpointError, DamagedError, MuonZeroError, MuonZeroWarning, OffloadError, PeerError}
     assert not issubclass(MuonZeroError, (RuntimeError, ValueError))
 
 
@@ -262,7 +263,7 @@ BAD_FIELDS = [
     (MuonConfig, "lr", "1e-3", "str"),
     (MuonConfig, "lr", "auto", "Hugging Face"),
     (MuonConfig, "lr", None, "NoneType"),
-    (MuonConfig, "lr", torch.tensor(0.1), "plain number"),
+    (MuonConfig, "lr", torch.tensor([0.1]), "plain number"),
     (MuonConfig, "momentum", 1.0, "[0, 1)"),
     (MuonConfig, "momentum", -0.1, "[0, 1)"),
     (MuonConfig, "nesterov", 1, "true or false"),
@@ -682,7 +683,7 @@ def test_contradictions(source, field, words):
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps", ["at least 1"]),
         ({"bf16": True}, "bf16", ['{"enabled": true}']),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled", ["true or false"]),
-        ({"fp16": {"enabled": True}}, "fp16.enabled", ["loss scaling", "bf16"]),
+        ({"fp16": {"enabled": True}}, "fp16.enabled", ["scales the loss", "bf16", "GradScaler", "param_dtype"]),
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
@@ -971,7 +972,7 @@ def documented() -> dict[str, list[str]]:
 SIGNATURE = {
     name: parameter.default
     for name, parameter in inspect.signature(MuonZero.__init__).parameters.items()
-    if name not in ("self", "model")
+    if name not in ("self", "model") and parameter.annotation != "NoReturn"
 }
 
 

@@ -53,10 +53,13 @@ def load_noting(source) -> tuple[Config, list[str]]:
         config = load_config(source)
     messages = [str(warning.message) for warning in caught]
     hints = [message for message in messages if message.startswith("no effect here: ")]
-    known = ("no effect here: ", "optimizer.params.lr = ", "optimizer.params: what is left out")
+    sized = [message.partition(": ")[0] for message in messages if message.startswith("train_")]
+    known = ("train_", "scheduler.params.", "no effect here: ", "optimizer.params.lr = ")
+    known += ("optimizer.params: what is left out",)
     assert len(hints) <= 1 and all(message.startswith(known) for message in messages), messages
     assert not caught or caught[0].filename == __file__  # at the caller's line, not in ours
-    return config, [key for message in hints for key in message.removeprefix("no effect here: ").split(", ")]
+    hints = [message.removeprefix("no effect here: ") for message in hints]
+    return config, [key for message in sized + hints for key in message.split(", ")]
 
 
 def decaying_vectors(config: Config) -> Config:
@@ -585,7 +588,9 @@ def test_command_prints_the_config_and_on_stderr_the_hints(capsys):
     printed = capsys.readouterr()
     assert json.loads(printed.out) == convert(SAMPLES["muon"])
     assert printed.err.startswith("no effect here: ")
-    assert set(printed.err.strip().removeprefix("no effect here: ").split(", ")) == set(LOADED["muon"][1].split())
+    hints, sizes = printed.err.splitlines()
+    noted = hints.removeprefix("no effect here: ").split(", ") + [sizes.partition(": ")[0]]
+    assert set(noted) == set(LOADED["muon"][1].split())
 
 
 def test_command_without_hints_prints_the_config_alone(capsys, tmp_path):
@@ -608,7 +613,7 @@ def test_command_prints_what_it_can_and_lists_what_is_left(capsys, name):
     printed = capsys.readouterr()
     reading = read_all(SAMPLES[name])
     assert left_to_do(printed.err) == [str(error) for error in reading.errors]
-    assert f"no effect here: {', '.join(reading.hints)}" in printed.err.splitlines()
+    assert not reading.hints or f"no effect here: {', '.join(reading.hints)}" in printed.err.splitlines()
     # What stays is what is left to do as well: "auto" that a trainer fills in, and an optimizer that is none of ours.
     stays = [error for error in reading.errors if error.shown == "'auto'" or error.field == "optimizer.type"]
     again = read_all(json.loads(printed.out))
@@ -764,7 +769,8 @@ def test_the_example_of_the_page_is_what_convert_makes_of_it():
     before, after = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", SECTION, flags=re.DOTALL))
     (notice,) = re.findall(r"^no effect here: (.*)$", SECTION, flags=re.MULTILINE)
     assert convert(before) == after
-    assert load_noting(before)[1] == notice.split(", ")
+    (sizes,) = re.findall(r"^(train_\w+, train_\w+): how large", SECTION, flags=re.MULTILINE)
+    assert load_noting(before)[1] == sizes.split(", ") + notice.split(", ")
 
 
 @pytest.mark.parametrize("off", [False, None, "none", {}, {"device": "none", "pin_memory": True}])

@@ -72,8 +72,8 @@ def test_no_module_of_the_folder_is_in_a_circle(folder):
 
 def test_configuration_is_a_chain():
     """Each imports only what stands before it; what uses the folder takes its names from the package."""
-    order = ["checks", "checked", "compile_options", "groups", "lr_schedule", "machine", "offload", "settings"]
-    order += ["foreign", "sections", "deepspeed", "convert"]
+    order = ["checks", "checked", "elsewhere", "compile_options", "groups", "lr_schedule", "machine", "offload"]
+    order += ["settings", "sources", "foreign", "sections", "deepspeed", "convert"]
     known = modules(ROOT, "compile_muon")
     assert {f"compile_muon.config.{name}" for name in order} | {"compile_muon.config"} == {
         name for name in known if name.startswith("compile_muon.config")

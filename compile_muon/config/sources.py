@@ -1,0 +1,146 @@
+"""What a configuration may be given as: a file, JSON's text, a mapping, or an object that is one by another name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from compile_muon.config.checked import Checked, Mistakes
+from compile_muon.config.checks import key_name
+from compile_muon.config.settings import Config
+from compile_muon.errors import config_error
+
+__all__ = ["as_mapping"]
+
+_DEPTH = 64  # sections of sections; a config has four
+_GIVE = "give the path of a JSON file, a dict, or a Config"
+
+
+def as_mapping(source: object, mistakes: Mistakes) -> dict[Any, Any]:
+    """A configuration as Python's own dicts and lists, of which all have an end.
+
+    Args:
+        source: path of a JSON file; JSON's text, which begins with a brace; a mapping (OmegaConf's among them), a
+            dataclass, or a namespace.
+        mistakes: for keys that a file has twice.
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        whole = _parsed(source, "config", source, mistakes)
+    elif isinstance(source, (str, os.PathLike)):
+        whole = _read_file(source, mistakes)
+    else:
+        whole = _values_of(source)
+    if not isinstance(whole, Mapping):
+        raise config_error("config", whole, f"must be an object, not {type(whole).__name__}", _remedy(whole))
+    return _plain(whole, "", {})
+
+
+def _remedy(value: object) -> str:
+    if value is None:
+        return f"{_GIVE}; {{}} for the defaults"
+    if isinstance(value, type):
+        return f"make one: {value.__name__}(...)"
+    if isinstance(value, Checked):
+        part = type(value).__name__
+        field = next((f.name for f in dataclasses.fields(Config) if isinstance(f.default, type(value))), None)
+        return f"write Config({field}={part}(...))" if field else _GIVE
+    if hasattr(value, "read") and isinstance(name := getattr(value, "name", None), str):
+        return f"give its path, {name!r}"
+    return _GIVE
+
+
+def _values_of(source: object) -> object:
+    """The mapping that an object stands for, or the object."""
+    if isinstance(source, Mapping | Checked | type):
+        return source
+    if dataclasses.is_dataclass(source):
+        return {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    if isinstance(source, Namespace | SimpleNamespace):
+        return vars(source)
+    for method in ("to_dict", "model_dump"):  # ConfigDict of ml_collections; pydantic
+        if not hasattr(nn.Module, method) and callable(convert := getattr(source, method, None)):
+            with contextlib.suppress(Exception):  # whatever a stranger's method raises
+                return convert()
+    return source
+
+
+def _plain(value: Any, path: str, known: dict[int, tuple[Any, Any]], depth: int = 0) -> Any:
+    """The same of dicts and lists; what is neither stays as it is.
+
+    Args:
+        known: what was met before and what became of it, by ``id``: a section that is there twice is read once.
+    """
+    if depth > _DEPTH:
+        problem = f"is nested more than {_DEPTH} deep"
+        raise config_error(path or "config", "...", problem, "write sections as they are known")
+    if depth and isinstance(value, Namespace | SimpleNamespace):
+        value = vars(value)
+    elif depth and dataclasses.is_dataclass(value) and not type(value).__module__.startswith("compile_muon."):
+        value = _values_of(value)
+    if not isinstance(value, Mapping | Sequence) or isinstance(value, (str, bytes, tuple)):
+        return value
+    if id(value) not in known:
+        if isinstance(value, Mapping):
+            found: Any = _plain_dict(value, path, known, depth)
+        else:
+            found = [_plain(entry, path, known, depth + 1) for entry in value]
+        known[id(value)] = value, found
+    return known[id(value)][1]
+
+
+def _plain_dict(value: Mapping[Any, Any], path: str, known: dict[int, tuple[Any, Any]], depth: int) -> dict[Any, Any]:
+    found = {}
+    for key in value:
+        name = f"{path}.{key_name(key)}" if path else key_name(key)
+        try:
+            entry = value[key]
+        except Exception as error:  # an interpolation of OmegaConf that leads nowhere, a value that is missing
+            said = str(error).partition("\n")[0]
+            raise config_error(name, "???", f"has no value ({said})", "give it one") from None
+        found[key] = _plain(entry, name, known, depth + 1)
+    return found
+
+
+def _read_file(source: str | os.PathLike, mistakes: Mistakes) -> object:
+    path = os.fspath(source)
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise config_error("config", path, f"cannot be read ({why})", "give a JSON file or a dict") from None
+    except UnicodeDecodeError as error:
+        raise config_error("config", path, f"is not JSON ({error})", "fix the file at that place") from None
+    except ValueError as error:  # a NUL in the path
+        raise config_error("config", path, f"is no path ({error})", "give a JSON file or a dict") from None
+    if str(path).lower().endswith((".yaml", ".yml")):
+        raise config_error("config", path, "is YAML, and JSON is read", "give yaml.safe_load(...) of it, a dict")
+    return _parsed(text, path, path, mistakes)
+
+
+def _parsed(text: str, place: object, shown: object, mistakes: Mistakes) -> object:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                mistakes.add(config_error(key, value, f"is given twice in {place}", "keep one of the two"))
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        problem, remedy = "is nested deeper than can be read", "write sections as they are known"
+        raise config_error("config", shown, problem, remedy) from None
+    except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
+        raise config_error("config", shown, f"is not JSON ({error})", "fix it at that place") from None

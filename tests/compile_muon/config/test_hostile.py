@@ -1,0 +1,559 @@
+"""What is given as a configuration, or as arguments: whatever it is, it is taken, or refused in few words and soon."""
+
+import argparse
+import dataclasses
+import math
+import re
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from compile_muon import MuonZero, errors, initialize
+from compile_muon.config import CompileConfig, Config, ZeroConfig, config_from_kwargs, load_config, read_options
+from compile_muon.config.checked import Checked
+from compile_muon.config.deepspeed import read_all
+from compile_muon.config.elsewhere import OF_GROUPS, OF_OPTIMIZERS
+from compile_muon.config.foreign import FOREIGN, full_name
+from compile_muon.config.sections import SECTIONS
+from compile_muon.config.settings import ARGUMENTS
+from compile_muon.errors import ConfigError, MuonZeroError, MuonZeroWarning, UnsupportedModelError
+
+HUGE = 10**400
+
+
+def nested(path: str, value: object) -> dict:
+    """A config that says nothing else."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def told(source: object) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_config(source)
+    return [str(warning.message) for warning in caught]
+
+
+def deep(levels: int) -> dict:
+    whole: dict = {}
+    for _ in range(levels):
+        whole = {"mesh": whole}
+    return whole
+
+
+def endless() -> dict:
+    whole: dict = {}
+    whole["optimizer"] = {"params": whole}
+    return whole
+
+
+# ------------------------------------------------------------------------------------------ hostile values
+
+HOSTILE = {
+    "an integer of 400 digits": {"gradient_clipping": HUGE},
+    "as a rate": {"optimizer": {"params": {"lr": HUGE, "betas": [HUGE, 0.9]}}},
+    "of 5,000 digits": {"mesh": {"shard": 10**5000}},
+    "as a coefficient": {"optimizer": {"params": {"ns_coefficients": [HUGE, 1, 1]}}},
+    "below zero": {"optimizer": {"params": {"adamw_eps": -HUGE}}, "compile": {"bucket_mb": HUGE}},
+    "deep": deep(50_000),
+    "endless": endless(),
+    "a key that is a number": {3: 4, None: 1, (1, 2): 2, "optimizer": {"params": {7: 1}, "groups": {1: {2: 3}}}},
+    "keys of offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", 3: 4}, "offload_param": {5: 6}}},
+    "a NUL": {"compile": {"dump": "a\0b"}, "zero_optimization": {"offload_optimizer": {"nvme_path": "\0"}}},
+    "a key of a megabyte": {"x" * 2**20: 1, "optimizer": {"y" * 2**20: 2, "type": "z" * 2**20}},
+    "a value of a megabyte": {"gradient_clipping": "x" * 2**20, "mesh": ["y"] * 2**20},
+    "200,000 keys": {f"optimiser_{i}": i for i in range(200_000)} | {"gradient_clipping": "x"},
+    "in a section": {"optimizer": {"params": {f"lr{i}": i for i in range(200_000)}}},
+    "a group of them": {"optimizer": {"groups": {"*": {f"lr{i}": i for i in range(20_000)}}}},
+    "views": {"optimizer": {"params": {"muon_views": {"a": (1, 2), 3: {"heads": 8}}}}},
+}
+
+
+@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_config_is_an_error_of_ours_in_few_words(source) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert len(str(caught.value)) < 40_000
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"mesh":' * 100_000,
+        '{"gradient_clipping": 1' + "0" * 5000 + "}",
+        "{",
+        "\0",
+        "a\0b.json",
+        "/",
+        "{1}",
+    ],
+    ids=lambda text: text[:8],
+)
+def test_a_hostile_text_or_path_is_an_error_of_ours(text, tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    for source in (text, path):
+        with pytest.raises(ConfigError, match="config") as caught:
+            load_config(source)
+        assert len(str(caught.value)) < 1000
+
+
+def test_unknown_keys_are_named_and_counted() -> None:
+    with pytest.raises(ConfigError, match="is one of 30 more keys that are not known") as caught:
+        load_config({f"optimiser_{i}": i for i in range(50)})
+    assert str(caught.value).count("did you mean optimizer?") == 20
+    (hints,) = told({f"_{i}": i for i in range(2000)})
+    assert "_99 and 1900 more" in hints
+
+
+KEYS = sorted({key for section, own in SECTIONS.items() for key in (*own, *FOREIGN.get(section, ()))})
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([HUGE, -HUGE, math.nan, math.inf, "auto", "none", "cpu", "", "\0", -1, 0, 1, 1.0])
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*KEYS, *OF_GROUPS]) | st.text(max_size=8) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(SECTIONS[""]) | st.sampled_from(KEYS) | st.text(max_size=6), VALUES, max_size=5))
+def test_any_mapping_is_a_config_or_an_error_of_ours(source) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            load_config(source)
+        except ConfigError as error:
+            assert len(str(error)) < 40_000
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from([*ARGUMENTS, *OF_OPTIMIZERS]), VALUES, max_size=4), VALUES)
+def test_any_arguments_are_taken_or_an_error_of_ours(arguments, options) -> None:
+    for read in (
+        lambda: config_from_kwargs(**arguments),
+        lambda: read_options(options if options.__class__ is dict else {}),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            assert len(str(error)) < 40_000
+
+
+# ------------------------------------------------------------------------------------------ keys without effect
+
+#: Values of hints that might mean something.
+SAID = (True, False, None, 0, 1, 8, "auto", {}, {"enabled": True}, [1])
+
+
+@pytest.mark.parametrize("section", FOREIGN)
+def test_what_has_no_effect_changes_nothing(section) -> None:
+    """Every key that is named as such, with whatever it is accepted with, beside the section that it stands in."""
+    base = {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_momentum": False}}}
+    for kind in ("Muon", "AdamW"):
+        whole = {"optimizer": {"type": kind, "params": {"weight_decay": 0.1}}} | (base if "sched" in section else {})
+        alone = merged(whole, nested(section, {}) if section else {})
+        for key in FOREIGN[section]:
+            for value in SAID:
+                reading = read_all(merged(whole, nested(full_name(section, key), value)))
+                if not reading.errors and full_name(section, key) in reading.hints:
+                    assert reading.config == read_all(alone).config, (key, value)
+
+
+def merged(left: Mapping, right: Mapping) -> dict:
+    found = dict(left)
+    for key, value in right.items():
+        found[key] = merged(found[key], value) if isinstance(found.get(key), Mapping) and value != {} else value
+        if value == {} and isinstance(left.get(key), Mapping):
+            found[key] = left[key]
+    return found
+
+
+def test_a_batch_size_is_said_to_decay_vectors_and_is_without_effect_where_that_is_written() -> None:
+    (said,) = told({"train_batch_size": 8})
+    assert said.startswith("train_batch_size: ") and "adamw_decay_vectors" in said
+    written = nested("optimizer.params.adamw_decay_vectors", False)
+    assert told({"train_batch_size": 8, **written}) == ["no effect here: train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "meant"),
+    [
+        ({"torch_autocast": {"enable": True}}, "torch_autocast.enable", "torch_autocast.enabled"),
+        ({"amp": {"Enabled": True}}, "amp.Enabled", "amp.enabled"),
+        ({"elasticity": {"enabeld": 1}}, "elasticity.enabeld", "elasticity.enabled"),
+        ({"tensor_parallel": {"autotp_sise": 2}}, "tensor_parallel.autotp_sise", "tensor_parallel.autotp_size"),
+        (
+            {"compression_training": {"weight_quantization": {"shared_parameters": {"enable": True}}}},
+            "compression_training.weight_quantization.shared_parameters.enable",
+            "compression_training.weight_quantization.shared_parameters.enabled",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
+            "zero_optimization.offload_param.devise",
+            "device",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "zero_optimization.offload_optimizer.devise",
+            "device",
+        ),
+    ],
+)
+def test_a_slip_in_a_section_that_is_off_is_named(source, field, meant) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert caught.value.field == field and meant in caught.value.remedy
+
+
+# ------------------------------------------------------------------------------------------ what stands for a config
+
+STAGE_3 = load_config({"zero_optimization": {"stage": 3}})
+
+
+@dataclasses.dataclass
+class Zero:
+    stage: int = 3
+
+
+@dataclasses.dataclass
+class Whole:
+    zero_optimization: Zero = dataclasses.field(default_factory=Zero)
+
+
+class Resolving(Mapping):
+    """As OmegaConf's DictConfig: values are made when they are asked for, and some cannot be."""
+
+    def __init__(self, values):
+        self.values_ = values
+
+    def __getitem__(self, key):
+        value = self.values_[key]
+        if value == "???":
+            raise RuntimeError(f"Missing mandatory value: {key}\n    full_key: ...")
+        return Resolving(value) if isinstance(value, dict) else value
+
+    def __iter__(self):
+        return iter(self.values_)
+
+    def __len__(self):
+        return len(self.values_)
+
+
+class Dumped:
+    def to_dict(self):
+        return {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '{"zero_optimization": {"stage": 3}}',
+        ' \n{"zero_optimization": {"stage": 3}}',
+        argparse.Namespace(zero_optimization={"stage": 3}),
+        types.SimpleNamespace(zero_optimization=types.SimpleNamespace(stage=3)),
+        Whole(),
+        Resolving({"zero_optimization": {"stage": 3}}),
+        Dumped(),
+        STAGE_3,
+    ],
+    ids=lambda source: type(source).__name__,
+)
+def test_what_clearly_stands_for_a_config_is_taken(source) -> None:
+    assert load_config(source) == STAGE_3
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "{} for the defaults"),
+        (Config, "make one: Config"),
+        (ZeroConfig(stage=3), "Config(zero=ZeroConfig"),
+        (3, "JSON file, a dict, or a Config"),
+        ([("a", 1)], "must be an object, not list"),
+        (b"{}", "must be an object, not bytes"),
+        (Resolving({"zero_optimization": {"stage": "???"}}), "zero_optimization.stage"),
+        (argparse.Namespace(lr=0.1, epochs=3), "is not a known key"),
+    ],
+    ids=str,
+)
+def test_what_does_not_is_refused_by_what_to_pass(source, words) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert words in str(caught.value)
+
+
+def test_an_open_file_and_yaml_are_refused_by_what_to_pass(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("zero_optimization:\n  stage: 3\n")
+    with pytest.raises(ConfigError, match=r"yaml\.safe_load"):
+        load_config(path)
+    with path.open() as file, pytest.raises(ConfigError, match="give its path"):
+        load_config(file)
+
+
+# ------------------------------------------------------------------------------------------ calls of other libraries
+
+
+def tiny() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+PARAMETERS = {
+    "a generator": lambda model: model.parameters(),
+    "named": lambda model: model.named_parameters(),
+    "a list": lambda model: list(model.parameters()),
+    "a tuple of pairs": lambda model: tuple(model.named_parameters()),
+    "a dict": lambda model: dict(model.named_parameters()),
+    "a state dict": lambda model: model.state_dict(),
+    "one": lambda model: next(iter(model.parameters())),
+    "groups": lambda model: [{"params": list(model.parameters()), "use_muon": True, "lr": 0.02}],
+    "a group": lambda model: {"params": list(model.parameters()), "lr": 0.02},
+    "modules": lambda model: list(model),
+    "children": lambda model: model.children(),
+    "a class": lambda model: nn.Linear,
+    "nothing": lambda model: None,
+    "a name": lambda model: "gpt2",
+}
+
+
+@pytest.mark.parametrize("of", PARAMETERS.values(), ids=PARAMETERS)
+def test_what_other_optimizers_are_given_is_one_error_with_the_right_call(of) -> None:
+    for call in (
+        lambda model: MuonZero(of(model), lr=0.02, betas=(0.9, 0.95)),
+        lambda model: initialize(of(model), {}),
+    ):
+        with pytest.raises(UnsupportedModelError, match=r"^model: is (a|the).*MuonZero\(") as caught:
+            call(tiny())
+        assert len(str(caught.value).splitlines()) == 1
+        assert ("groups=[" in str(caught.value)) == (of in (PARAMETERS["groups"], PARAMETERS["a group"]))
+        assert ("ModuleList" in str(caught.value)) == (of in (PARAMETERS["modules"], PARAMETERS["children"]))
+
+
+@pytest.mark.parametrize("name", OF_OPTIMIZERS)
+def test_an_argument_of_another_library_names_ours(name) -> None:
+    assert name not in ARGUMENTS
+    with pytest.raises(ConfigError) as caught:
+        MuonZero(tiny(), **{name: True})
+    assert caught.value.field == name and re.match("write|leave it out", caught.value.remedy)
+    for named in re.findall(
+        r"\b(adamw_\w+|ns_\w+|muon_params|muon_views|weight_decay|gradient_clipping)\b", caught.value.remedy
+    ):
+        assert named in ARGUMENTS
+
+
+def test_a_slip_and_an_argument_without_a_name_are_told_as_in_a_config() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'momentum'"):
+        MuonZero(tiny(), momentun=0.9)
+    with pytest.raises(ConfigError, match="write lr=0.02"):
+        MuonZero(tiny(), 0.02)
+    with pytest.raises(ConfigError, match=r"groups\[0\].use_muon .* write \"method\""):
+        model = tiny()
+        MuonZero(model, groups=[{"params": list(model.parameters()), "use_muon": True}])
+
+
+# ------------------------------------------------------------------------------------------ rates
+
+
+def warned_of_rates(make) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    assert all(warning.category is MuonZeroWarning for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)  # the user's line
+    return [text for warning in caught if "lr = " in (text := str(warning.message))]
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+
+
+def grouped(**group: object):
+    return lambda: MuonZero(Words(), groups=[{"params": "*.weight", "name": "all", **group}])
+
+
+def matrices_in_keller_jordans_way():
+    model = Words()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    MuonZero(model, groups=[{"params": matrices, "lr": 0.02}, {"params": rest, "lr": 3e-4}])
+
+
+def added_later():
+    model = Words()
+    model.embed.requires_grad_(False)
+    optimizer = MuonZero(model)
+    model.embed.requires_grad_(True)
+    optimizer.add_param_group({"params": [dict(model.named_parameters())["embed.weight"]], "lr": 0.02})
+
+
+TOLD = {
+    "parameters": matrices_in_keller_jordans_way,
+    "patterns": grouped(lr=0.02),
+    "by mapping": lambda: MuonZero(Words(), groups={"*": {"lr": 0.02}}),
+    "vectors alone": lambda: MuonZero(Words(), groups={"norm.*": {"lr": 0.02}}),
+    "a config's groups": lambda: initialize(Words(), nested("optimizer.groups", {"*": {"lr": 0.02}})),
+    "a config's rate": lambda: initialize(Words(), nested("optimizer.params.lr", 0.02)),
+    "a schedule's": lambda: initialize(Words(), {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02}}}),
+    "added": added_later,
+}
+MEANT = {
+    "a method": lambda: MuonZero(Words(), groups={"embed.*": {"lr": 0.02, "method": "adamw"}}),
+    "matrices alone": lambda: MuonZero(Words(), groups={"mid.*": {"lr": 0.02}}),
+    "small, of vectors": lambda: MuonZero(Words(), groups={"norm.*": {"lr": 1e-3}}),
+    "one for both": lambda: MuonZero(Words(), adjust_lr="match_rms_adamw", groups={"*": {"lr": 3e-4}}),
+    "arguments": lambda: MuonZero(Words(), lr=0.02, adamw_lr=0.02),
+}
+
+
+@pytest.mark.parametrize("make", TOLD.values(), ids=TOLD)
+def test_a_rate_of_muon_for_what_adamw_trains_is_told_on_every_path(make) -> None:
+    (said,) = warned_of_rates(make)
+    assert "adamw" in said.lower() and "0.0003" in said
+
+
+@pytest.mark.parametrize("make", MEANT.values(), ids=MEANT)
+def test_a_rate_that_is_meant_is_not(make) -> None:
+    assert not warned_of_rates(make)
+
+
+def test_rates_that_are_arguments_of_their_own_are_not_taken_without_effect() -> None:
+    with pytest.raises(ConfigError, match="is an argument of its own; write lr=..., or adamw_lr"):
+        MuonZero(Words(), rates={"lr": 0.02})
+
+
+def test_a_rate_may_be_a_tensor_wherever_it_is_given() -> None:
+    rate = torch.tensor(0.01)
+    optimizer = MuonZero(Words(), lr=rate, adamw_lr=torch.tensor(1e-3))
+    by_method = {group["algorithm"]: group["lr"] for group in optimizer.param_groups}
+    assert by_method["muon"] is rate and optimizer.metrics()["adamw_lr"] == pytest.approx(1e-3)
+    for wrong in (torch.tensor([0.1]), torch.tensor(-1.0), torch.tensor(math.nan), torch.tensor(1j)):
+        for call in (lambda lr: MuonZero(Words(), lr=lr), lambda lr: MuonZero(Words(), groups={"*": {"lr": lr}})):
+            with pytest.raises(ConfigError, match=r"lr = "):
+                call(wrong)
+
+
+def test_a_rate_that_is_a_tensor_trains_as_the_number_does() -> None:
+    found = []
+    for kind in (float, torch.tensor):
+        torch.manual_seed(0)
+        model = Words()
+        optimizer = MuonZero(model, lr=kind(0.01), adamw_lr=kind(1e-3))
+        for _ in range(2):
+            model.norm(model.mid(model.embed(torch.arange(8)))).square().mean().backward()
+            optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for left, right in zip(*found, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+# ------------------------------------------------------------------------------------------ ranges
+
+
+def records(kind: type[Checked] = Checked):
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from records(sub)
+
+
+RANGED = sorted({(kind, f.name) for kind in records() for f in dataclasses.fields(kind)}, key=str)
+
+
+@pytest.mark.parametrize(("kind", "name"), RANGED, ids=lambda part: part if isinstance(part, str) else part.__name__)
+def test_every_range_in_a_message_is_the_range_that_is_checked(kind, name) -> None:
+    for value in (-1, 0, 0.0, 1, 1.0, 1.5, 2, 1e3, HUGE, (-1, 0.5), (0.5, 2)):
+        try:
+            kind.checked(name, value, "x")
+        except ConfigError as error:
+            for low, high in re.findall(r"[\[(](\d+), ([\w.]+)[\])]", error.remedy):
+                ends = re.search(rf"([\[(]){low}, {high}([\])])", error.remedy).groups()
+                inside = (float(low) + min(float(high), 4.0)) / 2
+                within(kind, name, inside, True)
+                within(kind, name, float(low), ends[0] == "[")
+                if math.isfinite(float(high)):
+                    within(kind, name, float(high), ends[1] == "]")
+            if found := re.search(r"an integer (?:of at least (\d+)|from (\d+) to (\d+))", error.remedy):
+                least, low, high = found.groups()
+                within(kind, name, int(least or low), True)
+                within(kind, name, int(least or low) - 1, False)
+                if high:
+                    within(kind, name, int(high), True)
+                    within(kind, name, int(high) + 1, False)
+
+
+def within(kind, name, value, allowed) -> None:
+    pair = isinstance(getattr(kind, name, None), tuple) and name == "betas"
+    try:
+        kind.checked(name, (value, 0.5) if pair else value, "x")
+        taken = True
+    except ConfigError:
+        taken = False
+    # What a setting refuses by a word of its own ("would erase every gradient"), or takes as another (-1 of an axis).
+    if taken != allowed and value not in (0, -1):
+        raise AssertionError((kind, name, value))
+    if allowed and value == 0 and not taken:
+        assert name == "gradient_clipping"
+
+
+def test_a_ratio_of_nothing_is_refused_with_its_own_range() -> None:
+    with pytest.raises(ConfigError, match=r"lies outside \(0, 1\]; choose a number in \(0, 1\]"):
+        MuonZero(tiny(), offload={"device": "cpu", "ratio": 0})
+
+
+# ------------------------------------------------------------------------------------------ warnings
+
+
+def test_cuda_graphs_on_a_cpu_are_told() -> None:
+    with pytest.warns(MuonZeroWarning, match="there are none on a CPU"):
+        initialize(tiny(), Config(compile=CompileConfig(cuda_graphs=True)))
+
+
+def test_a_warning_is_of_a_category_of_ours_at_the_users_line_and_of_rank_0(monkeypatch) -> None:
+    assert issubclass(MuonZeroWarning, UserWarning) and not issubclass(MuonZeroWarning, MuonZeroError)
+    scope = {"__name__": "compile_muonitor.train", "warn": errors.warn_user}  # whose name begins as ours does
+    with pytest.warns(MuonZeroWarning, match="^text$") as caught:
+        exec(compile("\n\nwarn('text')", "train.py", "exec"), scope)
+    assert (caught[0].filename, caught[0].lineno) == ("train.py", 3)
+    monkeypatch.setenv("RANK", "1")  # ahead of the process group, as torchrun says
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        errors.warn_user("text")
+        with pytest.raises(MuonZeroWarning):
+            errors.warn_user("text", own=True)
+
+
+def test_every_value_is_shown_in_few_characters() -> None:
+    class Raising:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    values: Sequence[object] = (
+        Raising(),
+        [Raising()],
+        endless(),
+        deep(2000),
+        "x" * 10**6,
+        list(range(10**6)),
+        10**9000,
+    )
+    for value in values:
+        assert len(errors.shown(value)) <= 160
+    assert errors.shown({"b": [1, (2,)], "a": {None: "x"}}) == repr({"b": [1, (2,)], "a": {None: "x"}})
