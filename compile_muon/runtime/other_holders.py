@@ -38,7 +38,7 @@ class ReplacedParameter(nn.Parameter):
     replaced: tuple[str, set[str]]
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """Of what takes its place.
 
         Raises:

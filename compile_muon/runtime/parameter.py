@@ -32,6 +32,9 @@ from compile_muon.runtime.shards import user_attributes
 __all__ = ["ShardedParameter", "of_frozen", "raw_gradient", "sharded_parameter"]
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 class ShardedParameter(DTensor):
     """A sharded parameter, a view of one, or what was computed of one. To ``isinstance``, and in files, a DTensor.
 
@@ -61,18 +64,18 @@ class ShardedParameter(DTensor):
         return tree_map(lambda result: _derived(result, given), results)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, or None."""
         grad: Any = raw_gradient(self)
         return _of_class(grad) if type(grad) is DTensor else grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
     @property
     def data(self) -> Tensor:
@@ -113,8 +116,8 @@ class ShardedParameter(DTensor):
 
 
 #: through which Python reads values
-_READING = ("item", "tolist", "numpy", "__array__", "__format__")
-_READING += ("__float__", "__int__", "__bool__", "__complex__", "__index__")
+_READING = ["item", "tolist", "numpy", "__array__", "__format__"]
+_READING += ["__float__", "__int__", "__bool__", "__complex__", "__index__"]
 
 
 def _read_values(name: str) -> Callable[..., Any]:
@@ -147,7 +150,7 @@ for _name in _READING:
 
 def raw_gradient(param: Tensor) -> Tensor | None:
     """``param.grad`` as autograd keeps it."""
-    return cast("Tensor | None", torch.Tensor.grad.__get__(param))  # type: ignore[attr-defined]
+    return cast("Tensor | None", _GRAD.__get__(param))
 
 
 def _tell_of_pickling(tensor: ShardedParameter) -> None:
