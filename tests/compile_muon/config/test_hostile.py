@@ -291,7 +291,7 @@ def test_what_clearly_stands_for_a_config_is_taken(source) -> None:
         (Resolving({"zero_optimization": {"stage": "???"}}), "zero_optimization.stage"),
         (argparse.Namespace(lr=0.1, epochs=3), "is not a known key"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_does_not_is_refused_by_what_to_pass(source, words) -> None:
     with pytest.raises(ConfigError) as caught:
