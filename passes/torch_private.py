@@ -53,6 +53,7 @@ __all__ = [
     "order_saved_values",
     "profiler_enabled",
     "being_compiled",
+    "meets_plain_tensor",
     "storage_holders",
     "unflattened",
     "store_of",
@@ -483,6 +484,11 @@ def compiled_autograd_active() -> bool:
         getattr(compiled_autograd, "compiled_autograd_enabled", False)
         or getattr(torch._dynamo.config, "compiled_autograd", False)
     )
+
+
+def meets_plain_tensor(error: RuntimeError) -> bool:
+    """Whether an operator refuses a DTensor beside a tensor that is none."""
+    return "mixed torch.Tensor and DTensor" in str(error)
 
 
 def being_compiled() -> bool:

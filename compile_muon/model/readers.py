@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ def _reader(name: str) -> property:
             account.handouts.read(account.name, whole, inside=inside)
             if not inside:
                 whole = of_frozen(whole, account.param)
-                whole = whole if account.spec.layout.parted else of_trained(whole, account.param)
+                in_vain = partial(account.handouts.asked_in_vain, account.name)
+                whole = whole if account.spec.layout.parted else of_trained(whole, account.param, in_vain)
             return _tagged(account, account.as_read(whole))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.

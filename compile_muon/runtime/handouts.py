@@ -107,6 +107,7 @@ class Handouts:
         self._written: dict[str, Tensor | bool] = {}
         self._inspected: dict[str, int] = {}
         self._outlived: list[_Watch] = []
+        self._asked: dict[str, None] = {}
         self._numbers = itertools.count()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handouts:
@@ -142,6 +143,10 @@ class Handouts:
         self._watches[number] = _Watch.over(name, copy, content=True)
         weakref.finalize(copy, _died, weakref.ref(self), Handouts._close, number).atexit = False
 
+    def asked_in_vain(self, name: str) -> None:
+        """A backward was asked for the gradient of a copy of the parameter ``name``, which forward did not read."""
+        self._asked[name] = None
+
     def gave(self, name: str, value: object) -> bool:
         """Whether ``value`` is a copy of the parameter ``name`` that was handed out."""
         return any(watch.name == name and watch.copy() is value for watch in self._watches.values())
@@ -156,6 +161,13 @@ class Handouts:
         Raises:
             UnsupportedModelError: naming the parameter.
         """
+        if asked := [name for name in self._asked if names is None or name in names]:
+            self._asked.clear()
+            raise UnsupportedModelError(
+                f"{listed(asked)}: backward(inputs=...) was given a gathered copy, which forward did not read, so it "
+                "has no gradient; give it the parameter, dict(model.named_parameters())[name], or ask "
+                "torch.autograd.grad(loss, module.weight)"
+            )
         self._end_of_forwards()
         if not self._watches and not self._edited and not self._written:
             return

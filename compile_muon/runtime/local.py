@@ -6,6 +6,7 @@ penalty on its norm or an inner loop's step, would have none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -61,9 +62,16 @@ class _TrainedCopy(Tensor):
 
     Attributes:
         source: the parameter.
+        in_vain: told that a backward was asked for the copy's gradient, which has none.
     """
 
     source: nn.Parameter
+    in_vain: Callable[[], None]
+
+    def __del__(self) -> None:
+        # What backward(inputs=[...]) is given is told to keep its gradient, and forward has read another copy.
+        if self.retains_grad and self.grad is None:
+            self.in_vain()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +83,7 @@ class _TrainedCopy(Tensor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in vars(self) and name != "source":  # and not what every tensor has, as .grad
+        if name in vars(self) and name not in ("source", "in_vain"):  # and not what every tensor has, as .grad
             setattr(self.source, name, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -103,11 +111,15 @@ def _whole(grad: Tensor) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def of_trained(copy: Tensor, param: nn.Parameter) -> Tensor:
-    """The gathered copy that eager code reads outside of forwards, itself, as a tensor to ask for gradients of."""
+def of_trained(copy: Tensor, param: nn.Parameter, in_vain: Callable[[], None]) -> Tensor:
+    """The gathered copy that eager code reads outside of forwards, itself, as a tensor to ask for gradients of.
+
+    Args:
+        in_vain: called when the copy is gone and a backward was asked for its gradient, which is never there.
+    """
     if type(copy) is not Tensor or not copy.requires_grad:
         return copy
     tensor: Any = copy
     tensor.__class__ = _TrainedCopy
-    tensor.source = param
+    tensor.source, tensor.in_vain = param, in_vain
     return copy

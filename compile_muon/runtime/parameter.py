@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
-from compile_muon.passes.torch_private import current_backward
+from compile_muon.passes.torch_private import current_backward, meets_plain_tensor
 from compile_muon.runtime.shards import user_attributes
 
 __all__ = ["ShardedParameter", "of_frozen", "raw_gradient", "sharded_parameter"]
@@ -60,7 +60,16 @@ class ShardedParameter(DTensor):
         if func._schema.is_mutable:
             _count_edits(func, args, kwargs)
         change = _as_plain if _is_gradient(given) else _as_dtensor
-        results = func(*tree_map(change, args), **tree_map(change, kwargs))
+        try:
+            results = func(*tree_map(change, args), **tree_map(change, kwargs))
+        except RuntimeError as error:
+            if not meets_plain_tensor(error):
+                raise
+            name = next((v.origin[0] for v in given if type(v) is ShardedParameter and v.origin), "a parameter")
+            raise UnsupportedModelError(
+                f"{name}: a shard meets a plain tensor in {func.__name__}; read the weight as an attribute of its "
+                "module (self.weight), where it is whole, or take .full_tensor() of it, on every rank"
+            ) from error
         return tree_map(lambda result: _derived(result, given), results)
 
     @property
@@ -264,9 +273,8 @@ def _derived(result: Any, given: Sequence[Any]) -> Any:
     found = _of_class(result)
     if source is not None:
         found.shown = weakref.ref(source) if source.shown is None else source.shown
-    copied = next((v for v in given if type(v) is ShardedParameter and v.origin and v.shape == found.shape), None)
-    if copied is not None:
-        found.origin = copied.origin
+    named = (v for v in given if type(v) is ShardedParameter and v.origin)
+    found.origin = next((v.origin for v in named if v is source or v.shape == found.shape), None)
     return found
 
 

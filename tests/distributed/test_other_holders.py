@@ -130,6 +130,54 @@ def test_one_process_shares_its_parameters_with_lists_from_before() -> None:
     assert all(param is mine for param, mine in zip(before, model.parameters(), strict=True))
 
 
+class Raw(Net):
+    """Takes its weight out of the dictionary of parameters, or off a list that it makes in forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.a(x))
+        weight = self.b._parameters["weight"] if self.how == "dictionary" else dict(self.b.named_parameters())["weight"]
+        return self.head(F.linear(x, weight))
+
+
+def raw() -> list[str]:
+    said = []
+    for how in ("dictionary", "list"):
+        for stage in (1, 3):
+            model = Raw(how)
+            compile_muon.MuonZero(model, stage=stage)
+            said.append(said_of(lambda model=model: model(X).square().mean().backward()))
+    return said
+
+
+def test_a_shard_that_meets_a_plain_tensor_is_named(ranks: Callable[[int], Ranks]) -> None:
+    for said in ranks(2).run(raw)[0]:
+        assert said.startswith("UnsupportedModelError: b.weight: a shard meets a plain tensor in "), said
+
+
+def asked_in_vain(stage: int, kept: bool) -> str:
+    """A backward for the gradient of a copy that forward did not read; later calls would go on without it."""
+    model = Net()
+    optimizer = compile_muon.MuonZero(model, stage=stage)
+    loss = model(X).square().mean()
+    weight = model.head.weight
+    loss.backward(inputs=[weight if kept else model.head.weight])
+    if kept:
+        del weight
+    return said_of(optimizer.step)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_backward_for_a_copys_gradient_is_named(ranks: Callable[[int], Ranks], kept: bool) -> None:
+    expected = "UnsupportedModelError: head.weight: backward(inputs=...) was given a gathered copy"
+    assert asked_in_vain(0, kept).startswith(expected)
+    for said in ranks(2).run(asked_in_vain, stage=3, kept=kept):
+        assert said.startswith(expected)
+
+
 # --- other optimizers -------------------------------------------------------------------------------------------------
 
 
@@ -209,9 +257,10 @@ def gradients_from_before(stage: int = 0) -> tuple[list[str], bool]:
 
 
 def test_gradients_from_before_are_dropped_and_told(ranks: Callable[[int], Ranks]) -> None:
-    everywhere = [gradients_from_before()]
-    for stage in (0, 1, 3):
-        everywhere += ranks(2).run(gradients_from_before, stage=stage)
-    for told, dropped in everywhere:
-        assert dropped
-        assert any("from a backward before MuonZero are dropped" in text for text in told)
+    for everywhere in (
+        [gradients_from_before()],
+        *(ranks(2).run(gradients_from_before, stage=stage) for stage in (0, 1, 3)),
+    ):
+        assert all(dropped for _, dropped in everywhere)
+        # Rank 0 tells it for all.
+        assert any("from a backward before MuonZero are dropped" in text for text in everywhere[0][0])

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -278,6 +280,15 @@ def test_compiled_autograd_is_noticed():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         seen.append(private.compiled_autograd_active())
     assert seen == [True], moved("compiled_autograd._enable", "is no longer noticed")
+
+
+def test_a_plain_tensor_beside_a_dtensor_is_noticed():
+    with private.fake_group(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sharded = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(RuntimeError) as caught:
+            torch.mm(torch.ones(2, 4), sharded)
+    assert private.meets_plain_tensor(caught.value) and not private.meets_plain_tensor(RuntimeError("else"))
 
 
 def test_a_frame_that_is_compiled_is_noticed():
