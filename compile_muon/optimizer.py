@@ -42,6 +42,7 @@ from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.other_holders import refuse_shared
+from compile_muon.runtime.parameter import part_of
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
@@ -410,6 +411,18 @@ class MuonZero(Optimizer):
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
         self._steps.take_up(accounts, {group.name: group.method for group in groups})
         self._ownership.take_up(accounts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's, of this rank's shards: each rank loads what it saved. A file of one rank's says so."""
+        found = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        found["state"] = {
+            key: {name: part_of(params[key], name, value) for name, value in slots.items()}
+            if isinstance(key, int)
+            else slots
+            for key, slots in found["state"].items()
+        }
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load momentum, AdamW moments and hyperparameters saved by :meth:`state_dict`.

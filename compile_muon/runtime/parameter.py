@@ -29,7 +29,7 @@ from compile_muon.errors import MuonZeroError, UnsupportedModelError, warn_user
 from compile_muon.passes.torch_private import current_backward, meets_plain_tensor
 from compile_muon.runtime.shards import user_attributes
 
-__all__ = ["ShardedParameter", "of_frozen", "raw_gradient", "sharded_parameter"]
+__all__ = ["ShardedParameter", "of_frozen", "part_of", "raw_gradient", "sharded_parameter"]
 
 
 _GRAD: Any = torch.Tensor.grad
@@ -157,6 +157,20 @@ for _name in _READING:
     setattr(ShardedParameter, _name, _read_values(_name))
 
 
+def part_of(param: Tensor, name: str, state: Tensor) -> Tensor:
+    """A state of a parameter, or what is kept of it, as a tensor that says so where it is pickled; the same memory.
+
+    Args:
+        name: of the state.
+        state: a tensor of any kind; one that is no DTensor comes back as it is.
+    """
+    if type(state) is not DTensor or not isinstance(param, ShardedParameter) or param.origin is None:
+        return state
+    found = _of_class(DTensor(state._local_tensor, state._spec, requires_grad=False))
+    found.origin = f"{name} of {param.origin[0]}", param.origin[1]
+    return cast("Tensor", found)
+
+
 def raw_gradient(param: Tensor) -> Tensor | None:
     """``param.grad`` as autograd keeps it."""
     return cast("Tensor | None", _GRAD.__get__(param))
@@ -172,7 +186,8 @@ def _tell_of_pickling(tensor: ShardedParameter) -> None:
     warn_user(
         f"{tensor.origin[0]}: is pickled (torch.save, say) as a shard: the file holds the rows of rank "
         f"{torch.distributed.get_rank()} and no others; save whole weights with full_state_dict(model) or "
-        "save_pretrained(model, folder), and a run with a Checkpointer, on all ranks"
+        "save_pretrained(model, folder), and a run with a Checkpointer, on all ranks",
+        own=True,
     )
 
 
