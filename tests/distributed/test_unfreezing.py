@@ -107,8 +107,7 @@ def saved_and_resumed(folder: str) -> tuple[bool, str]:
     except compile_muon.CheckpointError as error:
         said = str(error)
     unfreeze(other)
-    another.add_param_group({"params": [p for n, p in other.named_parameters() if n in LATER]})
-    Checkpointer(folder).load(other, another)
+    Checkpointer(folder).load(other, another)  # in the groups that they were saved in; others would be an error
     same = all(torch.equal(full(a), full(b)) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     for param, slots in optimizer.state.items():
         twin = dict(zip(model.parameters(), other.parameters(), strict=True))[param]
