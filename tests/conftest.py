@@ -95,7 +95,11 @@ def _skipped(reports: list[pytest.TestReport]) -> Iterator[str]:
         (report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)).removeprefix("Skipped: ")
         for report in reports
     )
-    wanting = {reason: n for reason, n in reasons.items() if re.match("needs |no g|could not import|.*not (installed|on PATH)", reason)}
+    wanting = {
+        reason: n
+        for reason, n in reasons.items()
+        if re.match("needs |no g|could not import|.*not (installed|on PATH)", reason)
+    }
     for heading, found in (
         ("skipped for want of something, as is right where it is missing", wanting),
         ("skipped because there is nothing to test", {r: n for r, n in reasons.items() if r not in wanting}),

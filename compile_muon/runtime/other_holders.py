@@ -7,9 +7,10 @@ name, or told where it only reads.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import _C, Tensor, nn
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from compile_muon.errors import UnsupportedModelError, listed, warn_user
 from compile_muon.passes.torch_private import being_compiled
 
-__all__ = ["ReplacedParameter", "refuse_replaced", "refuse_shared", "replace"]
+__all__ = ["ReplacedParameter", "refuse_replaced", "refuse_shared", "replace", "watched"]
 
 _REMEDY = (
     "take it from model.parameters() anew, after MuonZero; a module reads it as an attribute of the module that has it"
@@ -129,27 +130,41 @@ def refuse_shared(ours: Optimizer) -> None:
 
     The gradient would be applied twice.
     """
-    reference = weakref.ref(ours)
+    watched().add(ours)
+
+
+@cache
+def watched() -> WeakSet[Optimizer]:
+    """The optimizers whose parameters no other may step, those that live.
+
+    PyTorch is given one hook for all of them and keeps it: hooks that come and go, with a garbage collection or on
+    another thread, would do so while it runs through them.
+    """
+    found: WeakSet[Optimizer] = WeakSet()
 
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:
-        own = reference()
-        if own is None or other is own:
-            return
-        held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
-        names = [
-            name
-            for group in own.param_groups
-            for param, name in zip(group["params"], group["param_names"], strict=True)
-            if id(param) in held
-        ]
-        if names and not _wraps(other, own):
-            raise UnsupportedModelError(
-                f"{listed(names)}: {type(other).__name__} steps what MuonZero trains, so that each gradient would be "
-                "applied twice; leave the other optimizer out: MuonZero trains matrices by Muon and all else by AdamW "
-                "(adamw_lr, groups), or give it parameters of another model"
-            )
+        for own in tuple(found):
+            if own is not other:
+                _check_apart(other, own)
 
-    weakref.finalize(ours, register_optimizer_step_pre_hook(before_step).remove).atexit = False
+    register_optimizer_step_pre_hook(before_step)
+    return found
+
+
+def _check_apart(other: Optimizer, own: Optimizer) -> None:
+    held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
+    names = [
+        name
+        for group in own.param_groups
+        for param, name in zip(group["params"], group["param_names"], strict=True)
+        if id(param) in held
+    ]
+    if names and not _wraps(other, own):
+        raise UnsupportedModelError(
+            f"{listed(names)}: {type(other).__name__} steps what MuonZero trains, so that each gradient would be "
+            "applied twice; leave the other optimizer out: MuonZero trains matrices by Muon and all else by AdamW (adamw_lr, "
+            "groups), or give it parameters of another model"
+        )
 
 
 def _wraps(other: Optimizer, own: Optimizer) -> bool:

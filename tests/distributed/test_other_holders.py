@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import compile_muon
+from compile_muon.runtime.other_holders import watched
 
 X = torch.ones(2, 6)
 
@@ -232,7 +233,8 @@ def test_wrappers_step_ours(groups: bool) -> None:
 def test_an_optimizer_of_another_model_steps_as_ever() -> None:
     """And nothing of ours is asked any more once it is gone."""
     gc.collect()
-    hooks = len(_global_optimizer_pre_hooks)
+    living = len(watched())
+    hooks = len(_global_optimizer_pre_hooks)  # which must not change while PyTorch runs through them
     first, second = Net(), Net()
     optimizer, other = compile_muon.MuonZero(first), torch.optim.AdamW(second.parameters())
     for model in (first, second):
@@ -241,7 +243,7 @@ def test_an_optimizer_of_another_model_steps_as_ever() -> None:
     other.step()
     del model, first, optimizer
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == hooks
+    assert len(watched()) == living and len(_global_optimizer_pre_hooks) == hooks
 
 
 # --- gradients from before --------------------------------------------------------------------------------------------
