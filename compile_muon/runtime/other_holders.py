@@ -162,8 +162,8 @@ def _check_apart(other: Optimizer, own: Optimizer) -> None:
     if names and not _wraps(other, own):
         raise UnsupportedModelError(
             f"{listed(names)}: {type(other).__name__} steps what MuonZero trains, so that each gradient would be "
-            "applied twice; leave the other optimizer out: MuonZero trains matrices by Muon and all else by AdamW (adamw_lr, "
-            "groups), or give it parameters of another model"
+            "applied twice; leave the other optimizer out: MuonZero trains matrices by Muon and all else by AdamW "
+            "(adamw_lr, groups), or give it parameters of another model"
         )
 
 
