@@ -10,7 +10,7 @@ from collections.abc import Callable
 from compile_muon.checkpoint.export import export
 from compile_muon.checkpoint.folder import Folder
 from compile_muon.checkpoint.manifest import Manifest
-from compile_muon.errors import CheckpointError
+from compile_muon.errors import CheckpointError, printable
 
 __all__ = ["run"]
 
@@ -35,7 +35,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _say(text: object) -> None:
     """Print a line: what a file says may move the cursor, or be no character of the terminal's."""
-    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    line = printable(str(text))
     encoding = sys.stdout.encoding or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding))
 

@@ -143,16 +143,18 @@ def watched() -> WeakSet[Optimizer]:
     found: WeakSet[Optimizer] = WeakSet()
 
     def before_step(other: Optimizer, args: Any, kwargs: Any) -> None:
-        for own in tuple(found):
-            if own is not other:
-                _check_apart(other, own)
+        if not (others := [own for own in tuple(found) if own is not other]):
+            return
+        held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
+        for own in others:
+            _check_apart(other, own, held)
 
     register_optimizer_step_pre_hook(before_step)
     return found
 
 
-def _check_apart(other: Optimizer, own: Optimizer) -> None:
-    held = {id(param) for group in other.param_groups for param in group["params"] if param.requires_grad}
+def _check_apart(other: Optimizer, own: Optimizer, held: set[int]) -> None:
+    """Raise if ``own`` trains one of the parameters ``held``, by ``id``, that ``other`` steps."""
     names = [
         name
         for group in own.param_groups
