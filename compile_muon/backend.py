@@ -38,6 +38,7 @@ from compile_muon.passes.torch_private import (
     order_saved_values,
 )
 from compile_muon.runtime.account import account_of
+from compile_muon.runtime.direct_reads import read_whole
 from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
 from compile_muon.runtime.handouts import written_in_forward
 from compile_muon.runtime.other_holders import refuse_replaced
@@ -194,13 +195,15 @@ def muon_zero(
         mode: "reduce-overhead" is ``options={"cuda_graphs": True}``; else Inductor's own configuration applies.
     Raises:
         ConfigError: about every unknown option and bad value.
-        UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded.
+        UnsupportedModelError: the frame writes to a weight, or reads one as it was before it was sharded, or a part of
+            one as no module's attribute.
         NoCompilerError: Inductor finds no C++ compiler.
     """
     if mode not in (None, "default", "reduce-overhead"):
         problem = 'muon_zero has no mode but "reduce-overhead"; set torch._inductor.config instead'
         raise ConfigError(f"mode = {mode!r}: {problem}")
     refuse_replaced(example_inputs)
+    read_whole(gm, example_inputs)
     frame_options = read_options(({"cuda_graphs": True} if mode == "reduce-overhead" else {}) | dict(options or {}))
     if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
         warn_user(

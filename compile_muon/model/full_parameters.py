@@ -81,7 +81,9 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
         problems = [problem for each in held for problem in each.problems()] + _came(held)
         for each in held:
             # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
-            whole |= {id(account): each.module._parameters.get(name) for name, account in each.accounts.items()}
+            whole |= {
+                id(account): each.module.__dict__["_parameters"].get(name) for name, account in each.accounts.items()
+            }
         problems = problems or _untied(held, whole)
     finally:
         children = [dict(each.module._modules) for each in held]
@@ -108,7 +110,7 @@ class Held:
     def __init__(self, path: str, module: nn.Module) -> None:
         self.prefix = f"{path}." if path else ""
         self.module, self.cls = module, type(module)
-        self.parameters, self.children = dict(module._parameters), dict(module._modules)
+        self.parameters, self.children = dict(module.__dict__["_parameters"]), dict(module._modules)
         self.accounts = accounts_of(module)
         self.trained = {name: account.param.requires_grad for name, account in self.accounts.items()}
         self.dtypes: dict[str, torch.dtype] = {}
@@ -120,7 +122,7 @@ class Held:
         self.module.__class__ = original_class(self.cls)
         for name, account in self.accounts.items():
             del self.module.__dict__[account_key(name)]
-            self.module._parameters[name] = whole[id(account)]
+            self.module.__dict__["_parameters"][name] = whole[id(account)]
             self.dtypes[name] = whole[id(account)].dtype
 
     def close(self) -> None:
@@ -130,8 +132,8 @@ class Held:
         if not self.accounts:
             return
         self.module.__class__ = self.cls
-        self.module._parameters.clear()
-        self.module._parameters.update(self.parameters)
+        self.module.__dict__["_parameters"].clear()
+        self.module.__dict__["_parameters"].update(self.parameters)
         for name, account in self.accounts.items():
             self.module.__dict__[account_key(name)] = account
 
@@ -141,7 +143,7 @@ class Held:
         Args:
             among: ids of the accounts whose parameters are looked at; default: all.
         """
-        now = self.module._parameters
+        now = self.module.__dict__["_parameters"]
         added = [name for name in now if name not in self.parameters and now[name] is not None]
         found = [f"{self.prefix}{name}: was added" for name in added]
         for name, account in self.accounts.items():
@@ -191,7 +193,7 @@ def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
         f"{each.prefix}{name}: is tied to {account.name}, but one of them was replaced alone"
         for each in held
         for name, account in each.accounts.items()
-        if each.module._parameters[name] is not whole[id(account)]
+        if each.module.__dict__["_parameters"][name] is not whole[id(account)]
     ]
 
 

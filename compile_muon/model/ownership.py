@@ -45,7 +45,7 @@ class Ownership:
         self._modules = list(self.model.modules())
         self._classes = [type(module) for module in self._modules]
         self._tables: list[dict[str, Any]] = [
-            table for module in self._modules for table in (module._parameters, module._modules)
+            table for module in self._modules for table in (module.__dict__["_parameters"], module._modules)
         ]
         self._entries: list[Any] = list(chain.from_iterable(map(dict.values, self._tables)))
 
@@ -89,7 +89,7 @@ class Ownership:
                 raise UnsupportedModelError(
                     f"{account.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
                 )
-            holds = module._parameters.get(name) is account.param
+            holds = module.__dict__["_parameters"].get(name) is account.param
             ours = module.__dict__.get(account_key(name)) is account and issubclass(type(module), cls)
             if not holds:
                 raise UnsupportedModelError(

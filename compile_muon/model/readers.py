@@ -166,7 +166,7 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor:
         account: Account = module.__dict__[key]
-        held: Any = module._parameters[name]
+        held: Any = module.__dict__["_parameters"][name]
         if held is not account.param:
             return _another(account, held)
         param: Any = held
@@ -203,6 +203,34 @@ def _reader(name: str) -> property:
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
     return property(read)
+
+
+class _InForward(dict[str, Any]):
+    """``module._parameters`` inside an eager forward: what is taken by its name is whole, as an attribute is.
+
+    Iteration gives what ``module.parameters()`` does outside: loops that clip may have a forward around them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.__dict__["_parameters"])
+        self._module, self._ours = module, accounts_of(module).keys()
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._module, name) if name in self._ours else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As ``[]``."""
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._module.__dict__["_parameters"][name] = value
+
+
+def _table(module: nn.Module) -> dict[str, Any]:
+    """``module._parameters``, which compiled frames look into with each attribute that is no parameter's."""
+    held: dict[str, Any] = module.__dict__["_parameters"]
+    return held if torch.compiler.is_compiling() or not in_forward() else _InForward(module)
 
 
 # ------------------------------------------------------------------------------------------ loading
@@ -346,12 +374,12 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
     accounts = accounts_of(module)
     for account in accounts.values():
         _convert(account, fn)
-    held = module._parameters
+    held = module.__dict__["_parameters"]
     module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in accounts}
     try:
         super(cls, module)._apply(fn, recurse)
     finally:
-        held.update(module._parameters)
+        held.update(module.__dict__["_parameters"])
         module.__dict__["_parameters"] = held
 
 
@@ -375,16 +403,21 @@ def _guard(module: nn.Module, name: str, value: Any) -> None:
 def _put_back(module: nn.Module) -> None:
     """Parametrizations of old (weight_norm, prune) take a parameter out of the dictionary itself."""
     accounts = accounts_of(module)
-    missing = [name for name in accounts if name not in module._parameters]
+    table = module.__dict__["_parameters"]
+    missing = [name for name in accounts if name not in table]
     if missing:
-        others = {name: param for name, param in module._parameters.items() if name not in accounts}
-        module._parameters.clear()
-        module._parameters.update({name: account.param for name, account in accounts.items()} | others)
+        others = {name: param for name, param in table.items() if name not in accounts}
+        table.clear()
+        table.update({name: account.param for name, account in accounts.items()} | others)
         raise _replaced(accounts[missing[0]].name, "taken out of its module")
 
 
-def _swapped(cls: type, names: tuple[str, ...]) -> type:
-    """``cls`` with a reader for each of ``names``, and guards."""
+def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
+    """``cls`` with a reader for each of ``names``, and guards.
+
+    Args:
+        unseen: nothing tells whether a parameter is read past its reader, as it does of a shard.
+    """
 
     def __new__(kind: type, *args: Any, **kwargs: Any) -> nn.Module:
         # type(module)(...) makes another model, which nobody has sharded.
@@ -447,7 +480,12 @@ def _swapped(cls: type, names: tuple[str, ...]) -> type:
     def __prepare_scriptable__(self: nn.Module) -> nn.Module:
         raise _stays_here(self, "compiled by torch.jit")
 
+    def keep(self: nn.Module, held: dict[str, Any]) -> None:
+        self.__dict__["_parameters"] = held
+
     body: dict[str, Any] = {name: _reader(name) for name in names}
+    if unseen:
+        body["_parameters"] = property(_table, keep)
     own: list[Any] = [__new__, __setattr__, __delattr__, register_parameter, _load_from_state_dict]
     own += [_save_to_state_dict, __copy__, __deepcopy__, __reduce_ex__, __prepare_scriptable__]
     body |= {function.__name__: function for function in own} | {"_apply": apply_}
@@ -473,7 +511,9 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
         accounts: by the parameter that the model still holds.
     """
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
-    cache: dict[tuple[type, tuple[str, ...]], type] = {}  # equal modules share a class, and so their compiled code
+    cache: dict[
+        tuple[type, tuple[str, ...], bool], type
+    ] = {}  # equal modules share a class, and so their compiled code
     for module in model.modules():
         own = {name: param for name, param in module._parameters.items() if param is not None}
         for name, param in own.items():
@@ -481,6 +521,8 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
             module.__dict__[account_key(name)] = accounts[param]
             _tagged(accounts[param], torch.empty(0))
         if own:
-            key = (original_class(type(module)), tuple(own))
+            plain = (accounts[param] for param in own.values() if not accounts[param].distributed)
+            unseen = any(not account.spec.layout.everyone.alone for account in plain)
+            key = (original_class(type(module)), tuple(own), unseen)
             cache.setdefault(key, _swapped(*key))
             module.__class__ = cache[key]

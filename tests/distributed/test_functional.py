@@ -249,3 +249,69 @@ def test_transforms_of_torch_func_go_through_an_eager_model(
     ranks: Callable[[int], Ranks], world: int, stage: int
 ) -> None:
     ranks(world).run(transformed, stage=stage)
+
+
+# -------------------------------------------------------------------------------------- reads that pass by attributes
+
+#: what a forward adds to its loss, of its own parameters; what of them is read as an attribute is ``.own`` alone
+DIRECT: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "table": lambda net, h: (h @ net._parameters["own"]).sin().mean(),
+    "table and attribute": lambda net, h: (h @ net._parameters["own"] @ net.own).mean(),
+    "list and attribute": lambda net, h: (h @ dict(net.named_parameters())["own"] @ net.own).mean(),
+    "penalty": lambda net, h: 0.1 * sum(p.square().sum() for p in net.parameters()) + (h @ net.own).mean(),
+    "penalty alone": lambda net, h: 0.1 * sum(p.square().sum() for p in net.parameters()),
+    "sizes": lambda net, h: (h @ net.own).mean() * sum(p.numel() for p in net.parameters()),
+}
+#: refused: a shard that meets data, and what a frame reads without one of its own markers
+_NAMED = {
+    (True, True): {"table", "table and attribute", "list and attribute", "penalty alone"},
+    (True, False): {"table"},
+    (False, True): {"table", "table and attribute", "list and attribute"},
+    (False, False): set(),
+}
+
+
+class Direct(Net):
+    """One that reads a parameter of its own as ``way`` says; tied."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.tied = way, nn.Linear(9, 9)
+        self.tied.weight = self.mid.weight
+        self.own = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.head(self.tied(self.mid(self.up(x).sin())))
+        return h.square().mean() + DIRECT[self.way](self, h)
+
+
+def direct_reads(stage: int, compiled: bool) -> None:
+    world, rank = world_and_rank()
+    for way in DIRECT:
+        torch._dynamo.reset()
+        model, plain = Direct(way), Direct(way)
+        compile_muon.MuonZero(model, stage=stage)
+        run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+        try:
+            run(batch(rank)).backward()
+        except Exception as problem:
+            assert way in _NAMED[compiled, stage > 0] and "read" in str(problem) and "self.weight" in str(problem), way
+            continue
+        if not compiled and stage == 0 and way == "list and attribute":
+            continue  # as limits.md says
+        over_ranks(lambda rank, plain=plain: plain(batch(rank))).backward()
+        same(*({n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, plain)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "compiled"),
+    [
+        (0, False),
+        (3, True),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (3, False), (2, True), (1, True)]),
+    ],
+)
+def test_parameters_that_forward_reads_past_their_attributes_are_whole_or_named(
+    ranks: Callable[[int], Ranks], stage: int, compiled: bool
+) -> None:
+    ranks(2).run(direct_reads, stage=stage, compiled=compiled)
