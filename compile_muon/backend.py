@@ -205,6 +205,9 @@ def muon_zero(
     refuse_replaced(example_inputs)
     read_whole(gm, example_inputs)
     frame_options = read_options(({"cuda_graphs": True} if mode == "reduce-overhead" else {}) | dict(options or {}))
+    tensors = [value for value in example_inputs if isinstance(value, Tensor)]
+    if frame_options.cuda_graphs and tensors and all(value.device.type == "cpu" for value in tensors):
+        warn_user("cuda_graphs = True: there are none on a CPU, and nothing is recorded; leave it out")
     if not _has_markers(gm) and any(isinstance(x, nn.Parameter) for x in example_inputs):
         warn_user(
             'backend="muon_zero" compiles a model that was never sharded, as plain Inductor would; '
