@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compile_muon.config import Config
-from compile_muon.errors import LedgerError, NonFiniteError, UnsupportedModelError, config_error, listed, warn_user
+from compile_muon.errors import (
+    LedgerError,
+    NonFiniteError,
+    UnsupportedModelError,
+    config_error,
+    listed,
+    ranks_named,
+    warn_user,
+)
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
@@ -261,12 +269,10 @@ class Step:
         """
         survey = Survey(self.group, self.device, self.ledger.status.step, problem)
         survey.add_gradients([*self.muon, *self.rest])
-        if self.muon:
-            survey.add(
-                "momentum",
-                [a.name for a in self.muon],
-                self._not_finite("momentum", {a: a.momentum for a in self.muon}),
-            )
+        # One beside its parameter is seen by the direction that is made of it, all of which is NaN then.
+        away = {a.name: flag for a in self.muon if self.home and (flag := self.home.wrong(a, "momentum")) is not None}
+        if away:
+            survey.add("momentum", list(away), torch.stack(list(away.values())))
         held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
         for group in self.optimizer.param_groups:
             for state in self.method(group).states:
@@ -549,6 +555,12 @@ class Step:
         """What is not finite, and where; collective."""
         value, large = "inf or nan", frozenset[str]()
         squares = survey.numbers("gradient")
+        together = self.compares and (not later or self.config.zero.nonfinite == "error")
+        spoiled = self._spoiled(wrong.get("direction", ()), together)
+        if any(spoiled):
+            momenta = sorted(frozenset().union(*spoiled))
+            others = [name for name in wrong["direction"] if name not in momenta]
+            wrong = {**wrong, "momentum": momenta, "direction": others}
         if infinite := [name for name in wrong.get("gradient", ()) if squares[name] == math.inf]:
             if later:
                 value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
@@ -562,8 +574,22 @@ class Step:
         if large:
             named = listed([name for name in infinite if name in large])
             parts.append(f"gradient of {named} = over {_LARGEST:.1e}, finite, but its square is inf in float32")
-        where = survey.ranks(wrong) if self.compares and self.config.zero.nonfinite == "error" else ""
+        where = ""
+        if self.compares and self.config.zero.nonfinite == "error":
+            holders = [rank for rank, names in enumerate(spoiled) if names]
+            where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else survey.ranks(wrong)
         return "; ".join(filter(None, parts)) + where + ("" if self.stages is None else self.stages.here())
+
+    def _spoiled(self, names: Sequence[str], together: bool) -> list[set[str]]:
+        """Of each rank, of which of these the momentum is not finite, whence the direction is not.
+
+        Args:
+            together: collective; else of this rank alone.
+        """
+        beside = [a for a in self.muon if a.name in names and a.momentum.numel()]
+        wrong = not_finite([account.momentum for account in beside]).tolist() if beside else []
+        mine = {account.name for account, flag in zip(beside, wrong, strict=True) if flag}
+        return gather_objects(mine, self.group) if names and together and self.group is not None else [mine]
 
     def _finite(self, names: Sequence[str]) -> frozenset[str]:
         """Those of these gradients that hold no inf on any rank; collective."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import compile_muon
+from compile_muon.runtime.shards import local_tensor
 
 WIDTH = 10
 
@@ -217,7 +218,24 @@ def poison_one_rank(stage: int, nonfinite: str, update: str, checks: str | None)
                 kept = _same(before, _snapshot(model, optimizer))
             optimizer.zero_grad()
     as_if_never = _same(_snapshot(model, optimizers[0]), _snapshot(twin, optimizers[1]))
+    if nonfinite == "error":
+        message += "\n" + spoiled_momentum(optimizers[0], lambda: runs[0](batch(3, 0, rank), torch.tensor(1.0)))
     return kept, message, as_if_never
+
+
+def spoiled_momentum(optimizer: compile_muon.MuonZero, logits: Callable[[], Tensor]) -> str:
+    """What is said of an entry that one rank has made infinite: of one matrix, all of whose direction is NaN."""
+    if dist.get_rank() == 1:
+        group = next(group for group in optimizer.param_groups if "momentum" in group)
+        param = group["params"][group["param_names"].index("blocks.0.up.weight")]
+        local_tensor(optimizer.state[param]["momentum_buffer"]).view(-1)[0] = float("inf")
+    F.cross_entropy(logits().flatten(0, 1), batch(3, 0, dist.get_rank()).flatten()).backward()
+    try:
+        optimizer.step()
+        optimizer.metrics()
+    except compile_muon.NonFiniteError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -245,7 +263,12 @@ def test_nonfinite_gradients_of_one_rank(
     # One step later the gradients are gone, and who has read their squares cannot tell what was too large.
     value = "inf, nan or over 1.8e+19 (whose square is inf in float32)" if checks == "next_step" else "inf or nan"
     named = f"gradient of blocks.0.up.weight, blocks.0.up.bias = {value} on {who}: nothing was updated in step 2; "
-    assert message.startswith(named) if nonfinite == "error" else message == ""
+    if nonfinite == "skip":
+        assert message == ""
+        return
+    of_gradient, of_momentum = message.split("\n")
+    assert of_gradient.startswith(named)
+    assert of_momentum.startswith("momentum of blocks.0.up.weight = inf or nan on rank 1: nothing was updated in step ")
 
 
 def lose_a_gradient(stage: int, where: str, checks: str | None, update: str = "auto") -> tuple[str, bool]:
