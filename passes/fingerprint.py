@@ -33,12 +33,15 @@ from torch import Tensor
 
 from compile_muon.kernels.apply import may_launch
 
-__all__ = ["FINGERPRINT", "FINGERPRINT_WORDS", "by_aten", "fingerprint"]
+from .norms import squares
+
+__all__ = ["EXAMINE", "FINGERPRINT", "FINGERPRINT_WORDS", "by_aten", "fingerprint"]
 
 _P = 257
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
+_LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
 
 #: int64 numbers in one fingerprint
 FINGERPRINT_WORDS = 2
@@ -100,6 +103,16 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
     return by_aten(xs)
 
 
+@torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
+def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    if may_launch(list(xs)):
+        from compile_muon.kernels.gpu import fingerprint as gpu
+
+        if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.takes, xs)):
+            return gpu.examine(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
+    return _fingerprint(xs), squares(xs)
+
+
 def by_aten(xs: Sequence[Tensor]) -> Tensor:
     """:func:`fingerprint` in PyTorch's own operations, on any device."""
     families = [family for x in xs for family in _sums(x)]
@@ -120,7 +133,15 @@ def _(xs: Sequence[Tensor]) -> Tensor:
     return xs[0].new_empty((len(xs), FINGERPRINT_WORDS), dtype=torch.int64)
 
 
+@torch.library.register_fake("muon_zero::examine", lib=_LIBRARY)
+def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    found = xs[0].new_empty((len(xs), FINGERPRINT_WORDS), dtype=torch.int64)
+    return found, xs[0].new_empty(len(xs), dtype=torch.float32)
+
+
 FINGERPRINT = torch.ops.muon_zero.fingerprint.default
+#: the fingerprints of tensors and the squares of their norms, on CUDA in one pass over them
+EXAMINE = torch.ops.muon_zero.examine.default
 
 
 def fingerprint(xs: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from compile_muon.model.readers import accounts_of
+from compile_muon.passes.norms import norms
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.survey import norms
 
 __all__ = ["parameter_norms"]
 

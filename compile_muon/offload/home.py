@@ -27,12 +27,12 @@ from compile_muon.offload.direct import on_disk
 from compile_muon.offload.ferry import Ferry
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
+from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters, weight_of
 from compile_muon.runtime.lender import MASTER, Lent
 from compile_muon.runtime.shards import as_state, edits_of, host_mesh, local_tensor, row_state_shape
-from compile_muon.runtime.survey import not_finite
 
 __all__ = ["Home"]
 

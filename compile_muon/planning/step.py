@@ -13,6 +13,7 @@ from compile_muon.config import FrameOptions
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import Half
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.passes.work import Category, Work
@@ -25,7 +26,7 @@ from compile_muon.runtime.replicas import Refresh, gathers
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_graph import StepGraphs
-from compile_muon.runtime.survey import Survey, not_finite
+from compile_muon.runtime.survey import Survey
 
 __all__ = ["step_graphs"]
 
@@ -85,8 +86,7 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
     }
     steps = optimizer._steps
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
-        survey = steps.survey(None, steps.agreement() if steps.compares else None)
-        survey.add_speculations(accounts, made)
+        survey = steps.survey(None, steps.agreement() if steps.compares else None, made)
         survey.reduce()
     return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._ledger.checks_later)
 

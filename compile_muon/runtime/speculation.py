@@ -8,16 +8,12 @@ nobody but ``step()`` has reason to write, PyTorch's count of edits. Whatever a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from compile_muon.passes.fingerprint import fingerprint
-
-__all__ = ["Speculation", "Speculations", "differ"]
+__all__ = ["Speculation", "Speculations"]
 
 #: steps in a row that threw a matrix's direction away until ``update="auto"`` makes none for it any more
 PATIENCE = 3
@@ -84,14 +80,3 @@ class Speculations:
         self.kept_in_a_row = self.kept_in_a_row + 1 if under_limit else 0
         if self.stopped == "clipped" and self.kept_in_a_row >= PATIENCE:
             self.stopped, self.discarded_in_a_row = None, 0
-
-
-def differ(speculations: Sequence[Speculation], grads: Sequence[Tensor]) -> Tensor:
-    """1.0 where a gradient is not what the direction was made from, else 0.0; fp32, not waited for.
-
-    Args:
-        speculations: one or more.
-        grads: shards as they are now, in the same order.
-    """
-    then = torch.stack([speculation.fingerprint for speculation in speculations])
-    return (fingerprint(grads) != then).any(dim=1).float()

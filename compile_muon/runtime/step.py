@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from compile_muon.errors import (
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
+from compile_muon.passes.norms import not_finite
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.decision import Decision, Facts, decide, over
@@ -46,7 +47,7 @@ from compile_muon.runtime.shards import edits_of, local_tensor, new_state
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_agreement import Agreement, Copies
 from compile_muon.runtime.step_graph import StepGraphs
-from compile_muon.runtime.survey import Survey, not_finite
+from compile_muon.runtime.survey import Survey
 
 __all__ = ["Step"]
 
@@ -67,6 +68,20 @@ class _Pending:
     agreement: Agreement | None
     directions: frozenset[str]
     withheld: Tensor
+
+
+class _Made(NamedTuple):
+    """What backward has made for a step.
+
+    Args:
+        candidates: directions whose momentum is what they were made with.
+        ready: by name, those whose gradient is, too, as far as the host knows.
+        at_once: there are none, since all are made in the step.
+    """
+
+    candidates: dict[Account, Speculation]
+    ready: dict[str, Speculation]
+    at_once: bool
 
 
 @dataclass(eq=False)
@@ -223,7 +238,12 @@ class Step:
         muon = [account for account in self.muon if account.grad is not None]
         rest = [account for account in self.rest if account.grad is not None]
         agreement = self.agreement() if self.compares else None
-        directions = self._directions(muon, self.survey(problem, agreement), agreement)
+        # The norm over all pipeline stages is known once they have met.
+        at_once = not self.ledger.speculating and self.stages is None
+        candidates = {account: found for account in muon if (found := self._ready(account)) is not None}
+        ready = {account.name: found for account, found in candidates.items() if self._untouched(account)}
+        survey = self.survey(problem, agreement, {} if at_once else ready)
+        directions = self._directions(muon, survey, agreement, _Made(candidates, ready, at_once))
         if directions is not None:
             self.commit(directions, None if self.pending is None else self.pending.withheld)
             # In the order in which the model has them, which is about that of their use in the next forward. Whether
@@ -262,13 +282,21 @@ class Step:
 
     # ------------------------------------------------------------------ facts
 
-    def survey(self, problem: UnsupportedModelError | None, agreement: Agreement | None) -> Survey:
+    def survey(
+        self,
+        problem: UnsupportedModelError | None,
+        agreement: Agreement | None,
+        ready: Mapping[str, Speculation],
+    ) -> Survey:
         """Ask everything that can be asked before directions are made; nothing is waited for.
 
         On every rank the same numbers in the same order, whatever gradients it has.
+
+        Args:
+            ready: directions of backward that may be used, by name.
         """
         survey = Survey(self.group, self.device, self.ledger.status.step, problem)
-        survey.add_gradients([*self.muon, *self.rest])
+        survey.add_gradients([*self.muon, *self.rest], ready)
         # One beside its parameter is seen by the direction that is made of it, all of which is NaN then.
         away = {a.name: flag for a in self.muon if self.home and (flag := self.home.wrong(a, "momentum")) is not None}
         if away:
@@ -288,6 +316,7 @@ class Step:
                 survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
         if agreement is not None:
             agreement.put(survey)
+        survey.add_speculations(self.muon, ready)
         return survey
 
     def _not_finite(self, label: str, states: Mapping[Account, Tensor]) -> Tensor:
@@ -353,7 +382,7 @@ class Step:
     # ------------------------------------------------------------------ directions
 
     def _directions(
-        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None
+        self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None, made_in_backward: _Made
     ) -> dict[str, Tensor] | None:
         """Directions of these matrices by name: those of backward where they hold, the others made here.
 
@@ -365,11 +394,7 @@ class Step:
         Returns:
             None for a step to leave out (``nonfinite="skip"``).
         """
-        candidates = {account: found for account in muon if (found := self._ready(account)) is not None}
-        ready = {account.name: found for account, found in candidates.items() if self._untouched(account)}
-        # The norm over all pipeline stages is known once they have met.
-        at_once = not self.ledger.speculating and self.stages is None
-        survey.add_speculations(self.muon, {} if at_once else ready)
+        candidates, ready, at_once = made_in_backward
         survey.reduce()
         self.grad_norm = survey.total("gradient").sqrt().float()
         made: dict[str, Tensor] = {}

@@ -19,14 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.errors import ranks_named
+from compile_muon.passes.fingerprint import EXAMINE
 from compile_muon.passes.methods import METHODS
+from compile_muon.passes.norms import not_finite, squares
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
-from compile_muon.runtime.speculation import Speculation, differ
+from compile_muon.runtime.speculation import Speculation
 
-__all__ = ["Survey", "norms", "not_finite", "squares"]
+__all__ = ["Survey"]
 
-_HALF = (torch.float16, torch.bfloat16)
 # What speaks against a step if it is not zero, and if it is so for some ranks only; all else must be finite.
 _STATES = tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
 _WRONG = ("refused", "momentum", *_STATES, "rate", "differs", "direction")
@@ -34,32 +35,6 @@ _OF_ALL = ("missing", "ready")
 
 #: (what, how many numbers of it) in the order in which they stand in a vector
 _Spans = tuple[tuple[str, int], ...]
-
-
-def norms(tensors: Sequence[Tensor], order: float = 2) -> Tensor:
-    """Norm of each tensor, ``[len(tensors)]`` fp32."""
-    found: dict[int, Tensor] = {}
-    for kind in {tensor.dtype for tensor in tensors}:
-        chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == kind]
-        if order == math.inf:  # of nothing there is no largest entry
-            found |= {i: tensors[i].new_zeros(()) for i in chosen if not tensors[i].numel()}
-            chosen = [i for i in chosen if tensors[i].numel()]
-        # A norm that is returned in half precision would overflow where no entry does.
-        dtype = torch.float32 if kind in _HALF else None
-        own = torch._foreach_norm([tensors[i] for i in chosen], order, dtype=dtype) if chosen else ()
-        found.update(zip(chosen, own, strict=True))
-    return torch.stack([found[i].float() for i in range(len(tensors))])
-
-
-def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Squared norm of each tensor, ``[len(tensors)]`` fp32."""
-    return norms(tensors).square()
-
-
-def not_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """1.0 for each tensor with an inf or NaN, else 0.0; ``[len(tensors)]`` fp32."""
-    # The largest entry: a 2-norm overflows where no entry does.
-    return (~torch.isfinite(norms(tensors, math.inf))).float()
 
 
 @dataclass
@@ -125,20 +100,40 @@ class Survey:
         width = len(numbers) // self._world
         return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
-    def add_gradients(self, accounts: Sequence[Account]) -> None:
-        """Squared norms of all gradients (0 without one), and which are missing."""
+    def add_gradients(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
+        """Squared norms of all gradients (0 without one), which are missing, and which are not what a direction was
+        made from.
+
+        Args:
+            accounts: the same on every rank.
+            ready: this rank's directions from backward, by name of those that have a gradient.
+        """
         present = [account for account in accounts if account.grad is not None]
+        examined = [account for account in present if account.name in ready]
+        others = [account for account in present if account.name not in ready]
+        found: dict[str, Tensor] = {}
+        differs = None
+        if examined:
+            now, own = EXAMINE([account.local_grad for account in examined])
+            then = torch.stack([ready[account.name].fingerprint for account in examined])
+            differs = (now != then).any(dim=1).float()
+            found.update(zip((account.name for account in examined), own.unbind(), strict=True))
+        if others:
+            own = squares([account.local_grad for account in others])
+            found.update(zip((account.name for account in others), own.unbind(), strict=True))
         values = None
         if present:
             # What several ranks hold would be counted once for each.
             shares = [1.0 / account.spec.layout.copies for account in present]
-            values = squares([account.local_grad for account in present])
+            values = torch.stack([found[account.name] for account in present])
             if len(set(shares)) == 1:
                 values = values * shares[0]
             else:
                 values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
         self._spread("gradient", accounts, present, values)
         self.add_facts("missing", {account.name: float(account.grad is None) for account in accounts})
+        matrices = [account for account in accounts if account.spec.muon is not None]
+        self._spread("differs", matrices, examined, differs)
 
     def add_rate(self, name: str, rate: Any) -> None:
         """Whether a hyperparameter (a number, a tuple of numbers, a one-element tensor) is finite."""
@@ -150,8 +145,7 @@ class Survey:
         self.add_facts("rate", {name: float(not all(math.isfinite(number) for number in numbers))})
 
     def add_speculations(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
-        """Which of these matrices have a direction from backward, which gradients are not what it was made from, and
-        which directions are not finite.
+        """Which of these matrices have a direction from backward, and which directions are not finite.
 
         Args:
             accounts: the same on every rank.
@@ -159,10 +153,7 @@ class Survey:
         """
         self.add_facts("ready", {account.name: float(account.name in ready) for account in accounts})
         present = [account for account in accounts if account.name in ready]
-        made = [ready[account.name] for account in present]
-        differs = differ(made, [account.local_grad for account in present]) if present else None
-        self._spread("differs", accounts, present, differs)
-        wrong = not_finite([speculation.direction for speculation in made]) if present else None
+        wrong = not_finite([ready[account.name].direction for account in present]) if present else None
         self._spread("direction", accounts, present, wrong)
 
     def held(self) -> frozenset[str]:

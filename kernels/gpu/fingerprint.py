@@ -3,9 +3,11 @@
     (F(sums of the rows), F(sums of the columns))      of the words of a tensor in rows of P
     F(s) = sum over k of mix(s[k] + (k + 1) golden)     modulo 2**64
 
+and, of the same pass over memory where it is asked for, the sum of the squares of a tensor's numbers.
+
 One pass over memory. A program takes rows of one tensor: their sums are mixed and added up, and sums of columns are
-added to those of other programs by atomics. Integers add up to the same in any order. Up to ``MOST`` tensors share a
-launch; a second one mixes the columns of all.
+added to those of other programs by atomics. Integers add up to the same in any order; sums of squares do not, and each
+program has a place for its own. Up to ``MOST`` tensors share a launch; a second one mixes the columns of all.
 """
 
 from collections.abc import Sequence
@@ -18,11 +20,13 @@ from torch import Tensor
 from .launch import Launch, cut
 from .model import ceildiv
 
-__all__ = ["fingerprint", "takes"]
+__all__ = ["NUMBERS", "examine", "fingerprint", "takes"]
 
 ROWS, WARPS = 16, 8  # rows of a program at a time
 MOST = 16  # tensors per launch
 MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
+#: what squares are summed of, and how many bits one has
+NUMBERS = {torch.float32: (tl.float32, 32), torch.bfloat16: (tl.bfloat16, 16), torch.float16: (tl.float16, 16)}
 
 
 @triton.jit
@@ -31,6 +35,18 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
     x = x.to(tl.uint64, bitcast=True) + (k + 1).to(tl.uint64) * GOLDEN
     x = (x ^ (x >> 30)) * FACTOR
     return (x ^ (x >> 27)).to(tl.int64, bitcast=True)
+
+
+@triton.jit
+def _squares(x, NUMBER: tl.constexpr, BITS: tl.constexpr):
+    """Of each int64 word of ``x`` the sum of the squares of the numbers in it, of type ``NUMBER``."""
+    total = (x * 0).to(tl.float32)
+    for place in tl.static_range(64 // BITS):
+        word = x >> (BITS * place)
+        bits = word.to(tl.int32) if BITS == 32 else word.to(tl.int16)
+        number = bits.to(NUMBER, bitcast=True).to(tl.float32)
+        total += number * number
+    return total
 
 
 @triton.jit
@@ -45,52 +61,85 @@ def sums_kernel(
     ROWS: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
+    SPAN: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BITS: tl.constexpr,
 ):
-    """Of each tensor P sums of columns, and F of the sums of its rows, added to ``sums``, [COUNT, P + 2], whose last
-    numbers say whether there is a whole row. ``words`` are its bytes, ``sizes`` how many."""
+    """Of each tensor P sums of columns, and F of the sums of its rows, added to ``sums``, [COUNT, SPAN], whose next
+    number says whether there is a whole row, and the others, where ``BITS`` is not 0, what squares each program has
+    summed. ``words`` are its bytes, ``sizes`` how many."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
+    # Which tensor it is of is found first: its body is compiled once, and not for each of them.
     first = program * 0
-    for tensor in tl.static_range(COUNT):
-        if (program >= first) & (program < first + programs[tensor]):
-            start = words[tensor].to(tl.pointer_type(tl.int64))
-            size = sizes[tensor] + first * 0  # a tensor even where Triton knows the number
-            count = size // 8
-            rows = count // P
-            columns = tl.zeros((WIDTH,), dtype=tl.int64)
-            found = tl.zeros((ROWS,), dtype=tl.int64)
-            for block in range(program - first, tl.cdiv(rows, ROWS), programs[tensor]):
-                row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-                inside = (row < rows)[:, None] & (column < P)[None, :]
-                x = tl.load(start + row[:, None] * P + column[None, :], mask=inside, other=0)
-                columns += tl.sum(x, axis=0)
-                found += tl.where(row < rows, _mixed(tl.sum(x, axis=1), row, GOLDEN, FACTOR), 0)
-            total = tl.sum(found, axis=0)
-            if program == first:
-                # What is left of a row, and of a word, are sums of their own.
-                k = rows * P + column
-                x = tl.load(start + k, mask=(column < P) & (k < count), other=0)
-                total += tl.sum(tl.where((column < P) & (k < count), _mixed(x, rows + column, GOLDEN, FACTOR), 0))
-                if size % 8 != 0:
-                    j = tl.arange(0, 8)
-                    byte = tl.load(words[tensor] + count * 8 + j, mask=count * 8 + j < size, other=0)
-                    word = tl.sum(byte.to(tl.uint8, bitcast=True).to(tl.int64) << (8 * j).to(tl.int64), axis=0)
-                    total += _mixed(word, rows + count - rows * P, GOLDEN, FACTOR)
-                tl.store(sums + tensor * (P + 2) + P + 1, (rows > 0).to(tl.int64))
-            tl.atomic_add(sums + tensor * (P + 2) + P, total)
-            tl.atomic_add(sums + tensor * (P + 2) + column, columns, mask=column < P)
-        first += programs[tensor]
+    tensor, own, count_of_own, bytes_ = first, first, first, words[0].to(tl.int64)
+    size = first.to(tl.int64)
+    for number in tl.static_range(COUNT):
+        if program >= first:
+            tensor, own, count_of_own = program * 0 + number, program - first, program * 0 + programs[number]
+            bytes_, size = words[number].to(tl.int64), size * 0 + sizes[number]
+        first += programs[number]
+    start = bytes_.to(tl.pointer_type(tl.int64))
+    count = size // 8
+    rows = count // P
+    columns = tl.zeros((WIDTH,), dtype=tl.int64)
+    found = tl.zeros((ROWS,), dtype=tl.int64)
+    squares = tl.zeros((ROWS,), dtype=tl.float32)
+    for block in range(own, tl.cdiv(rows, ROWS), count_of_own):
+        row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < P)[None, :]
+        x = tl.load(start + row[:, None] * P + column[None, :], mask=inside, other=0)
+        columns += tl.sum(x, axis=0)
+        found += tl.where(row < rows, _mixed(tl.sum(x, axis=1), row, GOLDEN, FACTOR), 0)
+        if BITS:
+            squares += tl.sum(_squares(x, NUMBER, BITS), axis=1)
+    total = tl.sum(found, axis=0)
+    square = tl.sum(squares, axis=0)
+    sums += tensor * SPAN
+    if own == 0:
+        # What is left of a row, and of a word, are sums of their own.
+        k = rows * P + column
+        x = tl.load(start + k, mask=(column < P) & (k < count), other=0)
+        total += tl.sum(tl.where((column < P) & (k < count), _mixed(x, rows + column, GOLDEN, FACTOR), 0))
+        if BITS:
+            square += tl.sum(_squares(x, NUMBER, BITS), axis=0)
+        if size % 8 != 0:
+            j = tl.arange(0, 8)
+            byte = tl.load(bytes_.to(tl.pointer_type(tl.int8)) + count * 8 + j, mask=count * 8 + j < size, other=0)
+            word = tl.sum(byte.to(tl.uint8, bitcast=True).to(tl.int64) << (8 * j).to(tl.int64), axis=0)
+            total += _mixed(word, rows + count - rows * P, GOLDEN, FACTOR)
+            if BITS:
+                square += _squares(word, NUMBER, BITS)
+        tl.store(sums + P + 1, (rows > 0).to(tl.int64))
+    tl.atomic_add(sums + P, total)
+    tl.atomic_add(sums + column, columns, mask=column < P)
+    if BITS:
+        tl.store(sums + P + 2 + own, square.to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
-def columns_kernel(sums, out, P: tl.constexpr, WIDTH: tl.constexpr, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
-    """[COUNT, 2] fingerprints from what ``sums_kernel`` found."""
-    place = sums + tl.program_id(0) * (P + 2)
+def columns_kernel(
+    sums,
+    out,
+    squares,
+    P: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    FACTOR: tl.constexpr,
+    SPAN: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """[COUNT, 2] fingerprints, and where there are ``PARTS`` of them [COUNT] sums of squares, from what ``sums_kernel``
+    found."""
+    place = sums + tl.program_id(0) * SPAN
     column = tl.arange(0, WIDTH)
     x = tl.load(place + column, mask=column < P, other=0)
     mixed = tl.sum(tl.where(column < P, _mixed(x, column, GOLDEN, FACTOR), 0), axis=0)
     tl.store(out + 2 * tl.program_id(0), tl.load(place + P))
     tl.store(out + 2 * tl.program_id(0) + 1, tl.where(tl.load(place + P + 1) != 0, mixed, 0))
+    if PARTS:
+        parts = tl.load(place + P + 2 + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(squares + tl.program_id(0), tl.sum(parts, axis=0))
 
 
 def takes(x: Tensor) -> bool:
@@ -107,16 +156,29 @@ def fingerprint(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int)
     Returns:
         [len(xs), 2] int64.
     """
-    sums = torch.zeros(len(xs), columns + 2, dtype=torch.int64, device=xs[0].device)
+    return _run(xs, columns, golden, factor, 0)[0]
+
+
+def examine(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int) -> tuple[Tensor, Tensor]:
+    """The same of tensors of one dtype of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
+    found, squares = _run(xs, columns, golden, factor, MOST_PROGRAMS)
+    return found, squares
+
+
+def _run(xs: Sequence[Tensor], columns: int, golden: int, factor: int, parts: int) -> tuple[Tensor, Tensor]:
+    span = columns + 2 + parts
+    sums = torch.zeros(len(xs), span, dtype=torch.int64, device=xs[0].device)
     out = torch.empty(len(xs), 2, dtype=torch.int64, device=xs[0].device)
+    squares = torch.empty(len(xs) if parts else 0, dtype=torch.float32, device=xs[0].device)
     width = triton.next_power_of_2(columns)
-    settings = {"P": columns, "WIDTH": width, "GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS}
+    settings = {"P": columns, "WIDTH": width, "GOLDEN": golden, "FACTOR": factor, "SPAN": span, "num_warps": WARPS}
+    number, bits = NUMBERS[xs[0].dtype] if parts else (tl.float32, 0)
     for part in cut(len(xs), MOST):
         chunk = xs[part]
         sizes = tuple(x.numel() * x.element_size() for x in chunk)
         programs = tuple(min(MOST_PROGRAMS, max(1, ceildiv(size, 8 * columns * ROWS))) for size in sizes)
         views = tuple(x.view(-1).view(torch.int8) for x in chunk)
-        arguments = (views, sizes, programs, sums[part])
-        Launch(sums_kernel, sum(programs), out, arguments, {**settings, "COUNT": len(chunk), "ROWS": ROWS}).run()
-    Launch(columns_kernel, len(xs), out, (sums, out), settings).run()
-    return out
+        own = {"COUNT": len(chunk), "ROWS": ROWS, "NUMBER": number, "BITS": bits}
+        Launch(sums_kernel, sum(programs), out, (views, sizes, programs, sums[part]), {**settings, **own}).run()
+    Launch(columns_kernel, len(xs), out, (sums, out, squares), {**settings, "PARTS": parts}).run()
+    return out, squares

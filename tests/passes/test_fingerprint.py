@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from compile_muon.passes.fingerprint import FINGERPRINT, FINGERPRINT_WORDS, fingerprint
+from compile_muon.passes.fingerprint import EXAMINE, FINGERPRINT, FINGERPRINT_WORDS, fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # one word, an odd rest, less than a row, many rows, even and odd sizes
@@ -186,3 +186,13 @@ def test_fake_tensors_and_refusals():
     torch.library.opcheck(FINGERPRINT, ([sample((5, 3)), sample((2,), torch.bfloat16)],))
     with pytest.raises(ValueError, match="no tensors"):
         fingerprint([])
+
+
+def test_what_is_examined_has_its_fingerprint_and_its_squares():
+    grads = list(torch.randn(4, 5, 3).unbind())
+    before, squares = EXAMINE(grads)
+    torch.testing.assert_close(squares, torch.stack([grad.double().square().sum() for grad in grads]).float())
+    assert torch.equal(before, fingerprint(grads))
+    grads[1][0, 0] = -grads[1][0, 0]
+    grads[2] = grads[2].mT.contiguous().mT  # the same numbers in another layout
+    assert (EXAMINE(grads)[0] != before).any(1).tolist() == [False, True, False, False]

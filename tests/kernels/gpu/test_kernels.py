@@ -25,7 +25,7 @@ from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
-from compile_muon.passes.fingerprint import FINGERPRINT, by_aten  # noqa: E402
+from compile_muon.passes.fingerprint import EXAMINE, FINGERPRINT, by_aten  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
@@ -348,6 +348,20 @@ def test_fingerprints_are_those_of_aten(device):
     expected = torch.cat([by_aten([x.cpu()]) for x in xs])
     assert torch.equal(FINGERPRINT(xs).cpu(), expected)
     assert len({tuple(row) for row in expected.tolist()}) == len(xs) - 2  # of nothing there are three
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_squares_are_summed_beside_fingerprints(device, dtype):
+    """Whole rows, a part of one, a part of a word, nothing, inf and NaN; more tensors than a launch takes."""
+    xs = [matrix(n, 257, device=device, seed=n).to(dtype) for n in (1, 2, 3, 40)]
+    xs += [xs[0][0, :n] for n in (0, 1, 3, 255)] + [matrix(3, 5, device=device, seed=n).to(dtype) for n in range(9)]
+    spoiled = [xs[3].clone(), xs[3].clone()]
+    spoiled[0][7, 9], spoiled[1][39, 256] = float("inf"), float("nan")
+    found, squares = EXAMINE([*xs, *spoiled])
+    assert torch.equal(found.cpu(), torch.cat([by_aten([x.cpu()]) for x in (*xs, *spoiled)]))
+    expected = torch.stack([x.double().square().sum() for x in xs])
+    torch.testing.assert_close(squares[:-2].double(), expected, rtol=2e-6, atol=0)
+    assert squares[-2:].isinf().tolist() == [True, False] and squares[-2:].isnan().tolist() == [False, True]
 
 
 def test_the_public_function_takes_the_kernel(device):
