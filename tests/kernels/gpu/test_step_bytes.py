@@ -1,0 +1,67 @@
+"""What memory a step moves of a Muon element, counted by the launches and operators that it makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import compile_muon
+
+ROWS, COLS = 96, 160
+
+
+def _of_matrix(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.numel() == ROWS * COLS]
+
+
+class _Reads(TorchDispatchMode):
+    """Bytes of matrices that operators are given, by operator, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = _of_matrix((args, kwargs))
+        if given and not any(x._is_view() and x._base is given[0] for x in _of_matrix(result)):
+            self.found[str(func).split(".")[1]] += sum(x.nbytes for x in given) // (ROWS * COLS)
+        return result
+
+
+def test_a_muon_element_costs_a_step_28_bytes(device, monkeypatch):
+    """The gradient once for its norm and its fingerprint, the direction once for NaN, and the writes: 4 + 2 + 22."""
+    from compile_muon.kernels.gpu.launch import Launch
+
+    launched: Counter[str] = Counter()
+    run = Launch.run
+
+    def counted(self: Launch) -> None:
+        name = getattr(self.kernel, "fn", self.kernel).__name__
+        own = [x for x in tree_leaves(self.arguments) if isinstance(x, Tensor) and x.nbytes >= 2 * ROWS * COLS]
+        launched[name] += sum(x.nbytes for x in own) // (ROWS * COLS)
+        run(self)
+
+    monkeypatch.setattr(Launch, "run", counted)
+    model = nn.Sequential(nn.Linear(COLS, ROWS, bias=False)).to(device)
+    optimizer = compile_muon.MuonZero(model, update="backward", ns_dtype="bfloat16")
+    compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    for step in range(3):
+        compiled(torch.randn(4, COLS, device=device)).square().mean().backward()
+        launched.clear()
+        if step == 1:  # operators are seen, and kernels stay away
+            with _Reads() as reads:
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.totals()["directions_used"] == 3
+    # It reads weight, direction, momentum and gradient, and writes weight and momentum: 14 + 8.
+    assert launched == {"sums_kernel": 4, "columns_kernel": 0, "apply_kernel": 14}
+    scans = {name: count for name, count in reads.found.items() if not name.endswith("_") and name != "detach"}
+    assert scans == {"examine": 4, "_foreach_norm": 2}
