@@ -27,7 +27,8 @@ def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
         if read.spec.layout.gathered or read.spec.on_host:
             gathered.append(read)
         else:
-            _lower_resident(gm, read, copy=_escapes(read.node, output))
+            cast = read.replica is None and read.spec.dtype != read.spec.compute_dtype  # memory of its own
+            _lower_resident(gm, read, copy=not cast and _escapes(read.node, output))
     groups = group_neighbours(
         [read.spec for read in gathered], lambda spec: spec.compute_dtype, ctx.costs, ctx.options.bucket_bytes
     )

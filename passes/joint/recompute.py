@@ -1,8 +1,9 @@
 """Gathered weights are recomputed in backward, or saved for it where that was asked for.
 
 At stage 3 recomputing means a second all-gather, which ``reshard_after_forward=False`` trades for the memory of the
-gathered weights. At stages 0 to 2 the "recomputed" weight is the resident copy, so saving anything derived from it
-would be memory spent for nothing. Views and casts of a weight are never saved beside it.
+gathered weights. At stages 1 and 2 the "recomputed" weight is the resident copy, so saving anything derived from it
+would be memory spent for nothing. At stage 0 it is a cast of the master weight, if anything, which moves three
+times its bytes: ``reshard_after_forward=False`` keeps that, too. Views and casts of a weight are never saved beside it.
 
 Keys and values that go around a ring are sent anew in backward, too: kept, they would be those of all ranks.
 """
@@ -66,10 +67,16 @@ def _of_forward(gm: GraphModule) -> set[Node]:
     return found
 
 
+def _is_made(read: Unshard) -> bool:
+    """Whether reading this weight takes more than to look at what is resident."""
+    spec, layout = read.spec, read.spec.layout
+    return layout.gathered or not (layout.resident or spec.on_host or spec.dtype == spec.compute_dtype)
+
+
 def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     keep = not ctx.options.reshard_after_forward
     reads = Unshard.all(gm)
-    saved = {read.node for read in reads if keep and read.spec.layout.gathered}
+    saved = {read.node for read in reads if keep and _is_made(read)}
     hops = {node for node in gm.graph.nodes if is_hop(node)}
     pending = [read.node for read in reads] + list(hops - _of_forward(gm) if hops else ())
     while pending:

@@ -153,6 +153,23 @@ def test_only_gathered_weights_are_saved_when_asked_to_and_only_once(stage, size
     assert count(kept.backward, UNSHARD) == (0 if gathers else len(needed))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_master_weight_is_cast_in_forward_alone_when_asked_to(size, world, trace):
+    casts = {}
+    for again in (True, False):
+        with world(0, size):
+            model, _ = sharded(Tied, stage=0, param_dtype="bfloat16")
+            graphs = trace(model, X.bfloat16(), reshard_after_forward=again)
+        assert len(saved_weights(graphs)) == (0 if again else 3)
+        forward, backward = (
+            graphs.lowered(half, reshard_after_forward=again)[0] for half in (Half.FORWARD, Half.BACKWARD)
+        )
+        kinds = (torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default)
+        casts[again] = [count(gm, kind) for gm in (forward, backward) for kind in kinds]
+    cast, cloned, cast_again, cloned_again = casts[True]
+    assert casts[False] == [cast, cloned, cast_again - 3, cloned_again] and cast_again >= 3
+
+
 def test_a_saved_weight_is_gathered_in_forward_only(world, trace):
     with world(0, 2):
         model, _ = sharded(Tied, stage=3)
