@@ -50,8 +50,8 @@ class PassOptions:
         nvtx: make ranges for profilers around collectives and Newton–Schulz.
         bucket_bytes: size cap of fused collectives, below which the cost model chooses.
         exchange_bytes: what exchanges under way may hold.
-        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it; at stage 0 the
-            same of weights in another dtype than their masters.
+        reshard_after_forward: gather again for backward at stage 3, rather than save gathered weights for it;
+            at stage 0 the same of weights in another dtype than their masters.
     """
 
     dump: Path | None = None

@@ -39,8 +39,8 @@ class CompileOptions(Checked):
         cuda_graphs: record forward and backward as CUDA graphs, collectives and Newton-Schulz in them, and replay them;
             Inductor's ``triton.cudagraphs``. ``mode="reduce-overhead"`` says the same. One backward per step.
         reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
-            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name. At stage 0 False
-            keeps weights that were cast to ``param_dtype``.
+            gathers once per forward and needs memory for all weights; as FSDP2's argument of that name. At stage 0
+            False keeps weights that were cast to ``param_dtype``.
     """
 
     codegen: str = setting("inductor", check_choice, allowed=("inductor", "eager"))
