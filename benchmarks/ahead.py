@@ -148,14 +148,12 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
             yield f"divide {_name(dtype)}{turned}", normalize.divide(wide, partials, out, eps=1e-7, safety=1.0)
         flat = torch.empty(4096, dtype=dtype)
         half = torch.empty(4096, dtype=torch.bfloat16)
-        for count in (1, 2, 4, apply.MOST):
-            params, updates, scales = [flat] * count, [half] * count, [1.0] * count
-            averages = Averages(params, params, 0.05)
+        for about, params, updates in (("", flat, half), (" unaligned", flat[1:], half[1:])):
             launch = apply.launch(
-                params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales, averages=averages,
-                withheld=torch.empty(()),
+                [params], [updates], lr=torch.empty(()), weight_decay=0.1, scales=[1.0],
+                averages=Averages([params], [params], 0.05), withheld=torch.empty(()),
             )  # fmt: skip
-            yield f"apply {_name(dtype)} {count} tensors", launch
+            yield f"apply {_name(dtype)}{about}", launch
 
 
 def _matrices(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,26 +1,31 @@
 """A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launch", "cut"]
+__all__ = ["Launch", "coded", "filled"]
+
+T = TypeVar("T")
 
 
-def cut(count: int, most: int) -> Iterator[slice]:
-    """``count`` tensors in launches of ``most``, a power of two, and of what is left one each of the smaller powers: so
-    few variants of a kernel serve all lengths."""
-    start = 0
-    while start < count:
-        while most > count - start:
-            most //= 2
-        yield slice(start, start + most)
-        start += most
+def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
+    """``values``, and the first one again up to ``count``; of numbers what :func:`coded` makes of 0.
+
+    Triton compiles a kernel for each number of values in a tuple: so one serves all.
+    """
+    rest: Any = coded(0) if isinstance(values[0], int) else values[0]
+    return (*values, *[rest] * (count - len(values)))
+
+
+def coded(number: int) -> int:
+    """``2 number + 3``, odd and not 1: Triton compiles for each pattern of ones and of multiples of 16 in a tuple."""
+    return 2 * number + 3
 
 
 @dataclass(frozen=True)
