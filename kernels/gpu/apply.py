@@ -4,7 +4,8 @@
     m ← m + weight (g − m)                            where momenta are given
 
 Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
-tensors share a launch, by one compiled kernel for those whose memory is aligned and one for the others. Nothing is written where ``withheld`` is 1, which the host need not know.
+tensors share a launch, by one compiled kernel for those whose memory is aligned and one for the others. Nothing is
+written where ``withheld`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
