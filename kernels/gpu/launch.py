@@ -1,7 +1,12 @@
-"""A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU."""
+"""A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU.
 
-from collections.abc import Sequence
-from contextvars import copy_context
+Inside :func:`noting` launches are noted and not run. With tensors on the device "meta" that tells what a function would
+launch on a GPU, without memory or time of it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -9,9 +14,28 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launch", "coded", "filled"]
+__all__ = ["Launch", "coded", "filled", "noting", "where_it_runs"]
 
 T = TypeVar("T")
+
+_noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
+
+
+@contextlib.contextmanager
+def noting(device: torch.device) -> Iterator[list["Launch"]]:
+    """Launches of this block, which do not run; tensors on "meta" are taken for those of ``device``."""
+    launches: list[Launch] = []
+    token = _noted.set((device, launches))
+    try:
+        yield launches
+    finally:
+        _noted.reset(token)
+
+
+def where_it_runs(device: torch.device) -> torch.device:
+    """``device``; inside :func:`noting` the one that "meta" is taken for."""
+    noted = _noted.get()
+    return noted[0] if noted is not None and device.type == "meta" else device
 
 
 def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
@@ -50,6 +74,9 @@ class Launch:
 
     def run(self) -> None:
         if not self.programs:
+            return
+        if (noted := _noted.get()) is not None:
+            noted[1].append(self)
             return
         with torch.cuda.device_of(self.on):  # Triton launches on the current device, whatever its arguments are on
             if self.scratch:
