@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, LAYERS, BATCH, CONTEXT, VOCABULARY = 512, 4, 4, 256, 256
+WIDTH, BATCH, CONTEXT, VOCABULARY = 512, 4, 256, 256
 
 PLAIN, PLAIN_MUON = "torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"
 OURS_ADAMW, OURS = "compile_muon, AdamW", "compile_muon, Muon"
@@ -95,17 +95,17 @@ class Clock:
         self.seconds["its kernels"] = kernels
 
 
-def model_on(device: str) -> Any:
+def model_on(device: str, layers: int) -> Any:
     import torch
 
     sys.path.insert(0, str(ROOT / "examples"))
     from train_gpt import GPT
 
     with torch.device(device):
-        return GPT(LAYERS, WIDTH, CONTEXT)
+        return GPT(layers, WIDTH, CONTEXT)
 
 
-def first_step(who: str, rehearsed: bool) -> dict[str, Any]:
+def first_step(who: str, layers: int, rehearsed: bool) -> dict[str, Any]:
     """In this process."""
     import torch
 
@@ -115,7 +115,7 @@ def first_step(who: str, rehearsed: bool) -> dict[str, Any]:
         played = Device()
         torch.backends.cuda.enable_cudnn_sdp(False)  # the real one, which finds no device
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model_on(device)
+    model = model_on(device, layers)
     batch = tuple(torch.randint(VOCABULARY, (BATCH, CONTEXT), device=device) for _ in range(2))
     clock, half = Clock(), device == "cuda"
     began, cpu = time.perf_counter(), time.process_time()
@@ -176,7 +176,8 @@ def in_process(who: str, options: argparse.Namespace, caches: str) -> dict[str, 
     environment |= {"TORCHINDUCTOR_COMPILE_THREADS": str(options.threads)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     path = Path(caches) / "found.json"
-    command = [sys.executable, __file__, "--one", who, "--json", str(path), *(["--rehearse"] * options.rehearse)]
+    command = [sys.executable, __file__, "--one", who, "--json", str(path), "--layers", str(options.layers)]
+    command += ["--rehearse"] * options.rehearse
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -192,17 +193,17 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for who in options.contenders:
             with tempfile.TemporaryDirectory() as caches:
                 found[who].append(in_process(who, options, caches))
-                again[who].append(in_process(who, options, caches))
+                again[who] += [in_process(who, options, caches)] * options.again
                 print(f"{who}: {found[who][-1]['seconds']:.1f} s, {found[who][-1]['cpu']:.1f} s of CPU", flush=True)
     least = {who: min(runs, key=lambda run: run["cpu"]) for who, runs in found.items()}
     for who, run in least.items():
-        run["again"] = min(r["seconds"] for r in again[who])
-        run["again_cpu"] = min(r["cpu"] for r in again[who])
+        if again[who]:
+            run["again"] = {key: min(r[key] for r in again[who]) for key in ("seconds", "cpu")}
         if (other := CONTENDERS[who]) in least:
             run["ratio"] = min(r["seconds"] for r in found[who]) / min(r["seconds"] for r in found[other])
             run["cpu_ratio"] = run["cpu"] / least[other]["cpu"]
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "threads": options.threads}
-    model = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
+    model = {"layers": options.layers, "width": WIDTH, "batch": BATCH, "context": CONTEXT}
     return {"rehearsed": options.rehearse, "machine": machine, "model": model, "contenders": least}
 
 
@@ -229,13 +230,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="no GPU: on rehearse/'s, which computes nothing")
     parser.add_argument("--threads", type=int, default=min(32, os.cpu_count() or 1), help="Inductor's workers; 1: none")
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="also in a second process, with the caches of the first")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--json", type=Path, help="write the report to this file")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:
-        options.json.write_text(json.dumps(first_step(options.one, options.rehearse)))
+        options.json.write_text(json.dumps(first_step(options.one, options.layers, options.rehearse)))
         return 0
     report = compare(options)
     show(report)

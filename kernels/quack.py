@@ -87,7 +87,8 @@ def load_regions(path: Path = _TABLE) -> Mapping[str, tuple[Region, ...]]:
     entries: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())
 
     def frozen(entry: dict[str, Any]) -> Region:
-        return Region(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()}
+        return Region(**fields)
 
     return {name: tuple(map(frozen, regions)) for name, regions in entries.items()}
 
@@ -249,9 +250,9 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: Products) -> 
         each = work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)
         for chunk in chunked([Stack(len(x), each) for x, _ in same], plan.memory_limit):
             parts = [(same[i][0][piece], same[i][1][piece]) for i, piece in chunk]
-            out = tuple(out for _, out in parts)
+            into = tuple(result for _, result in parts)
             # No name holds the normalized matrices: their memory is free again after the first step.
-            FORMS[plan.method](_normalized(parts, plan), plan.steps, plan.restarts, products, out=out)
+            FORMS[plan.method](_normalized(parts, plan), plan.steps, plan.restarts, products, out=into)
     return results
 
 
