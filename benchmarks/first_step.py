@@ -193,7 +193,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         for who in options.contenders:
             with tempfile.TemporaryDirectory() as caches:
                 found[who].append(in_process(who, options, caches))
-                again[who] += [in_process(who, options, caches)] * options.again
+                if options.again:
+                    again[who].append(in_process(who, options, caches))
                 print(f"{who}: {found[who][-1]['seconds']:.1f} s, {found[who][-1]['cpu']:.1f} s of CPU", flush=True)
     least = {who: min(runs, key=lambda run: run["cpu"]) for who, runs in found.items()}
     for who, run in least.items():
@@ -214,15 +215,9 @@ def show(report: dict[str, Any]) -> None:
     table = Table("first step", "seconds", "CPU s", "ratio", "CPU ratio", "all CPU s", "again", *PARTS)
     for who, run in report["contenders"].items():
         ratios = [f"{run[key]:.2f}" if key in run else "" for key in ("ratio", "cpu_ratio")]
-        parts = [f"{run['parts'][part]:.1f}" for part in PARTS]
-        figures = [
-            f"{run['seconds']:.1f}",
-            f"{run['cpu']:.1f}",
-            *ratios,
-            f"{run['all_cpu']:.1f}",
-            f"{run['again']:.1f}",
-        ]
-        table.add_row(who, *figures, *parts)
+        seconds, cpu, every = (f"{run[key]:.1f}" for key in ("seconds", "cpu", "all_cpu"))
+        again = f"{run['again']['seconds']:.1f}" if "again" in run else ""
+        table.add_row(who, seconds, cpu, *ratios, every, again, *(f"{run['parts'][part]:.1f}" for part in PARTS))
     Console(width=170).print(table)
 
 
@@ -241,9 +236,9 @@ def main(argv: list[str] | None = None) -> int:
         options.json.write_text(json.dumps(first_step(options.one, options.layers, options.rehearse)))
         return 0
     report = compare(options)
-    show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
     return 0
 
 
