@@ -5,9 +5,9 @@
     python benchmarks/first_step.py --json FILE
 
 Caches are empty. A run is a small GPT's first forward, backward and step; building the model is not counted, nor are
-imports of torch and of the example, which imports compile_muon. The least of `--repeats` counts. Seconds of the clock depend on what else the machine does; seconds of this
-process's CPU hardly, and they are what cannot be handed to worker processes. `again` is the first step of a second
-process, which finds the caches of the first.
+imports of torch and of the example, which imports compile_muon. The least of `--repeats` counts. Seconds of the clock
+depend on what else the machine does; seconds of this process's CPU hardly, and they are what cannot be handed to worker
+processes. `again` is the first step of a second process, which finds the caches of the first.
 """
 
 from __future__ import annotations
