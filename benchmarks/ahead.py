@@ -14,20 +14,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 from rich.console import Console
 from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 
 from compile_muon.kernels import Averages
 from compile_muon.kernels.gpu import apply, normalize
 from compile_muon.kernels.gpu.arena import Layout
 from compile_muon.kernels.gpu.grouped_product import grouped_product
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
+from compile_muon.kernels.gpu.jobs import NoDevice
 from compile_muon.kernels.gpu.launch import Launch
 from compile_muon.kernels.gpu.model import Tile
 from compile_muon.kernels.gpu.operands import empty_matrices
@@ -148,14 +147,12 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
             yield f"divide {_name(dtype)}{turned}", normalize.divide(wide, partials, out, eps=1e-7, safety=1.0)
         flat = torch.empty(4096, dtype=dtype)
         half = torch.empty(4096, dtype=torch.bfloat16)
-        for count in (1, 2, 4, apply.MOST):
-            params, updates, scales = [flat] * count, [half] * count, [1.0] * count
-            averages = Averages(params, params, 0.05)
+        for about, params, updates in (("", flat, half), (" unaligned", flat[1:], half[1:])):
             launch = apply.launch(
-                params, updates, lr=torch.empty(()), weight_decay=0.1, scales=scales, averages=averages,
-                withheld=torch.empty(()),
+                [params], [updates], lr=torch.empty(()), weight_decay=0.1, scales=[1.0],
+                averages=Averages([params], [params], 0.05), withheld=torch.empty(()),
             )  # fmt: skip
-            yield f"apply {_name(dtype)} {count} tensors", launch
+            yield f"apply {_name(dtype)}{about}", launch
 
 
 def _matrices(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -168,7 +165,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def measure(architecture: str, name: str, launch: Launch) -> Resources:
     """Compile for ``architecture``, with Triton's active driver replaced; so in a process that launches nothing."""
-    triton.runtime.driver.set_active(_NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
+    triton.runtime.driver.set_active(NoDevice(GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)))
     compiled = launch.compile()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -190,36 +187,6 @@ def measure(architecture: str, name: str, launch: Launch) -> Resources:
         size=len(re.findall(r"/\*[0-9a-f]{4,5}\*/\s", code)),
         instructions=found,
     )
-
-
-class _NoDevice(DriverBase):
-    """Tells Triton what to compile for, and can launch nothing."""
-
-    def __init__(self, target: GPUTarget):
-        super().__init__()
-        self.target = target
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return False
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return int(self.target.arch)  # Triton keeps what it compiled by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError("nothing is launched")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError("nothing is launched")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -297,10 +297,8 @@ def _quack(device: torch.device) -> Run:
     """QuACK's symmetric and general products under our standard form."""
     if device.type != "cuda":
         raise Missing("it has kernels for GPUs only")
-    try:
-        quack.products()
-    except ImportError as error:
-        raise Missing(f"it is not installed ({error})") from None
+    if (problem := quack.why_not()) is not None:
+        raise Missing(problem)
     options = {"method": "standard", "coefficients": "jordan", "steps": STEPS, "dtype": torch.bfloat16}
     return lambda xs: newton_schulz_list(xs, **options, backend="quack")
 

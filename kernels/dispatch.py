@@ -138,8 +138,8 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
         raise ValueError(f"backend={backend!r} on {torch.device(device).type}: runs on CUDA devices only; {remedy}")
     if backend == "triton" and importlib.util.find_spec("triton") is None:
         raise ValueError(f"backend={backend!r}: Triton is not installed; {remedy}")
-    if backend == "quack" and not quack.installed():
-        raise ValueError(f"backend={backend!r}: quack-kernels is not installed; pip install it, or {remedy}")
+    if backend == "quack" and (problem := quack.why_not()) is not None:
+        raise ValueError(f"backend={backend!r}: {problem}, or {remedy}")
 
 
 def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
@@ -148,7 +148,7 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     On CPUs each matrix by itself on aten. On GPUs in half precision, on the architectures of ``gpu/tiles.json`` and
     where that is expected to be faster: by Triton's kernels, all matrices of one form at once, whatever their shapes.
     Otherwise by aten, that is cuBLAS, all matrices of a shape at once. With TRITON_INTERPRET=1 CPUs are such a GPU.
-    quack runs where it is asked for by name: nobody has measured yet where it is faster.
+    By quack's kernels what ``quack.json`` says was measured faster there; asked for by name, all that they can.
 
     Args:
         xs: tensors [..., m, n] on one device, unmodified.
@@ -156,11 +156,12 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     Returns:
         New contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
-    if plan.backend == "quack":
-        return one_batch_per_shape(xs, plan, _on_quack)
+    plans = [_with_method(x, plan, symmetric=True) for x in xs]
+    if any(on_quack := quack.serves(xs, plans)):
+        return _partly_on_quack(xs, plan, [plans[i] if chosen else None for i, chosen in enumerate(on_quack)])
     if all(x.device.type == "cpu" for x in xs) and not _interpreting():
         return one_by_one(xs, plan, _on_aten)
-    gpu = triton_kernels() if plan.backend != "aten" else None
+    gpu = triton_kernels() if plan.backend in ("auto", "triton") else None
     served = [False] * len(xs) if gpu is None else gpu.serves(xs, plan)
     results: dict[int, Tensor] = {}
     rest = [i for i in range(len(xs)) if not served[i]]
@@ -180,8 +181,16 @@ def _on_aten(x: Tensor, plan: Plan) -> Tensor:
     return reference.orthogonalize(x, _with_method(x, plan, symmetric=False))
 
 
-def _on_quack(x: Tensor, plan: Plan) -> Tensor:
-    return reference.orthogonalize(x, _with_method(x, plan, symmetric=True), quack.products())
+def _partly_on_quack(xs: Sequence[Tensor], plan: Plan, plans: Sequence[Plan | None]) -> list[Tensor]:
+    """``plans`` has None for what the others compute."""
+    results: dict[int, Tensor] = {}
+    for each in dict.fromkeys(plans):
+        chosen = [i for i in range(len(xs)) if plans[i] == each]
+        mine = [xs[i] for i in chosen]
+        # Of the rest quack serves none: whole shapes are served or not.
+        done = orthogonalize(mine, plan) if each is None else quack.orthogonalize_list(mine, each, quack.products())
+        results.update(zip(chosen, done, strict=True))
+    return [results[i] for i in range(len(xs))]
 
 
 def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:

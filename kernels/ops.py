@@ -21,7 +21,7 @@ from .call_plan import Plan
 from .dispatch import DTYPES, cheaper_method, orthogonalize
 from .operations import gram_flops, standard_flops
 
-__all__ = ["OpArguments", "arguments", "newton_schulz_op"]
+__all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
 
 OpArguments = tuple[list[float], str, str, float, float, list[int], str, int]
 
@@ -39,10 +39,22 @@ def newton_schulz_op(
     memory_limit: int,
 ) -> list[Tensor]:
     """See the module's docstring."""
+    return orthogonalize(xs, plan_of(coefficients, method, dtype, eps, safety, restarts, backend, memory_limit))
+
+
+def plan_of(
+    coefficients: Sequence[float],
+    method: str,
+    dtype: str,
+    eps: float,
+    safety: float,
+    restarts: Sequence[int],
+    backend: str,
+    memory_limit: int,
+) -> Plan:
+    """The plan that :func:`arguments` makes these of."""
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
-    compute = DTYPES[dtype]
-    plan = Plan(tuple(triples), method, compute, eps, safety, tuple(restarts), backend, memory_limit)
-    return orthogonalize(xs, plan)
+    return Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts), backend, memory_limit)
 
 
 @newton_schulz_op.register_fake

@@ -1,50 +1,173 @@
-"""The matrix products of quack (Dao-AILab/quack, ``quack-kernels``) for Newton-Schulz, where that is installed.
+"""Newton-Schulz on the matrix products of quack (Dao-AILab/quack, distributed as ``quack-kernels``), where it is there.
 
 Its symmetric product is written in CuTe: on 9.0 with clusters of two blocks that share their loads, ping-pong between
 two groups of consumer warps and an epilogue of its own, none of which Triton 3.6 or 3.7 offers. What gram-newton-schulz
-runs on are the same three functions.
+runs on are the same three functions, of ``quack.gemm_interface``.
+
+**The same bits every time.** By default ``gemm`` and ``gemm_add`` time their configurations, 44 on 9.0, at the first
+call of a shape: other tiles in the next run, so other sums, and waits that no capture of a CUDA graph survives. With
+``tuned=False`` they take the one that quack has for the architecture (``gemm`` the one that nvidia-matmul-heuristics
+computes, where that is installed); ``gemm_symmetric`` has one only. The first call of a form compiles it all the same.
+
+**No copies.** Matrices of a shape are normalized into one contiguous batch, and the last product of each tensor goes
+into its result, rows or columns first: quack compiles for the dimension that has unit stride, and views stay views.
 """
 
-from collections.abc import Callable
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .reference import Aten
+from . import reference
+from .batching import Stack, chunked
+from .call_plan import Plan
+from .gpu.arena import work_bytes
+from .iterations import FORMS
 
-__all__ = ["Products", "installed", "products"]
+__all__ = ["Products", "Region", "architecture", "fits", "orthogonalize_list", "products", "serves", "why_not"]
+
+_DISTRIBUTION = "quack-kernels"
+#: whose functions were read: from the first, up to before the second
+_VERSIONS = ((0, 4, 1), (0, 7))
+#: the parameters that are passed by name
+_FUNCTIONS = {
+    "gemm": {"out", "tuned"},
+    "gemm_add": {"C", "out", "beta", "tuned"},
+    "gemm_symmetric": {"C", "alpha", "beta"},
+}
+#: entries that a row's length is a multiple of: 16 bytes, what TMA reads and writes by
+_ROW = 8
+_TABLE = Path(__file__).with_name("quack.json")
+
+#: [b, m, n] each: one batch, or in order what it is cut into
+Parts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Products(Aten):
-    """``iterations.Products`` over three functions of ``quack.gemm_interface``."""
+class Region:
+    """Shapes at whose corners quack was timed and took less than the faster of Triton and cuBLAS.
+
+    Args:
+        method: "standard" or "gram".
+        dtypes: names of those timed.
+        k, l, matrices: the least and the most of each; ``matrices`` of one shape in a call.
+        time: the largest ratio of quack's time to the other one's.
+        source: device, date, versions and command.
+    """
+
+    method: str
+    dtypes: tuple[str, ...]
+    k: tuple[int, int]
+    l: tuple[int, int]  # noqa: E741
+    matrices: tuple[int, int]
+    time: float
+    source: str
+
+    def has(self, shape: tuple[int, int, int], plan: Plan) -> bool:
+        """Whether (matrices, k, l) lies in it, and the method and dtype of ``plan`` are its own."""
+        bounds = (self.matrices, self.k, self.l)
+        inside = all(least <= size <= most for size, (least, most) in zip(shape, bounds, strict=True))
+        dtype = str(plan.dtype).removeprefix("torch.")
+        return inside and self.time < 1 and self.method == plan.method and dtype in self.dtypes
+
+
+@cache
+def load_regions(path: Path = _TABLE) -> Mapping[str, tuple[Region, ...]]:
+    """By architecture, "sm_90" for one. The file has the fields of :class:`Region`."""
+    entries: dict[str, list[dict[str, Any]]] = json.loads(path.read_text())
+
+    def frozen(entry: dict[str, Any]) -> Region:
+        fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in entry.items()}
+        return Region(**fields)
+
+    return {name: tuple(map(frozen, regions)) for name, regions in entries.items()}
+
+
+@dataclass(frozen=True)
+class Products:
+    """``iterations.Products`` over three functions of ``quack.gemm_interface``.
+
+    Factors are Python floats: of anything else quack takes the value from a tensor, or none.
+    """
 
     gemm: Callable[..., Tensor]
     gemm_add: Callable[..., Tensor]
     gemm_symmetric: Callable[..., Tensor]
 
-    def outer(self, x: Tensor) -> Tensor:
+    def outer(self, x: Parts) -> Parts:
         """``x xᵀ``."""
-        return self.gemm_symmetric(x, x.mT)
+        (whole,) = x
+        return (self.gemm_symmetric(whole, whole.mT),)
 
-    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    def symmetric(self, left: Parts, right: Parts, *, plus: Parts, beta: float, alpha: float = 1.0) -> Parts:
         """``alpha left right + beta plus``, one triangle mirrored."""
-        return self.gemm_symmetric(left, right, C=plus, alpha=alpha, beta=beta)
+        (factor,), (x,), (summand,) = left, right, plus
+        return (self.gemm_symmetric(factor, x, C=summand, alpha=float(alpha), beta=float(beta)),)
 
     def general(
-        self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
-    ) -> Tensor:
-        """``left right + beta plus``."""
+        self, left: Parts, right: Parts, *, plus: Parts | None = None, beta: float = 0.0, out: Parts | None = None
+    ) -> Parts:
+        """``left right + beta plus``, in each of ``out`` where given, else new."""
+        (factor,), (x,) = left, right
+        if out is None:
+            return (self._general(factor, x, None if plus is None else plus[0], beta, None),)
+        counts = [len(result) for result in out]
+        summands = [None] * len(out) if plus is None else plus[0].split(counts)
+        for each in zip(factor.split(counts), x.split(counts), summands, out, strict=True):
+            self._general(*each[:3], beta, each[3])
+        return out
+
+    def _general(self, left: Tensor, right: Tensor, plus: Tensor | None, beta: float, out: Tensor | None) -> Tensor:
         if plus is None:
-            return self.gemm(left, right, out=out)
-        return self.gemm_add(left, right, C=plus, out=out, beta=beta)
+            return self.gemm(left, right, out=out, tuned=False)
+        return self.gemm_add(left, right, C=plus, out=out, beta=float(beta), tuned=False)
+
+    def add_to_diagonal(self, x: Parts, a: float) -> None:
+        """``x + aI``, in place."""
+        (whole,) = x
+        whole.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
-def installed() -> bool:
-    """Whether quack can be imported; it is not."""
-    return find_spec("quack") is not None
+@cache
+def why_not() -> str | None:
+    """What keeps quack from being used here; None where nothing does. Imports it, unless its version is a wrong one."""
+    first, end = _VERSIONS
+    wanted = f"{_DISTRIBUTION} from {'.'.join(map(str, first))} up to before {'.'.join(map(str, end))}"
+    try:
+        found = distribution(_DISTRIBUTION)
+    except PackageNotFoundError:
+        return f"{_DISTRIBUTION} is not installed; pip install it"
+    if not first <= tuple(map(int, re.findall(r"\d+", found.version)[:3])) < end:
+        return f"{_DISTRIBUTION} {found.version} is installed; install {wanted}"
+    spec = find_spec("quack")
+    own = [file for file in found.files or () if file.as_posix() == "quack/__init__.py"]  # none of an editable install
+    origin = spec.origin if spec is not None else None
+    if own and (origin is None or Path(origin).resolve() != Path(own[0].locate()).resolve()):
+        return f"the module quack is {origin}, not that of {_DISTRIBUTION} {found.version}; rename or remove it"
+    try:
+        functions = _functions()
+    except Exception as error:  # whatever CuTe's DSL raises where it finds no GPU, or not its own libraries
+        return f"{_DISTRIBUTION} {found.version} cannot be imported ({type(error).__name__}: {error}); mend its install"
+    for name, parameters in _FUNCTIONS.items():
+        if name not in functions or not parameters <= set(inspect.signature(functions[name]).parameters):
+            calls = f"quack.gemm_interface.{name}({', '.join(sorted(parameters))})"
+            return f"{_DISTRIBUTION} {found.version} has no {calls}; install {wanted}"
+    return None
+
+
+def _functions() -> dict[str, Callable[..., Tensor]]:
+    module = import_module("quack.gemm_interface")
+    return {name: getattr(module, name) for name in _FUNCTIONS if hasattr(module, name)}
 
 
 @cache
@@ -52,8 +175,101 @@ def products() -> Products:
     """Imports quack.
 
     Raises:
-        ImportError: it is not there, or not in a version with these functions.
+        ImportError: it cannot be used here; with the reason and the remedy.
     """
-    from quack.gemm_interface import gemm, gemm_add, gemm_symmetric  # type: ignore[import-not-found]
+    if (problem := why_not()) is not None:
+        raise ImportError(problem)
+    return Products(**_functions())
 
-    return Products(gemm, gemm_add, gemm_symmetric)
+
+def architecture(device: torch.device) -> str | None:
+    """ "sm_90" for one; None of a device that quack has no clusters for."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" if major in (9, 10) else None
+
+
+def fits(rows: int, cols: int, given: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether quack multiplies matrices of that shape: with rows and columns of whole 16 bytes, in half precision.
+
+    Args:
+        rows, cols: of a matrix.
+        given: dtype of the input; float64 is normalized in float64, which the kernel for it does not have.
+        dtype: that Newton-Schulz computes in.
+    """
+    half = dtype in (torch.float16, torch.bfloat16)
+    return half and given != torch.float64 and rows > 0 and cols > 0 and rows % _ROW == 0 and cols % _ROW == 0
+
+
+def serves(xs: Sequence[Tensor], plans: Sequence[Plan]) -> list[bool]:
+    """For each of a list, whether quack computes it: with backend "quack" all that it can, with "auto" what was
+    measured to be faster (``quack.json``).
+
+    Args:
+        xs: [..., m, n] on one device.
+        plans: of each, with method "standard" or "gram"; of one backend.
+    """
+    name = architecture(xs[0].device) if xs and plans[0].backend in ("auto", "quack") else None
+    if name is None:
+        return [False] * len(xs)
+    by_name = plans[0].backend == "quack"
+    regions = load_regions().get(name, ())
+    if not (by_name or regions) or why_not() is not None:
+        return [False] * len(xs)
+    counts: dict[tuple[int, int], int] = {}
+    for x in xs:
+        k, l = sorted(x.shape[-2:])  # noqa: E741
+        counts[k, l] = counts.get((k, l), 0) + x.shape[:-2].numel()
+
+    def served(x: Tensor, plan: Plan) -> bool:
+        k, l = sorted(x.shape[-2:])  # noqa: E741
+        if not x.numel() or not fits(k, l, x.dtype, plan.dtype):
+            return False
+        return by_name or any(region.has((counts[k, l], k, l), plan) for region in regions)
+
+    return [served(x, plan) for x, plan in zip(xs, plans, strict=True)]
+
+
+def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: Products) -> list[Tensor]:
+    """Newton-Schulz of every matrix of a list, those of a shape at once, whichever way they lie.
+
+    Args:
+        xs: [..., m, n], none empty, of shapes and dtypes that ``fits``, any strides, on one device, unmodified.
+        plan: with method "standard" or "gram". Batches stay under its ``memory_limit``, but for a single matrix.
+        products: compute.
+    Returns:
+        New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
+    """
+    results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
+    pairs = [(_wide(x), _wide(result)) for x, result in zip(xs, results, strict=True)]
+    alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+    for x, out in pairs:
+        alike.setdefault((x.shape[1], x.shape[2]), []).append((x, out))
+    for (k, l), same in alike.items():  # noqa: E741
+        each = work_bytes(k, l, plan.method, len(plan.steps), len(plan.restarts), plan.dtype.itemsize)
+        for chunk in chunked([Stack(len(x), each) for x, _ in same], plan.memory_limit):
+            parts = [(same[i][0][piece], same[i][1][piece]) for i, piece in chunk]
+            into = tuple(result for _, result in parts)
+            # No name holds the normalized matrices: their memory is free again after the first step.
+            FORMS[plan.method](_normalized(parts, plan), plan.steps, plan.restarts, products, out=into)
+    return results
+
+
+def _normalized(parts: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> Parts:
+    first, out = parts[0]
+    batch = torch.empty(sum(len(x) for x, _ in parts), *first.shape[1:], dtype=plan.dtype, device=out.device)
+    for (x, _), slot in zip(parts, batch.split([len(x) for x, _ in parts]), strict=True):
+        if x.is_cuda:
+            import_module(".gpu.normalize", __package__).normalize(
+                x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=slot
+            )
+        else:
+            slot.copy_(reference.normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety))
+    return (batch,)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """[..., m, n] as [b, k, l] with k ≤ l."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.mT if x.shape[1] > x.shape[2] else x

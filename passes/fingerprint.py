@@ -95,12 +95,17 @@ def _mix(x: Tensor) -> Tensor:
 
 @torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
-    if may_launch(list(xs)):
-        from compile_muon.kernels.gpu import fingerprint as gpu
+    result = by_kernel(xs) if may_launch(list(xs)) else None
+    return by_aten(xs) if result is None else result
 
-        if all(map(gpu.takes, xs)):
-            return gpu.fingerprint(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
-    return by_aten(xs)
+
+def by_kernel(xs: Sequence[Tensor]) -> Tensor | None:
+    """:func:`fingerprint` in Triton's kernels; None of tensors that they do not take."""
+    from compile_muon.kernels.gpu import fingerprint as gpu
+
+    if not all(map(gpu.takes, xs)):
+        return None
+    return gpu.fingerprint(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
 
 
 @torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")

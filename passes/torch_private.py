@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from inspect import currentframe
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -44,6 +46,7 @@ __all__ = [
     "flattened",
     "fresh_context",
     "group_named",
+    "in_compile_workers",
     "is_autograd_function",
     "is_flex_attention",
     "is_from_local",
@@ -60,9 +63,11 @@ __all__ = [
     "another_group",
     "timeout_of",
     "trace_artifact",
+    "triton_cache",
     "unobserved",
     "unrecorded_op",
     "will_execute",
+    "without_modes",
 ]
 
 
@@ -144,6 +149,38 @@ def below_autograd(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def in_compile_workers(function: Callable[[Any], Any] | None, arguments: Sequence[Any]) -> list[Future[Any]]:
+    """``function`` of each of ``arguments`` in Inductor's worker processes; none where it has none, with one thread.
+
+    Args:
+        function, arguments: are pickled; the result comes back.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    if function is None or not arguments or get_compile_threads() <= 1:
+        return []
+    try:
+        AsyncCompile.use_process_pool()  # starts it
+        pool = AsyncCompile.process_pool()
+        return [pool.submit(function, argument) for argument in arguments]
+    except RuntimeError:  # daemons may have no children, and a pool may have ended
+        return []
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Around tensors that are no part of what is being traced or compiled."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def triton_cache(device: torch.device) -> Path:
+    """Where Triton keeps kernels of ``device`` once Inductor has loaded one of its own there."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    return Path(triton_cache_dir(device.index or 0))
 
 
 def autograd_cache_disabled() -> contextlib.AbstractContextManager[None]:

@@ -64,6 +64,23 @@ def test_newton_schulz(tmp_path: Path) -> None:
     assert output.with_suffix(".png").stat().st_size > 1000
 
 
+@pytest.mark.full
+def test_first_step(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    once = ("--contenders", "torch.compile, AdamW", "compile_muon, AdamW", "--repeats", "1", "--layers", "1")
+    done = run("first_step.py", *once, "--json", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    plain, ours = json.loads(output.read_text())["contenders"].values()
+    assert plain["ratio"] == 1 and ours["ratio"] == ours["seconds"] / plain["seconds"]
+    for run_, named in (
+        (plain, {"Dynamo", "Inductor", "its kernels"}),
+        (ours, {"our passes", "Inductor", "its kernels"}),
+    ):
+        parts = run_["parts"]
+        assert all(parts[part] > 0.01 for part in named) and sum(parts.values()) < 1.05 * run_["seconds"]
+        assert run_["second"] < 0.2 * run_["seconds"] and run_["cpu"] <= run_["all_cpu"]
+
+
 @pytest.mark.campaign
 def test_a_wrong_result_is_not_timed_and_a_failure_is_named(benchmark) -> None:
     turns, some = benchmark("turns"), benchmark("orthogonalizers")

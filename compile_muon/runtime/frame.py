@@ -30,6 +30,7 @@ from compile_muon.passes import (
     reduced_grads,
     run_passes,
 )
+from compile_muon.passes.ahead import kernels_ahead
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
@@ -72,7 +73,8 @@ def lower_and_compile(gm: GraphModule, inputs: Sequence[Any], ctx: PassContext, 
     with compiling_alone():
         gm, traffic = lower(gm, ctx)
         appended = [node.meta["val"] for node in list(gm.graph.find_nodes(op="placeholder"))[len(inputs) :]]
-        return below_autograd(codegen(gm, [*inputs, *appended])), traffic
+        with contextlib.nullcontext() if codegen is eager_codegen else kernels_ahead(gm):
+            return below_autograd(codegen(gm, [*inputs, *appended])), traffic
 
 
 def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:

@@ -4,7 +4,8 @@
     m ← m + weight (g − m)                            where momenta are given
 
 Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
-tensors share a launch. Nothing is written where ``withheld`` is 1, which the host need not know.
+tensors share a launch, by one compiled kernel for those whose memory is aligned and one for the others. Nothing is
+written where ``withheld`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..apply import Averages
-from .launch import Launch, cut
+from .launch import Launch, coded, filled
 from .model import ceildiv
 
 __all__ = ["apply_kernel", "apply_updates", "launch", "takes"]
@@ -40,6 +41,7 @@ def apply_kernel(
     LR_ON_DEVICE: tl.constexpr,
     WITHHELD: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     if WITHHELD:
@@ -50,22 +52,48 @@ def apply_kernel(
     else:
         rate = lr
     program = tl.program_id(0).to(tl.int64)
+    # Which tensor this program is of: only this is done COUNT times over. What fills up to COUNT has no element.
     first = program * 0
+    count = first
+    scale = scales[0]
+    p_at = ps[0].to(tl.int64)
+    u_at = us[0].to(tl.int64)
+    m_at = ms[0].to(tl.int64)
+    g_at = gs[0].to(tl.int64)
+    begin = program * 0
     for tensor in tl.static_range(COUNT):
-        programs = tl.cdiv(elements[tensor], BLOCK)
-        if (program >= first) & (program < first + programs):
-            i = (program - first) * BLOCK + tl.arange(0, BLOCK)
-            inside = i < elements[tensor]
-            p = tl.load(ps[tensor] + i, mask=inside)
-            u = tl.load(us[tensor] + i, mask=inside).to(tl.float32)
-            moved = p.to(tl.float32) * (1.0 - rate * weight_decay) - rate * scales[tensor] * u
-            tl.store(ps[tensor] + i, moved.to(p.dtype), mask=inside)
-            if MOMENTUM:
-                m = tl.load(ms[tensor] + i, mask=inside)
-                g = tl.load(gs[tensor] + i, mask=inside).to(tl.float32)
-                wide = m.to(tl.float32)
-                tl.store(ms[tensor] + i, (wide + weight * (g - wide)).to(m.dtype), mask=inside)
-        first += programs
+        here = (program * 0 + elements[tensor] - 3) // 2
+        programs = tl.cdiv(here, BLOCK)
+        mine = (program >= begin) & (program < begin + programs)
+        first = tl.where(mine, begin, first)
+        count = tl.where(mine, here, count)
+        scale = tl.where(mine, scales[tensor], scale)
+        p_at = tl.where(mine, ps[tensor].to(tl.int64), p_at)
+        u_at = tl.where(mine, us[tensor].to(tl.int64), u_at)
+        m_at = tl.where(mine, ms[tensor].to(tl.int64), m_at)
+        g_at = tl.where(mine, gs[tensor].to(tl.int64), g_at)
+        begin += programs
+    p_at = p_at.to(ps[0].dtype)
+    u_at = u_at.to(us[0].dtype)
+    m_at = m_at.to(ms[0].dtype)
+    g_at = g_at.to(gs[0].dtype)
+    if WIDE:
+        p_at = tl.multiple_of(p_at, 16)
+        u_at = tl.multiple_of(u_at, 16)
+        m_at = tl.multiple_of(m_at, 16)
+        g_at = tl.multiple_of(g_at, 16)
+        count = tl.multiple_of(count, 16)
+    i = (program - first) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    p = tl.load(p_at + i, mask=inside)
+    u = tl.load(u_at + i, mask=inside).to(tl.float32)
+    moved = p.to(tl.float32) * (1.0 - rate * weight_decay) - rate * scale * u
+    tl.store(p_at + i, moved.to(p.dtype), mask=inside)
+    if MOMENTUM:
+        m = tl.load(m_at + i, mask=inside)
+        g = tl.load(g_at + i, mask=inside).to(tl.float32)
+        wide = m.to(tl.float32)
+        tl.store(m_at + i, (wide + weight * (g - wide)).to(m.dtype), mask=inside)
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -77,6 +105,11 @@ def takes(*tensors: Tensor) -> bool:
     dense = torch.ops.aten.is_non_overlapping_and_dense(p)
     alike = all(x.stride() == p.stride() and x.device == p.device for x in others)
     return dense and alike and all(x.dtype in _DTYPES for x in tensors)
+
+
+def is_wide(*tensors: Tensor) -> bool:
+    """Whether 16 bytes of each of these, of one shape, may be read at once, to the end."""
+    return tensors[0].numel() % 16 == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def apply_updates(
@@ -100,17 +133,21 @@ def apply_updates(
         averages: of the parameters, momenta of one dtype and gradients of one.
         withheld: one fp32 element on the device; 1 for nothing to be written.
     """
-    for chunk in cut(len(params), MOST):
-        part = None if averages is None else averages.of(range(chunk.start, chunk.stop))
-        launch(
-            params[chunk],
-            updates[chunk],
-            lr=lr,
-            weight_decay=weight_decay,
-            scales=scales[chunk],
-            averages=part,
-            withheld=withheld,
-        ).run()
+    belonging = zip(params, updates, *(() if averages is None else (averages.momenta, averages.grads)), strict=True)
+    wide = [is_wide(*each) for each in belonging]
+    for alike in (True, False):
+        chosen = [i for i, each in enumerate(wide) if each is alike]
+        for start in range(0, len(chosen), MOST):
+            chunk = chosen[start : start + MOST]
+            launch(
+                [params[i] for i in chunk],
+                [updates[i] for i in chunk],
+                lr=lr,
+                weight_decay=weight_decay,
+                scales=[scales[i] for i in chunk],
+                averages=None if averages is None else averages.of(chunk),
+                withheld=withheld,
+            ).run()
     written = [*params, *(() if averages is None else averages.momenta)]
     torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
 
@@ -125,31 +162,33 @@ def launch(
     averages: Averages | None = None,
     withheld: Tensor | None = None,
 ) -> Launch:
-    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`."""
+    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`. One kernel serves any number."""
     on_device = isinstance(lr, Tensor) and lr.device == params[0].device
-    elements = tuple(p.numel() for p in params)
+    elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
+    belonging = zip(params, updates, moved.momenta, moved.grads, strict=True)
     return Launch(
         apply_kernel,
         sum(ceildiv(n, BLOCK) for n in elements),
         params[0],
         (
-            tuple(params),
-            tuple(updates),
-            tuple(moved.momenta),
-            tuple(moved.grads),
-            elements,
-            tuple(float(scale) for scale in scales),
+            filled(params, MOST),
+            filled(updates, MOST),
+            filled(moved.momenta, MOST),
+            filled(moved.grads, MOST),
+            filled([coded(n) for n in elements], MOST),
+            filled([float(scale) for scale in scales], MOST),
             lr if on_device else float(lr),
             withheld,
             weight_decay,
             moved.weight,
         ),
         {
-            "COUNT": len(params),
+            "COUNT": MOST,
             "LR_ON_DEVICE": on_device,
             "WITHHELD": withheld is not None,
             "MOMENTUM": averages is not None,
+            "WIDE": all(is_wide(*each) for each in belonging),
             "BLOCK": BLOCK,
             "num_warps": WARPS,
         },

@@ -7,7 +7,8 @@ and, of the same pass over memory where it is asked for, the sum of the squares 
 
 One pass over memory. A program takes rows of one tensor: their sums are mixed and added up, and sums of columns are
 added to those of other programs by atomics. Integers add up to the same in any order; sums of squares do not, and each
-program has a place for its own. Up to ``MOST`` tensors share a launch; a second one mixes the columns of all.
+program has a place for its own. Up to ``MOST`` tensors share a launch, by one compiled kernel whatever they are; a
+second one mixes the columns of all.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launch, cut
+from .launch import Launch, coded, filled
 from .model import ceildiv
 
 __all__ = ["NUMBERS", "examine", "fingerprint", "takes"]
@@ -26,7 +27,7 @@ ROWS, WARPS = 16, 8  # rows of a program at a time
 MOST = 16  # tensors per launch
 MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
 #: what squares are summed of, and how many bits one has
-NUMBERS = {torch.float32: (tl.float32, 32), torch.bfloat16: (tl.bfloat16, 16), torch.float16: (tl.float16, 16)}
+NUMBERS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
 
 
 @triton.jit
@@ -38,83 +39,103 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _squares(x, NUMBER: tl.constexpr, BITS: tl.constexpr):
-    """Of each int64 word of ``x`` the sum of the squares of the numbers in it, of type ``NUMBER``."""
+def _squares(x, BITS: tl.constexpr, BRAIN: tl.constexpr):
+    """Of each int64 word of ``x`` the sum of the squares of the numbers in it: float32, bfloat16 or float16."""
     total = (x * 0).to(tl.float32)
     for place in tl.static_range(64 // BITS):
         word = x >> (BITS * place)
-        bits = word.to(tl.int32) if BITS == 32 else word.to(tl.int16)
-        number = bits.to(NUMBER, bitcast=True).to(tl.float32)
+        if BITS == 32:
+            number = word.to(tl.int32).to(tl.float32, bitcast=True)
+        elif BRAIN:
+            number = word.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+        else:
+            number = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         total += number * number
     return total
+
+
+@triton.jit
+def _programs(size, P: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr):
+    """Of a tensor of so many bytes."""
+    return tl.minimum(tl.maximum(tl.cdiv(size, 8 * P * ROWS), 1), MOST)
 
 
 @triton.jit
 def sums_kernel(
     words,
     sizes,
-    programs,
     sums,
     COUNT: tl.constexpr,
     P: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    MOST: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
     SPAN: tl.constexpr,
-    NUMBER: tl.constexpr,
     BITS: tl.constexpr,
+    BRAIN: tl.constexpr,
 ):
-    """Of each tensor P sums of columns, and F of the sums of its rows, added to ``sums``, [COUNT, SPAN], whose next
+    """Of each tensor P sums of columns, and F of the sums of its rows, added to ``sums``, [tensors, SPAN], whose next
     number says whether there is a whole row, and the others, where ``BITS`` is not 0, what squares each program has
-    summed. ``words`` are its bytes, ``sizes`` how many."""
+    summed. ``words`` are their bytes, ``sizes`` how many, :func:`launch.coded`; what fills them up to COUNT has no
+    program."""
     program = tl.program_id(0)
     column = tl.arange(0, WIDTH)
-    # Which tensor it is of is found first: its body is compiled once, and not for each of them.
-    first = program * 0
-    tensor, own, count_of_own, bytes_ = first, first, first, words[0].to(tl.int64)
-    size = first.to(tl.int64)
-    for number in tl.static_range(COUNT):
-        if program >= first:
-            tensor, own, count_of_own = program * 0 + number, program - first, program * 0 + programs[number]
-            bytes_, size = words[number].to(tl.int64), size * 0 + sizes[number]
-        first += programs[number]
-    start = bytes_.to(tl.pointer_type(tl.int64))
+    # Which tensor this program is of: only this is done COUNT times over, or the kernel takes half a minute to compile.
+    tensor = program * 0
+    first = tensor
+    programs = tensor
+    size = (tensor + sizes[0]) * 0
+    address = words[0].to(tl.int64)
+    begin = program * 0
+    for i in tl.static_range(COUNT):
+        bytes_of = (program * 0 + sizes[i] - 3) // 2
+        many = _programs(bytes_of, P, ROWS, MOST)
+        mine = (program >= begin) & (program < begin + many)
+        tensor = tl.where(mine, i, tensor)
+        first = tl.where(mine, begin, first)
+        programs = tl.where(mine, many, programs)
+        size = tl.where(mine, bytes_of, size)
+        address = tl.where(mine, words[i].to(tl.int64), address)
+        begin += many
+    start = address.to(tl.pointer_type(tl.int64))
     count = size // 8
     rows = count // P
     columns = tl.zeros((WIDTH,), dtype=tl.int64)
     found = tl.zeros((ROWS,), dtype=tl.int64)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
-    for block in range(own, tl.cdiv(rows, ROWS), count_of_own):
+    for block in range(program - first, tl.cdiv(rows, ROWS), programs):
         row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < P)[None, :]
         x = tl.load(start + row[:, None] * P + column[None, :], mask=inside, other=0)
         columns += tl.sum(x, axis=0)
         found += tl.where(row < rows, _mixed(tl.sum(x, axis=1), row, GOLDEN, FACTOR), 0)
         if BITS:
-            squares += tl.sum(_squares(x, NUMBER, BITS), axis=1)
+            squares += tl.sum(_squares(x, BITS, BRAIN), axis=1)
     total = tl.sum(found, axis=0)
     square = tl.sum(squares, axis=0)
     sums += tensor * SPAN
-    if own == 0:
+    if program == first:
         # What is left of a row, and of a word, are sums of their own.
         k = rows * P + column
         x = tl.load(start + k, mask=(column < P) & (k < count), other=0)
         total += tl.sum(tl.where((column < P) & (k < count), _mixed(x, rows + column, GOLDEN, FACTOR), 0))
         if BITS:
-            square += tl.sum(_squares(x, NUMBER, BITS), axis=0)
+            square += tl.sum(_squares(x, BITS, BRAIN), axis=0)
         if size % 8 != 0:
             j = tl.arange(0, 8)
-            byte = tl.load(bytes_.to(tl.pointer_type(tl.int8)) + count * 8 + j, mask=count * 8 + j < size, other=0)
+            end = address.to(tl.pointer_type(tl.int8)) + count * 8
+            byte = tl.load(end + j, mask=count * 8 + j < size, other=0)
             word = tl.sum(byte.to(tl.uint8, bitcast=True).to(tl.int64) << (8 * j).to(tl.int64), axis=0)
             total += _mixed(word, rows + count - rows * P, GOLDEN, FACTOR)
             if BITS:
-                square += _squares(word, NUMBER, BITS)
+                square += _squares(word, BITS, BRAIN)
         tl.store(sums + P + 1, (rows > 0).to(tl.int64))
     tl.atomic_add(sums + P, total)
     tl.atomic_add(sums + column, columns, mask=column < P)
     if BITS:
-        tl.store(sums + P + 2 + own, square.to(tl.int32, bitcast=True).to(tl.int64))
+        tl.store(sums + P + 2 + program - first, square.to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
@@ -172,13 +193,14 @@ def _run(xs: Sequence[Tensor], columns: int, golden: int, factor: int, parts: in
     squares = torch.empty(len(xs) if parts else 0, dtype=torch.float32, device=xs[0].device)
     width = triton.next_power_of_2(columns)
     settings = {"P": columns, "WIDTH": width, "GOLDEN": golden, "FACTOR": factor, "SPAN": span, "num_warps": WARPS}
-    number, bits = NUMBERS[xs[0].dtype] if parts else (tl.float32, 0)
-    for part in cut(len(xs), MOST):
-        chunk = xs[part]
-        sizes = tuple(x.numel() * x.element_size() for x in chunk)
-        programs = tuple(min(MOST_PROGRAMS, max(1, ceildiv(size, 8 * columns * ROWS))) for size in sizes)
-        views = tuple(x.view(-1).view(torch.int8) for x in chunk)
-        own = {"COUNT": len(chunk), "ROWS": ROWS, "NUMBER": number, "BITS": bits}
-        Launch(sums_kernel, sum(programs), out, (views, sizes, programs, sums[part]), {**settings, **own}).run()
+    own = {"COUNT": MOST, "ROWS": ROWS, "MOST": MOST_PROGRAMS}
+    own |= {"BITS": NUMBERS[xs[0].dtype] if parts else 0, "BRAIN": parts > 0 and xs[0].dtype is torch.bfloat16}
+    for start in range(0, len(xs), MOST):
+        chunk = xs[start : start + MOST]
+        sizes = [x.numel() * x.element_size() for x in chunk]
+        programs = sum(min(MOST_PROGRAMS, max(1, ceildiv(size, 8 * columns * ROWS))) for size in sizes)
+        views = [x.view(-1).view(torch.int8) for x in chunk]
+        arguments = (filled(views, MOST), filled([coded(size) for size in sizes], MOST), sums[start:])
+        Launch(sums_kernel, programs, out, arguments, {**settings, **own}).run()
     Launch(columns_kernel, len(xs), out, (sums, out, squares), {**settings, "PARTS": parts}).run()
     return out, squares

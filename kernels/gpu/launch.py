@@ -1,26 +1,55 @@
-"""A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU."""
+"""A kernel launch as a value: made by the launchers of this package, then run, or compiled without a GPU.
 
-from collections.abc import Iterator
-from contextvars import copy_context
+Inside :func:`noting` launches are noted and not run. With tensors on the device "meta" that tells what a function would
+launch on a GPU, without memory or time of it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launch", "cut"]
+__all__ = ["Launch", "coded", "filled", "noting", "where_it_runs"]
+
+T = TypeVar("T")
+
+_noted: ContextVar[tuple[torch.device, list["Launch"]] | None] = ContextVar("noted", default=None)
 
 
-def cut(count: int, most: int) -> Iterator[slice]:
-    """``count`` tensors in launches of ``most``, a power of two, and of what is left one each of the smaller powers: so
-    few variants of a kernel serve all lengths."""
-    start = 0
-    while start < count:
-        while most > count - start:
-            most //= 2
-        yield slice(start, start + most)
-        start += most
+@contextlib.contextmanager
+def noting(device: torch.device) -> Iterator[list["Launch"]]:
+    """Launches of this block, which do not run; tensors on "meta" are taken for those of ``device``."""
+    launches: list[Launch] = []
+    token = _noted.set((device, launches))
+    try:
+        yield launches
+    finally:
+        _noted.reset(token)
+
+
+def where_it_runs(device: torch.device) -> torch.device:
+    """``device``; inside :func:`noting` the one that "meta" is taken for."""
+    noted = _noted.get()
+    return noted[0] if noted is not None and device.type == "meta" else device
+
+
+def filled(values: Sequence[T], count: int) -> tuple[T, ...]:
+    """``values``, and the first one again up to ``count``; of numbers what :func:`coded` makes of 0.
+
+    Triton compiles a kernel for each number of values in a tuple: so one serves all.
+    """
+    rest: Any = coded(0) if isinstance(values[0], int) else values[0]
+    return (*values, *[rest] * (count - len(values)))
+
+
+def coded(number: int) -> int:
+    """``2 number + 3``, odd and not 1: Triton compiles for each pattern of ones and of multiples of 16 in a tuple."""
+    return 2 * number + 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,9 @@ class Launch:
 
     def run(self) -> None:
         if not self.programs:
+            return
+        if (noted := _noted.get()) is not None:
+            noted[1].append(self)
             return
         with torch.cuda.device_of(self.on):  # Triton launches on the current device, whatever its arguments are on
             if self.scratch:

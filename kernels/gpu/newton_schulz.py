@@ -12,6 +12,7 @@ from torch.profiler import record_function
 from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
+from .launch import where_it_runs
 from .model import Tile
 from .normalize import normalize
 from .operands import empty_matrices
@@ -64,9 +65,13 @@ class Products(Aten):
         return choose(tiles, self.table.device, ((matrices, rows, cols, depth),), self.processors, triangle=triangle)
 
 
-@cache
 def products_on(device: torch.device) -> Products | None:
     """None where no table covers the device."""
+    return _products_on(where_it_runs(device))
+
+
+@cache
+def _products_on(device: torch.device) -> Products | None:
     if device.type == "cpu":
         return Products(INTERPRETER, 1) if triton.knobs.runtime.interpret else None
     name = architecture(device)

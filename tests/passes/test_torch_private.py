@@ -460,3 +460,38 @@ def test_a_fake_group_sends_nothing_and_is_gone_behind_its_block():
         dist.all_reduce(x)
         assert x.tolist() == [1, 1, 1], moved("the fake process group", "sends")
     assert not dist.is_initialized()
+
+
+def test_inductor_has_worker_processes(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    asked = []
+
+    class Pool:
+        def submit(self, function, argument):
+            asked.append(function(argument))
+            return asked[-1]
+
+    for name in ("process_pool", "use_process_pool"):
+        assert callable(getattr(AsyncCompile, name, None)), moved("AsyncCompile", f"lost {name}")
+    monkeypatch.setattr(AsyncCompile, "process_pool", staticmethod(Pool))
+    monkeypatch.setattr(AsyncCompile, "use_process_pool", classmethod(lambda cls: True))
+    with config.patch(compile_threads=1):
+        assert private.in_compile_workers(abs, [-1]) == []
+    with config.patch(compile_threads=2):
+        assert private.in_compile_workers(abs, [-1, -2]) == asked == [1, 2]
+        assert private.in_compile_workers(None, []) == []
+
+
+def test_where_triton_keeps_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert private.triton_cache(torch.device("cuda", 1)) == tmp_path
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert private.triton_cache(torch.device("cuda", 1)) == tmp_path / "triton" / "1"
+
+
+def test_no_mode_sees_what_is_made_without_them():
+    with FakeTensorMode(), private.without_modes():
+        assert type(torch.empty(2, device="meta")) is torch.Tensor

@@ -11,9 +11,10 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_map_only
 
+from compile_muon.kernels import quack
 from compile_muon.kernels.batching import Stack, batch_bytes, chunked
 from compile_muon.kernels.dispatch import cheaper_method
-from compile_muon.kernels.gpu.arena import list_bytes
+from compile_muon.kernels.gpu.arena import list_bytes, work_bytes
 from compile_muon.kernels.iterations import FORMS
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import encode_dtype
@@ -180,7 +181,8 @@ class _Call:
     """What a ``muon_zero::newton_schulz`` call asks for.
 
     Attributes:
-        symmetric: Triton makes it: one triangle of symmetric products, all matrices of a form together.
+        symmetric: Triton makes it, or quack: one triangle of symmetric products.
+        by_shape: quack makes it: of all matrices of a form those of a shape together.
         limit: bytes that it may hold beside inputs and results.
     """
 
@@ -188,6 +190,7 @@ class _Call:
         _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, self.limit, *_ = node.args
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
         self.symmetric = machine.device == "cuda" and self.dtype in _HALF and backend != "aten"
+        self.by_shape = self.symmetric and backend == "quack"
         self.itemsize: int = getattr(torch, self.dtype).itemsize
 
     def form(self, rows: int, cols: int) -> str:
@@ -215,7 +218,7 @@ def launches(node: Node, machine: Machine) -> int:
     """Kernels that the host starts for a call; 1 but for ``muon_zero::newton_schulz`` on GPUs.
 
     There of all matrices of a form in half precision each product is one launch, but for the last, which writes each
-    result; else of all matrices of a shape.
+    result; else, and by quack, of all matrices of a shape.
     """
     if node.target is not _NEWTON_SCHULZ or machine.device == "cpu":
         return 1
@@ -224,7 +227,8 @@ def launches(node: Node, machine: Machine) -> int:
     stacks = list(_stacks(node, machine))
     for _, _, rows, cols in stacks:
         form = call.form(rows, cols)
-        products[form if call.symmetric else (rows, cols)] = (5 if form == "gram" else 3) * len(call.triples)
+        together = call.symmetric and not call.by_shape
+        products[form if together else (rows, cols)] = (5 if form == "gram" else 3) * len(call.triples)
     return sum(products.values()) + (_BESIDE if call.symmetric else 2 * _BESIDE) * len(stacks)
 
 
@@ -232,7 +236,7 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
     """What a ``muon_zero::newton_schulz`` call holds beside inputs and results.
 
     On CPUs of one matrix X once more, and two of k x k. On GPUs of a chunk of matrices, as ``compile_muon.kernels``
-    makes them: by Triton of all matrices of a form together, by aten of one shape.
+    makes them: by Triton of all matrices of a form together, by quack and aten of one shape.
     """
     call = _Call(node, machine)
     if machine.device == "cpu":
@@ -247,10 +251,12 @@ def workspace_bytes(node: Node, machine: Machine) -> int:
         count, given = value.shape[:-2].numel(), value.dtype.itemsize
         if not (count and k):
             continue
-        if call.symmetric:
-            form = call.form(k, l)
-            each = list_bytes(k, l, form, len(call.triples), len(call.restarts), given, call.itemsize)
-            groups.setdefault(form, []).append(Stack(count, each))
+        how = (call.form(k, l), len(call.triples), len(call.restarts))
+        if call.by_shape and quack.fits(k, l, value.dtype, getattr(torch, call.dtype)):
+            groups.setdefault((k, l), []).append(Stack(count, work_bytes(k, l, *how, call.itemsize)))
+        elif call.symmetric and not call.by_shape:
+            each = list_bytes(k, l, *how, given, call.itemsize)
+            groups.setdefault(how, []).append(Stack(count, each))
         else:
             groups.setdefault((k, l, value.dtype), []).append(Stack(count, batch_bytes(k, l, given, call.itemsize)))
     return max((_largest_chunk(stacks, call.limit) for stacks in groups.values()), default=0)

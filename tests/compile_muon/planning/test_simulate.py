@@ -13,6 +13,8 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
+from compile_muon.kernels.batching import batch_bytes
+from compile_muon.kernels.gpu.arena import work_bytes
 from compile_muon.passes import Half
 from compile_muon.passes.costs import Link
 from compile_muon.passes.exchange.lift import LIFT
@@ -458,6 +460,21 @@ def test_gpus_compute_one_triangle_and_all_of_a_shape_at_once() -> None:
     matrices = 3 * 16 * 2 / 8
     assert seconds["aten"] == 5 + 7 * matrices + 3 * (3 * (1 + 3 * 2 * 64 / 2))
     assert seconds["auto"] == 4 + 6 * matrices + 3 * (2 * (1 + 3 * 64 / 2) + (1 + 3 * 2 * 64 / 2))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_quack_holds_one_batch_and_its_products(method) -> None:
+    """Of 3 matrices 8 x 24: no copy of inputs or results. What its products cannot read is cuBLAS's."""
+    gpu = replace(ROUND, device="cuda")
+
+    def held(shape) -> int:
+        calls = newton_schulz(shape, method, "bfloat16", "quack").graph.find_nodes(
+            op="call_function", target=torch.ops.muon_zero.newton_schulz.default
+        )
+        return workspace_bytes(list(calls)[0], gpu)
+
+    assert held((3, 8, 24)) == held((3, 24, 8)) == 3 * work_bytes(8, 24, method, 3, 1, 2)
+    assert held((3, 8, 20)) == 3 * batch_bytes(8, 20, 4, 2)
 
 
 def chain():

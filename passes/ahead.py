@@ -1,0 +1,71 @@
+"""Kernels of Newton-Schulz and of fingerprints compile in Inductor's worker processes, while it compiles the graph.
+
+Which kernels those are an operator itself says: run on the device "meta" it notes its launches. Without workers, or
+for a kernel that they did not make, the first launch compiles, as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compile_muon.kernels.dispatch import orthogonalize, triton_kernels
+from compile_muon.kernels.ops import plan_of
+from compile_muon.passes.fingerprint import FINGERPRINT, by_kernel
+from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
+
+__all__ = ["kernels_ahead", "kernels_of"]
+
+#: seconds, after which the first launch is left to compile what is missing
+_PATIENCE = 300.0
+
+
+@contextlib.contextmanager
+def kernels_ahead(gm: GraphModule) -> Iterator[None]:
+    """Around the compilation of ``gm``: ends when the kernels that its operators launch are compiled, too."""
+    jobs = kernels_of(gm)
+    compile_job = importlib.import_module("compile_muon.kernels.gpu.jobs").compile_job if jobs else None
+    futures = in_compile_workers(compile_job, jobs)
+    yield
+    wait(futures, timeout=_PATIENCE)  # what failed fails again where it is launched, and is told there
+
+
+def kernels_of(gm: GraphModule) -> list[Any]:
+    """``kernels.gpu.jobs.Job`` of each kernel that the calls of a lowered graph launch and nobody has compiled yet."""
+    jobs: dict[str, Any] = {}
+    for operator, runs in _OPERATORS.items():
+        for call in gm.graph.find_nodes(op="call_function", target=operator):
+            values = [node.meta["val"] for node in call.args[0]]
+            sizes = [size for value in values for size in (*value.shape, *value.stride())]
+            if values and values[0].device.type == "cuda" and all(isinstance(size, int) for size in sizes):
+                jobs |= {job.key: job for job in _jobs(values, partial(runs, arguments=call.args[1:]))}
+    return list(jobs.values())
+
+
+def _jobs(values: list[Tensor], runs: Callable[[list[Tensor]], object]) -> list[Any]:
+    if triton_kernels() is None:
+        return []
+    import triton
+
+    from compile_muon.kernels.gpu.jobs import jobs_of
+    from compile_muon.kernels.gpu.launch import noting
+
+    device = values[0].device
+    with noting(device) as launches, without_modes():
+        runs([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in values])
+    return jobs_of(launches, triton.runtime.driver.active.get_current_target(), triton_cache(device))
+
+
+#: and what launches their kernels, of tensors on "meta"
+_OPERATORS: Mapping[Any, Callable[..., object]] = {
+    torch.ops.muon_zero.newton_schulz.default: lambda xs, arguments: orthogonalize(xs, plan_of(*arguments)),
+    FINGERPRINT: lambda xs, arguments: by_kernel(xs),
+}

@@ -1,0 +1,128 @@
+"""Which kernels a call will launch, and their compilation before it does, without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from compile_muon.kernels.gpu import apply, newton_schulz, normalize  # noqa: E402
+from compile_muon.kernels.gpu.jobs import Job, NoDevice, compile_job, jobs_of  # noqa: E402
+from compile_muon.kernels.gpu.launch import noting  # noqa: E402
+from compile_muon.kernels.gpu.tiles import load_tables  # noqa: E402
+from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
+from compile_muon.kernels.ops import arguments  # noqa: E402
+from compile_muon.passes import ahead  # noqa: E402
+from compile_muon.passes.fingerprint import FINGERPRINT, by_kernel  # noqa: E402
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.fixture
+def on_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is asked of a device is answered for sm_90."""
+    products = newton_schulz.Products(load_tables()["sm_90"], 132)
+    monkeypatch.setattr(newton_schulz, "_products_on", lambda device: products if device.type == "cuda" else None)
+    for module in ("compile_muon.kernels.dispatch", "compile_muon.passes.ahead"):
+        monkeypatch.setattr(f"{module}.triton_kernels", lambda: newton_schulz)
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice(TARGET))
+    yield
+
+
+def test_one_kernel_serves_lists_of_any_length(tmp_path: Path) -> None:
+    """Each pattern of sizes and alignments would be compiled by itself."""
+    with noting(torch.device("cuda")) as launches:
+        for sizes in ([1], [3, 16, 64], [5] * 16, range(1, 20), [1 << 20, 7]):
+            by_kernel([meta(n) for n in sizes])
+    assert {job.name for job in jobs_of(launches, TARGET, tmp_path)} == {"sums_kernel", "columns_kernel"}
+    assert len(jobs_of(launches, TARGET, tmp_path)) == 2 and len(launches) == 5 + 6
+
+    with noting(torch.device("cuda")) as launches:
+        for count, size in ((1, 64), (3, 16), (8, 1 << 20), (11, 4096), (2, 31), (9, 1)):
+            params = [meta(size) for _ in range(count)]
+            apply.apply_updates(params, params, lr=0.1, weight_decay=0.1, scales=[1.0] * count)
+    assert [job.constants["WIDE"] for job in jobs_of(launches, TARGET, tmp_path)] == [True, False]
+
+
+def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Newton-Schulz and of fingerprints, for the device's architecture; nothing is on "meta" by itself."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plan = arguments(make_plan("auto", "jordan", 5, "bfloat16", "cpu", 1e-7))
+
+    def graph(device: str) -> GraphModule:
+        graph = Graph()
+        inputs = []
+        for shape in ((1024, 4096), (1024, 1024), (4096, 1024), (1024, 4096)):
+            inputs.append(graph.placeholder(f"x{len(inputs)}"))
+            with torch._subclasses.FakeTensorMode():
+                inputs[-1].meta["val"] = torch.empty(shape, device=device)
+        made = graph.call_function(torch.ops.muon_zero.newton_schulz.default, (inputs, *plan))
+        graph.output((made, graph.call_function(FINGERPRINT, (inputs,))))
+        return GraphModule({}, graph)
+
+    jobs = ahead.kernels_of(graph("cuda"))
+    names = {job.name for job in jobs}
+    assert {"grouped_symmetric_kernel", "grouped_product_kernel", "product_kernel", "divide_kernel"} < names
+    assert {"partial_norms_kernel", "sums_kernel", "columns_kernel"} < names
+    assert len(jobs) <= 16 and all(job.target == TARGET and job.cache == tmp_path for job in jobs)
+    assert not ahead.kernels_of(graph("cpu"))
+    for job in jobs:
+        job.file.parent.mkdir(exist_ok=True)
+        job.file.write_text("compiled\n")
+    assert not ahead.kernels_of(graph("cuda")), "what somebody has compiled is not compiled again"
+
+
+def division(tmp_path: Path) -> Job:
+    x, out = meta(2, 64, 128), meta(2, 64, 128, dtype=torch.bfloat16)
+    launch = normalize.divide(x, meta(2, 2, 4), out, eps=1e-7, safety=1.0)
+    (job,) = jobs_of([launch, launch], TARGET, tmp_path)
+    return job
+
+
+def test_a_launch_finds_what_was_compiled_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = division(tmp_path)
+    kernel = normalize.divide_kernel
+    compile_job(job)
+    assert job.done and not isinstance(triton.runtime.driver._active, NoDevice)
+
+    found = []
+    monkeypatch.setattr(triton.runtime.driver, "_active", NoDevice(TARGET))
+    with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
+        triton.knobs.cache.dir = str(tmp_path)
+        triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+        kernel.device_caches.clear()
+        x, out = torch.empty(2, 64, 128), torch.empty(2, 64, 128, dtype=torch.bfloat16)
+        normalize.divide(x, torch.empty(2, 2, 4), out, eps=1e-5, safety=1.02).compile()
+        normalize.divide(x.mT, torch.empty(2, 2, 4), out.view(2, 128, 64), eps=1e-5, safety=1.0).compile()
+    kernel.device_caches.clear()
+    assert found == [True, False], "strides that are compiled for are not those of the job"
+
+
+def test_what_another_rank_compiles_is_waited_for(tmp_path: Path) -> None:
+    import fcntl
+
+    job = division(tmp_path)
+    job.file.parent.mkdir(parents=True)
+    waiting = threading.Thread(target=compile_job, args=(job,))
+    with job.file.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        file.write("compiled\n")
+    waiting.join(20)
+    assert not waiting.is_alive() and [path.name for path in tmp_path.iterdir()] == ["compile_muon"]
