@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
+from compile_muon.kernels.call_plan import AUTO_LIMIT
 from compile_muon.kernels.dispatch import cheaper_method, symmetric_kernels
 from compile_muon.kernels.newton_schulz import make_plan
 from compile_muon.model.assignment import Assignment
@@ -67,7 +68,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         eps=ns.eps,
         exchange="local" if local else "owner",
         backend=ns.backend,
-        memory_limit=ns.memory_limit,
+        memory_limit=AUTO_LIMIT if isinstance(ns.memory_limit, str) else ns.memory_limit,
         algorithm=assignment.algorithm,
         view=view,
         fetched=assignment.fetched,
