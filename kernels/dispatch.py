@@ -122,7 +122,8 @@ def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric
 def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
     """Whether products of ``dtype`` on ``device`` compute one triangle of what is symmetric.
 
-    Where no device is there, as in planning, for one that ``gpu/tiles.json`` has.
+    Where there is no GPU, the answer is that of one which ``gpu/tiles.json`` has: for plans, which are made on CPUs, and
+    for half precision on these, which is the same form there.
 
     Args:
         dtype: that Newton-Schulz computes in.
@@ -130,9 +131,9 @@ def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: s
         backend: "auto", "aten", "triton" or "quack".
     """
     device = torch.device(device)
-    if backend == "aten" or dtype not in (torch.float16, torch.bfloat16) or device.type != "cuda":
+    if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
         return False
-    if backend == "quack" or not torch.cuda.is_available():
+    if backend == "quack" or device.type != "cuda" or not torch.cuda.is_available():
         return True
     gpu = triton_kernels()
     return gpu is not None and gpu.products_on(device) is not None
