@@ -10,8 +10,8 @@ ratio of Q at r = -perturbation to Q at r = 0; ``choose_restarts`` places restar
 How much damage is tolerated is measured, in units of bfloat16's ``roundoff`` beyond 1, for the yardstick of either
 dtype is the standard form in bfloat16, torch.optim.Muon's. In bfloat16 up to 128 units keep the gram form's error
 within 3.2 times that, if ``factors_are_accurate``, and at 245 (jordan, three steps) deepseek_v4 diverges. In float16
-24 units keep it under: jordan with three steps to a segment, which are 23, has at most 0.33 times that error on 16
-spectra with k from 64 to 512, and 0.72 times with the gradient itself rounded to bfloat16. Two segments are the fewest
+24 units keep it under: jordan with three steps to a segment, which are 23, has at most 0.42 times that error on 16
+spectra with k from 64 to 512, and 0.71 times with the gradient itself rounded to bfloat16. Two segments are the fewest
 of any set, for four steps of jordan are 430 units.
 ``python tests/kernels/test_accuracy.py restarts`` prints the comparison for every placement, ``... default`` what
 "auto" takes against the bfloat16 standard form.
