@@ -35,7 +35,7 @@ from compile_muon.planning.machine import load_machine
 NORMALIZATION = ("partial_norms_kernel", "divide_kernel")
 
 
-def calls_of(preset: str, settings: dict[str, str | int]) -> list[Node]:
+def calls_of(preset: str, settings: dict[str, str | int], bucket_bytes: int) -> list[Node]:
     """The ``muon_zero::newton_schulz`` calls of a step of this shape."""
     shape, machine = PRESETS[preset], load_machine("h100")
     params = {"muon_lr": 0.02, "adam_lr": 3e-4, **settings}
@@ -48,7 +48,7 @@ def calls_of(preset: str, settings: dict[str, str | int]) -> list[Node]:
             return GPT(shape)
 
     tokens = torch.zeros(shape.batch, shape.context, dtype=torch.long)
-    options = FrameOptions(codegen="inductor")
+    options = FrameOptions(codegen="inductor", bucket_bytes=bucket_bytes)
     step = capture_step(
         model, (tokens, tokens), world=1, rank=0, config=planned_for(config, machine, "h100"), options=options
     )
@@ -87,10 +87,13 @@ def setting(text: str) -> tuple[str, str | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="1b", choices=list(PRESETS))
+    parser.add_argument(
+        "--bucket-bytes", type=int, default=FrameOptions().bucket_bytes, help="of torch.compile's options"
+    )
     parser.add_argument("--set", nargs="*", type=setting, default=[], metavar="NAME=VALUE", help="of optimizer.params")
     options = parser.parse_args()
     total: Counter[str] = Counter()
-    for call in calls_of(options.preset, dict(options.set)):
+    for call in calls_of(options.preset, dict(options.set), options.bucket_bytes):
         found = launches(call)
         products = sum(count for name, count in found.items() if name not in NORMALIZATION)
         print(
