@@ -122,8 +122,8 @@ def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric
 def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
     """Whether products of ``dtype`` on ``device`` compute one triangle of what is symmetric.
 
-    Where there is no GPU, the answer is that of one which ``gpu/tiles.json`` has: for plans, which are made on CPUs, and
-    for half precision on these, which is the same form there.
+    Where there is no GPU, the answer is that of one which ``gpu/tiles.json`` has: for plans, which are made on CPUs,
+    and for half precision on these, which has the same form there.
 
     Args:
         dtype: that Newton-Schulz computes in.
