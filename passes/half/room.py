@@ -100,4 +100,4 @@ def _make_room(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-ROOM = GraphPass("room", _make_room, requires=("schedule",), conflicts=("annotate",), halves=(Half.BACKWARD, Half.STEP))
+ROOM = GraphPass("room", _make_room, requires=("lower",), conflicts=("annotate",), halves=(Half.BACKWARD, Half.STEP))
