@@ -2,6 +2,7 @@
 
     python benchmarks/ns_training.py                          # the record: 10 choices, 3 seeds, 500 steps
     python benchmarks/ns_training.py --seeds 1 --steps 20     # a minute, to see that it works
+    python benchmarks/ns_training.py --only "jordan, gram, float16" "you, gram, float16"    # these choices alone
 
 All choices of a seed start from the same weights and see the same bytes in the same order, so the difference of two of
 them is what the choice did. How far apart two seeds are says what that difference is worth. One process, not compiled:
@@ -99,8 +100,9 @@ def summarize(runs: list[dict]) -> list[dict]:
     first choice."""
     last = {(Choice(**run["choice"]), run["seed"]): run["last"] for run in runs}
     rows = []
-    for choice in CHOICES:
-        base = next(c for c in CHOICES if c.coefficients == choice.coefficients)
+    chosen = [choice for choice in CHOICES if any(choice == c for c, _ in last)]
+    for choice in chosen:
+        base = next(c for c in chosen if c.coefficients == choice.coefficients)
         seeds = [seed for (c, seed) in last if c == choice and (base, seed) in last]
         if seeds:
             losses = [last[choice, seed] for seed in seeds]
@@ -157,6 +159,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--only", nargs="+", choices=list(map(str, CHOICES)), default=list(map(str, CHOICES)))
     parser.add_argument("--json", type=Path, default=_RESULTS / "ns_training.json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
     options = parser.parse_args(argv)
@@ -187,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     runs: list[dict] = []
     for seed in range(options.seeds):
-        for choice in CHOICES:
+        for choice in (choice for choice in CHOICES if str(choice) in options.only):
             started = time.perf_counter()
             losses = train(choice, seed, options.steps)
             last = statistics.fmean(losses[-LAST:])

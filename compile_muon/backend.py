@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError, UnsupportedModelError, warn_user
-from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes
+from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes, saved_by
 from compile_muon.passes.attend import attend, look_up_own
 from compile_muon.passes.attention import UnknownAttention, note_attention
 from compile_muon.passes.costs import Costs
@@ -128,6 +128,7 @@ class _Frame:
             gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
         order_saved_values(forward, backward, num_fwd_outputs)
+        self.ctx.saved = saved_by(forward, num_fwd_outputs)
         return forward, backward
 
     def forward(

@@ -63,8 +63,8 @@ class MuonZero(Optimizer):
         lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW's groups.
         adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
-        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape; None for the
-            method's own.
+        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape, or a number in
+            place of the 0.2 of the second; None for the method's own.
         momentum_dtype: what momenta are kept in: "bfloat16", "8bit", or None for as the master weights.
         qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
             queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
@@ -75,7 +75,7 @@ class MuonZero(Optimizer):
         groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
             mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
             ones must then be in one).
-        ns_steps, ns_coefficients, ns_method, ns_dtype, ns_backend, ns_memory_limit: how Newton-Schulz runs;
+        ns_steps, ns_coefficients, ns_method, ns_dtype, ns_eps, ns_backend, ns_memory_limit: how Newton-Schulz runs;
             ``ns_steps`` None for as many steps as the coefficients have.
         stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
@@ -127,7 +127,7 @@ class MuonZero(Optimizer):
         adamw_eps: float = AdamWConfig.eps,
         adamw_weight_decay: float = AdamWConfig.weight_decay,
         adamw_decay_vectors: bool = AdamWConfig.decay_vectors,
-        adjust_lr: str | None = MuonConfig.adjust_lr,
+        adjust_lr: str | float | None = MuonConfig.adjust_lr,
         momentum_dtype: str | None = MuonConfig.momentum_dtype,
         qk_clip: float | None = MuonConfig.qk_clip,
         qk_clip_alpha: float = MuonConfig.qk_clip_alpha,
@@ -142,8 +142,9 @@ class MuonZero(Optimizer):
         ns_coefficients: str | Sequence[Any] = NSConfig.coefficients,
         ns_method: str = NSConfig.method,
         ns_dtype: str | torch.dtype = NSConfig.dtype,
+        ns_eps: float = NSConfig.eps,
         ns_backend: str = NSConfig.backend,
-        ns_memory_limit: int = NSConfig.memory_limit,
+        ns_memory_limit: int | str = NSConfig.memory_limit,
         stage: int = ZeroConfig.stage,
         shard_state_over: str = ZeroConfig.shard_state_over,
         offload: str | Mapping[str, Any] | OffloadConfig | None = ZeroConfig.offload,

@@ -6,9 +6,11 @@ import torch
 
 from .stability import Triple
 
-__all__ = ["MEMORY_LIMIT", "Plan"]
+__all__ = ["AUTO_LIMIT", "MEMORY_LIMIT", "Plan"]
 
 MEMORY_LIMIT = 2**30
+#: to the operator: MEMORY_LIMIT, or what a graph that it is part of has room for
+AUTO_LIMIT = -1
 
 
 @dataclass(frozen=True)

@@ -61,21 +61,20 @@ class CoefficientSet:
         chosen = choose_restarts(self.steps, _HALF.get(dtype, FLOAT32))
         return tuple(range(1, len(self.steps))) if chosen is None else chosen
 
-    @property
-    def survives_bfloat16(self) -> bool:
-        """Whether bfloat16 rounding keeps every singular value where the schedule contracts, in either form."""
-        return survives_rounding(self.steps, self.safety, BFLOAT16)
+    def survives(self, dtype: torch.dtype) -> bool:
+        """Whether rounding to ``dtype`` keeps every singular value where the schedule contracts, in either form."""
+        precision = _HALF.get(dtype)
+        return precision is None or survives_rounding(self.steps, self.safety, precision)
 
     def gram_is_stable(self, dtype: torch.dtype) -> bool:
         """Whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
         precision = _HALF.get(dtype)
         if precision is None:
             return True
-        restartable = choose_restarts(self.steps, precision) is not None
-        return restartable and survives_rounding(self.steps, self.safety, precision)
+        return choose_restarts(self.steps, precision) is not None and self.survives(dtype)
 
     def gram_is_accurate(self, dtype: torch.dtype) -> bool:
-        """Whether the gram form is about as accurate as the standard form in ``dtype`` (see ``stability``)."""
+        """Whether the gram form's error in ``dtype`` is as small as it has to be for "auto" (see ``stability``)."""
         precision = _HALF.get(dtype)
         return self.gram_is_stable(dtype) and (precision is None or factors_are_accurate(self.steps, precision))
 

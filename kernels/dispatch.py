@@ -25,6 +25,7 @@ __all__ = [
     "check_backend",
     "orthogonalize",
     "resolve_dtype",
+    "symmetric_kernels",
 ]
 
 BACKENDS = ("auto", "aten", "triton", "quack")
@@ -40,9 +41,9 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype Newton-Schulz computes in and returns.
 
-    "auto" is float32 off CUDA, for most CPUs have no fast half-precision product. On CUDA it is bfloat16, in which
-    torch.optim.Muon computes, but float16 for ``method`` "gram": an eighth of bfloat16's error at the same speed, where
-    nothing asks for torch's bits. ``coefficients`` that do not survive that dtype make it float32.
+    "auto" is float32 off CUDA, for most CPUs have no fast half-precision product. On CUDA it is float16: an eighth of
+    the error of bfloat16, in which torch.optim.Muon computes, at the same speed. ``coefficients`` that do not survive
+    it make it float32.
 
     Args:
         dtype: "auto", one of the four floating dtypes, or its name.
@@ -59,11 +60,11 @@ def resolve_dtype(
     if dtype == "auto":
         if torch.device(device).type != "cuda":
             return torch.float32
-        if method == "gram":
-            survives = coefficients is None or coefficients.gram_is_stable(torch.float16)
-            return torch.float16 if survives else torch.float32
-        survives = coefficients is None or coefficients.survives_bfloat16
-        return torch.bfloat16 if survives else torch.float32
+        if coefficients is None:
+            return torch.float16
+        half = torch.float16
+        survives = coefficients.gram_is_stable(half) if method == "gram" else coefficients.survives(half)
+        return half if survives else torch.float32
     names = ", ".join(map(repr, DTYPES))
     raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
 
@@ -71,8 +72,9 @@ def resolve_dtype(
 def admissible_method(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
     """``method``, with "auto" kept only where standard and gram are about equally accurate.
 
-    They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then at
-    most 3.2 times the standard form's, mostly the same, on the spectra of tests/kernels/test_accuracy.py. Elsewhere
+    They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then less
+    than the bfloat16 standard form's (float16), or at most 3.2 times that (bfloat16), on the spectra of
+    tests/kernels/test_accuracy.py. Elsewhere
     (cans in float16, polar_express in bfloat16) "auto" becomes "standard".
 
     Args:
@@ -87,7 +89,7 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
-    if dtype == torch.bfloat16 and not coefficients.survives_bfloat16:
+    if dtype == torch.bfloat16 and not coefficients.survives(torch.bfloat16):
         raise ValueError(
             f"dtype=bfloat16 with coefficients {coefficients.name!r} diverges: their steps reach the edge of what "
             "the next step contracts; use dtype='float32', or other coefficients"
@@ -101,7 +103,8 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
 
 
 def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
-    """Whichever form takes fewer operations: gram above an aspect ratio of 1.5, or 4/3 with symmetric products halved.
+    """Whichever form takes fewer operations: gram above an aspect ratio of 1.5, or from 4/3 on with symmetric products
+    halved, where as many operations are fewer launches.
 
     Args:
         rows, cols: of the matrix, in either order.
@@ -112,7 +115,28 @@ def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric
     """
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
     gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
-    return "gram" if gram < standard_flops(k, l, steps, symmetric=symmetric) else "standard"
+    standard = standard_flops(k, l, steps, symmetric=symmetric)
+    return "gram" if gram < standard or (symmetric and gram == standard) else "standard"
+
+
+def symmetric_kernels(dtype: torch.dtype, device: torch.device | str, backend: str) -> bool:
+    """Whether products of ``dtype`` on ``device`` compute one triangle of what is symmetric.
+
+    Where there is no GPU, the answer is that of one which ``gpu/tiles.json`` has: for plans, which are made on CPUs,
+    and for half precision on these, which has the same form there.
+
+    Args:
+        dtype: that Newton-Schulz computes in.
+        device: where it will run.
+        backend: "auto", "aten", "triton" or "quack".
+    """
+    device = torch.device(device)
+    if backend == "aten" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if backend == "quack" or device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    gpu = triton_kernels()
+    return gpu is not None and gpu.products_on(device) is not None
 
 
 def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) -> None:

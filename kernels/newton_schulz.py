@@ -41,7 +41,7 @@ def newton_schulz(
             two where they are about equally accurate.
         coefficients: a name, a triple or triples, see :func:`resolve_coefficients`.
         steps: how many, or None for as many as the coefficients have.
-        dtype: that the products run in; "auto" is bfloat16 on CUDA (float16 for "gram"), float32 elsewhere.
+        dtype: that the products run in; "auto" is float16 on CUDA, float32 elsewhere.
         eps: a matrix smaller than that stays small; 0 makes the result independent of scale.
         backend: "aten" (cuBLAS on GPUs), "triton", or "quack" where that library is installed; "auto" is whichever is
             expected to be fastest on the device and at the shape.

@@ -4,9 +4,9 @@
                   str backend, int memory_limit) -> Tensor[]
 
 xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients`` is a, b, c of every step,
-flat. ``method`` and the rest are the fields of ``plan.Plan``. Results are new contiguous tensors of the inputs' shapes
-in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what happens inside: inlined bfloat16 steps
-drift from eager ones by about 5e-3 after four steps.
+flat. ``method`` and the rest are the fields of ``plan.Plan``, ``memory_limit`` also ``AUTO_LIMIT``. Results are new
+contiguous tensors of the inputs' shapes in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what
+happens inside: inlined bfloat16 steps drift from eager ones by about 5e-3 after four steps.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call_plan import Plan
+from .call_plan import AUTO_LIMIT, MEMORY_LIMIT, Plan
 from .dispatch import DTYPES, cheaper_method, orthogonalize
 from .operations import gram_flops, standard_flops
 
@@ -54,7 +54,8 @@ def plan_of(
 ) -> Plan:
     """The plan that :func:`arguments` makes these of."""
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
-    return Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts), backend, memory_limit)
+    limit = MEMORY_LIMIT if memory_limit == AUTO_LIMIT else memory_limit
+    return Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts), backend, limit)
 
 
 @newton_schulz_op.register_fake

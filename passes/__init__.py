@@ -14,6 +14,7 @@ from .half.gradients import reduced_grads
 from .half.insert_orthogonalize import INSERT_ORTHOGONALIZE
 from .half.lower import LOWER
 from .half.refresh import AWAIT_REFRESH
+from .half.room import ROOM, saved_by
 from .half.schedule import SCHEDULE
 from .half.verify import VERIFY
 from .joint.deduplicate import DEDUPLICATE
@@ -34,6 +35,7 @@ __all__ = [
     "ReducedGrad",
     "reduced_grads",
     "run_passes",
+    "saved_by",
 ]
 
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
@@ -43,6 +45,7 @@ HALF_PASSES: tuple[GraphPass, ...] = (
     LOWER,
     SCHEDULE,
     AWAIT_REFRESH,
+    ROOM,
     VERIFY,
     ANNOTATE,
 )

@@ -73,6 +73,10 @@ class PassContext:
         request: backward graphs only: what to do with each gradient.
         user_outputs: forward graphs only: how many outputs, the first ones, are the model's; the rest is saved for
             backward.
+        saved: backward graphs only: inputs that forward made for this graph alone, by name, to names of their memory;
+            several may be views of one.
+        left: bytes that backward has held beside what it returns, and holds no more behind it: filled by room for a
+            backward graph, read by it for a step graph.
         timings: seconds per pass, filled by the runner.
         exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
     """
@@ -83,6 +87,8 @@ class PassContext:
     costs: Costs = Costs()
     request: BackwardRequest | None = None
     user_outputs: int = 0
+    saved: dict[str, str] = field(default_factory=dict)
+    left: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     exchange_bytes: int = 0
 

@@ -44,9 +44,9 @@ class MuonSpec:
         coefficients: flattened ``(a, b, c)`` triples, one per Newton-Schulz step.
         safety: factor on the Frobenius norm before the first step.
         restarts: gram-form restart points (steps after which R is recomputed).
-        dtype: compute dtype of Newton-Schulz, and of the matrices on the wire.
+        dtype: compute dtype of Newton-Schulz, and of directions on the wire.
         eps: lower bound of the norm.
-        memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results.
+        memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results, or ``AUTO_LIMIT``.
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
         algorithm: name of the method (:mod:`compile_muon.passes.methods`).

@@ -18,7 +18,7 @@ from compile_muon.config.checks import FILLED
 from compile_muon.config.deepspeed import load_config, read_all
 from compile_muon.config.groups import GroupConfig
 from compile_muon.config.sections import AT_THE_TOP, PARAM_ALIASES, SECTIONS
-from compile_muon.config.settings import ARGUMENTS, Config, NSConfig
+from compile_muon.config.settings import ARGUMENTS, Config
 from compile_muon.errors import ConfigError, config_error
 
 __all__ = ["convert", "run"]
@@ -84,8 +84,6 @@ def _written(config: Config) -> dict[str, Any]:
         for argument, (owner, name) in ARGUMENTS.items()
         if getattr(parts[owner], name) != owner.__dataclass_fields__[name].default
     }
-    if config.muon.ns.eps != NSConfig.eps:
-        raise config_error("NSConfig.eps", config.muon.ns.eps, "is no key of a config", "leave it out")
     if callable(config.muon_params):
         raise config_error("muon_params", config.muon_params, "is no list of patterns", 'write ["pattern", ...]')
     top = {key: given.pop(key) for key in AT_THE_TOP if key in given}

@@ -246,7 +246,7 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in _SHARED:
             _put(given, PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
-    if "lr" in params and "adamw_lr" not in given.values and params.get("adjust_lr") != "match_rms_adamw":
+    if "lr" in params and "adamw_lr" not in given.values and not _matches_adamw(params.get("adjust_lr")):
         given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
     for key in _SHARED:
         if key in params:
@@ -256,6 +256,10 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
                 for argument in (key, f"adamw_{key}"):
                     if argument not in given.values:
                         given.put(argument, value, path)
+
+
+def _matches_adamw(adjust_lr: object) -> bool:
+    return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
 
 
 def _one_rate(path: str, value: object, remedy: str = "write a list of the two") -> str:

@@ -14,10 +14,10 @@ _BETA2 = 'write method="normuon" with rates={"beta2": 0.95}; of AdamW, adamw_bet
 
 #: Argument of another optimizer -> what to write here.
 OF_OPTIMIZERS: dict[str, str] = {
-    "adjust_lr_fn": 'write adjust_lr, "original" or "match_rms_adamw"',
+    "adjust_lr_fn": 'write adjust_lr, "original", "match_rms_adamw" or the factor of the latter',
     "betas": "write adamw_betas; Muon's own factor is momentum",
-    "eps": "write adamw_eps; that of Newton-Schulz is fixed",
-    "epsilon": "write adamw_eps; that of Newton-Schulz is fixed",
+    "eps": "write adamw_eps; that of Newton-Schulz is ns_eps",
+    "epsilon": "write adamw_eps; that of Newton-Schulz is ns_eps",
     "muon_lr": "write lr, which is Muon's alone",
     "adam_lr": "write adamw_lr",
     "mu": "write momentum",

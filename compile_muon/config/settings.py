@@ -41,7 +41,6 @@ from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
 from compile_muon.config.offload import OffloadConfig, check_offload, check_offload_param
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, METHODS
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, method_names
@@ -97,6 +96,16 @@ def _triple(field: str, row: Sequence, shape: str) -> tuple[float, float, float]
     return a, b, c
 
 
+def _check_limit(field: str, value: object) -> int | str:
+    return "auto" if value == "auto" else check_integer(field, value, low=0)
+
+
+def _check_scale(field: str, value: object) -> str | float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return check_real(field, value, positive=True)
+    return check_choice(field, value, ("original", "match_rms_adamw", "spectral"))
+
+
 @dataclass(frozen=True)
 class NSConfig(Checked):
     """Newton-Schulz orthogonalization.
@@ -110,18 +119,19 @@ class NSConfig(Checked):
         method: "standard" iterates on the matrix, "gram" on its Gram matrix, "auto" lets the cost formulas choose.
         dtype: compute dtype "bfloat16" | "float16" | "float32" | "float64", or "auto". torch dtypes and short names
             ("bf16") are accepted and stored as the canonical name.
-        eps: lower bound of the Frobenius norm the matrix is divided by.
+        eps: lower bound of the Frobenius norm the matrix is divided by; 0 for directions that do not depend on scale.
         backend: "aten", "triton", "quack", or "auto" for whichever is expected to be fastest.
         memory_limit: bytes that Newton-Schulz on a GPU may hold beside inputs and results; one matrix is always taken.
+            "auto" for what backward has held and holds no more, 1 GiB at least.
     """
 
     steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
     coefficients: str | tuple = setting("jordan", _check_coefficients)
     method: str = setting("auto", check_choice, allowed=METHODS)
     dtype: str = setting("auto", check_dtype_name, extra=("auto",))
-    eps: float = setting(1e-7, check_real, positive=True)
+    eps: float = setting(1e-7, check_real)
     backend: str = setting("auto", check_choice, allowed=BACKENDS)
-    memory_limit: int = setting(MEMORY_LIMIT, check_integer, low=0)
+    memory_limit: int | str = setting("auto", _check_limit)
 
     def contradictions(self) -> Iterator[ConfigError]:
         """A schedule that is only right as a whole, and a number of steps that it does not have."""
@@ -145,7 +155,8 @@ class MuonConfig(Checked):
         momentum: EMA factor.
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
-        adjust_lr: "original" | "match_rms_adamw" | "spectral", or None for the method's own: "original" but of AdaMuon.
+        adjust_lr: "original" | "match_rms_adamw" | "spectral", a number in place of the 0.2 of "match_rms_adamw", or
+            None for the method's own: "original" but of AdaMuon.
         momentum_dtype: what momenta are kept in: "bfloat16" (rounded by chance), "8bit", or None for as master weights.
         qk_clip: largest logit of attention that a step leaves as it is (MuonClip), None for any.
         qk_clip_alpha: how much of the scaling is of the queries; the rest is of the keys.
@@ -156,11 +167,16 @@ class MuonConfig(Checked):
     momentum: float = setting(0.95, check_real, below=1.0)
     nesterov: bool = setting(True, check_boolean)
     weight_decay: float = setting(0.1, check_real)
-    adjust_lr: str | None = setting(None, check_choice, none=True, allowed=("original", "match_rms_adamw", "spectral"))
+    adjust_lr: str | float | None = setting(None, _check_scale, none=True)
     momentum_dtype: str | None = setting(None, check_choice, none=True, allowed=("bfloat16", "8bit"))
     qk_clip: float | None = setting(None, check_real, none=True, positive=True)
     qk_clip_alpha: float = setting(0.5, check_real, below=1.0)
     ns: NSConfig = setting(NSConfig(), check_instance, kind=NSConfig)
+
+    @property
+    def matches_adamw(self) -> bool:
+        """Whether updates have the same root mean square whatever the shape, as AdamW's have."""
+        return self.adjust_lr == "match_rms_adamw" or isinstance(self.adjust_lr, float)
 
 
 @dataclass(frozen=True)
@@ -431,7 +447,7 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
     prefix + f.name: (owner, f.name)
     for owner, prefix in ((MuonConfig, ""), (AdamWConfig, "adamw_"), (NSConfig, "ns_"), (ZeroConfig, ""))
     for f in fields(owner)
-    if (owner, f.name) not in ((MuonConfig, "ns"), (NSConfig, "eps"))
+    if (owner, f.name) != (MuonConfig, "ns")
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
 
 #: and those that no config can say

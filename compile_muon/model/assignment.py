@@ -168,22 +168,26 @@ def _plain_adamw(name: str, param: nn.Parameter) -> Assignment:
     return Assignment(name, "adamw", "optimizer.type is AdamW", None)
 
 
-def lr_scale(adjust_lr: str, rows: int, cols: int) -> float:
+def lr_scale(adjust_lr: str | float, rows: int, cols: int) -> float:
     """The factor on lr for one [rows, cols] matrix; for the first two, bitwise that of ``torch.optim.Muon``.
 
     ========================  ============================
     ``original``              sqrt(max(1, rows / cols))
     ``match_rms_adamw``       0.2 * sqrt(max(rows, cols))
     ``spectral``              sqrt(rows / cols)
+    a number                  that * sqrt(max(rows, cols))
     ========================  ============================
 
-    ``rows`` and ``cols`` are those of :attr:`Assignment.matrix`, never of a shard: [out, rest] of a convolution, one
-    expert of a stack. As in torch they are taken as stored, so for Hugging Face's ``Conv1D`` rows is *in*.
+    The second and the last give updates a root mean square of 0.2 lr, or of the number's (DeepSeek-V4: 0.18). ``rows``
+    and ``cols`` are those of :attr:`Assignment.matrix`, never of a shard: [out, rest] of a convolution, one expert of a
+    stack. As in torch they are taken as stored, so for Hugging Face's ``Conv1D`` rows is *in*.
     """
     if adjust_lr == "original":
         return math.sqrt(max(1, rows / cols))
     if adjust_lr == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
+        adjust_lr = 0.2
+    if isinstance(adjust_lr, float):
+        return adjust_lr * math.sqrt(max(rows, cols))
     if adjust_lr == "spectral":
         return math.sqrt(rows / cols)
     raise config_error(

@@ -153,7 +153,7 @@ def warn_of_shared_rates(config: Config, groups: Sequence[Group], own: GroupConf
     for given in (*config.groups, *([] if own is None else [own])):
         rate, mine = dict(given.rates).get("lr"), [group for group in groups if group.configured == given.name]
         others = [group for group in mine if isinstance(group.method, ElementMethod)]
-        if rate is None or given.method is not None or not others or config.muon.adjust_lr == "match_rms_adamw":
+        if rate is None or given.method is not None or not others or config.muon.matches_adamw:
             continue
         if len(others) < len(mine) or float(rate) >= 10 * AdamWConfig.lr:
             names = listed([name for group in others for name in group.members])

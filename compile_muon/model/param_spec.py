@@ -9,7 +9,8 @@ from torch import Tensor
 
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
-from compile_muon.kernels.dispatch import cheaper_method
+from compile_muon.kernels.call_plan import AUTO_LIMIT
+from compile_muon.kernels.dispatch import cheaper_method, symmetric_kernels
 from compile_muon.kernels.newton_schulz import make_plan
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
@@ -45,7 +46,8 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
     method = plan.method
     if method == "auto":
-        method = cheaper_method(*most, len(plan.steps), len(plan.restarts))
+        symmetric = symmetric_kernels(plan.dtype, device, ns.backend)
+        method = cheaper_method(*most, len(plan.steps), len(plan.restarts), symmetric=symmetric)
     world = layout.owner_group.size * layout.replica_group.size
     apart = layout.sharded or not layout.expert.alone
     # Whole matrices already: one process, or experts where they live.
@@ -66,7 +68,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         eps=ns.eps,
         exchange="local" if local else "owner",
         backend=ns.backend,
-        memory_limit=ns.memory_limit,
+        memory_limit=AUTO_LIMIT if isinstance(ns.memory_limit, str) else ns.memory_limit,
         algorithm=assignment.algorithm,
         view=view,
         fetched=assignment.fetched,

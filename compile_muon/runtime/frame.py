@@ -284,4 +284,5 @@ class BackwardGraph:
                 self._variants[request] = self.lowering(gm, self.inputs, ctx)
             if accounts:
                 accounts[0].ledger.counters.graphs += 1
+                accounts[0].ledger.left = max(accounts[0].ledger.left, ctx.left)
         return self._variants[request]

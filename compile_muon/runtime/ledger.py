@@ -101,6 +101,7 @@ class Ledger:
         notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
         heads: which of how many equal parts of the heads this rank has where ranks share sequences.
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
+        left: bytes that a backward graph has held, and holds no more in ``step()``.
     """
 
     accumulation_steps: int | None
@@ -120,6 +121,7 @@ class Ledger:
     notes_logits: bool = False
     heads: tuple[int, int] = (0, 1)
     gathers: tuple[Any, Any] | None = None
+    left: int = 0
     _expected: int | None = None
     _steps_unseen: int = 0
     _warned: set[str] = field(default_factory=set)

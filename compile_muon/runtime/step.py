@@ -119,7 +119,7 @@ class Step:
     compares: bool
     check_model: Callable[[], None]
     handouts: Handouts
-    scale: Callable[[str, int, int], float]
+    scale: Callable[[str | float, int, int], float]
     differing_batches: Callable[[], str] = str
     home: Lender | None = None
     fetches: dict[Account, int] = field(default_factory=dict)

@@ -97,7 +97,9 @@ class StepGraphs:
         fake = FakeTensorMode()
         with fresh_context(fake):
             gm, inputs = _build(accounts, fake)
-            ctx = PassContext(Half.STEP, f"step{len(self._compiled)}", options, accounts[0].ledger.costs)
+            ledger = accounts[0].ledger
+            title = f"step{len(self._compiled)}"
+            ctx = PassContext(Half.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
             lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
             return lowering(gm, inputs, ctx)
 

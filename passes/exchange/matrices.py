@@ -15,9 +15,13 @@ __all__ = ["as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
-    """Matrices travel in the compute dtype, except to float16: it may only be cast to after normalization."""
+    """Matrices travel in the compute dtype, those of float16 in bfloat16.
+
+    A gradient may be anywhere in float32's range, which float16 only has room for after normalization, at the owner.
+    Directions come back in the compute dtype: no entry of one is far from 1/√l.
+    """
     dtype = decode_dtype(muon.dtype)
-    return torch.float32 if dtype is torch.float16 else dtype
+    return torch.bfloat16 if dtype is torch.float16 else dtype
 
 
 def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:

@@ -91,11 +91,12 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
     """Indices of neighbours that are exchanged and orthogonalized together, ordered by the last of each.
 
     About as many bytes of matrices for each rank as the cost model finds best (:data:`~..formulas.BUCKET_BYTES`), up to
-    ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. But a matrix for each rank at least, since
-    one with a single owner arrives as fast as that owner's link lets it; or where directions are handed round among
-    replicas, which takes longer, one for each of these. And rather as many as fill the device of each
-    (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left. Momenta that are fetched arrive for a bucket at
-    once: there are ``_FETCHES`` then, so that they come all along backward.
+    ``cap_bytes``, or less where that would make fewer than ``_EXCHANGES``. One rank, which sends nothing, has each
+    matrix once where others have what they send beside what they receive: there it is up to twice as many. But a matrix
+    for each rank at least, since one with a single owner arrives as fast as that owner's link lets it; or where
+    directions are handed round among replicas, which takes longer, one for each of these. And rather as many as fill
+    the device of each (:attr:`Costs.fill_entries`), as long as ``_EXCHANGES`` are left. Momenta that are fetched arrive
+    for a bucket at once: there are ``_FETCHES`` then, so that they come all along backward.
     """
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -110,7 +111,7 @@ def bucket_matrices(specs: Sequence[ParamSpec], costs: Costs, cap_bytes: int) ->
         copies = first.layout.replica_group.size
         sent = total * (copies - 1) if copies > 1 else total
         best = max(bucket_bytes(sent, exchange_start(first.layout, costs)), _SMALLEST)
-        least = math.ceil(total / cap_bytes)
+        least = math.ceil(total / (cap_bytes if ranks > 1 else 2 * cap_bytes))
         count = least
         if ranks > 1:
             count = max(least, math.ceil(sent / best), min(_EXCHANGES, int(total / _SMALLEST)))

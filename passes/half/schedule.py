@@ -330,4 +330,6 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-SCHEDULE = GraphPass("schedule", _schedule, requires=("lower",), conflicts=("await_refresh", "verify"), halves=LOWERED)
+SCHEDULE = GraphPass(
+    "schedule", _schedule, requires=("lower",), conflicts=("await_refresh", "room", "verify"), halves=LOWERED
+)

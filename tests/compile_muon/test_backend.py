@@ -226,7 +226,7 @@ def test_dump_folder(tmp_path):
     for graph, passes in {
         "joint": ["before", "deduplicate", "recompute"],
         "forward": ["before", "deduplicate", "lower", "schedule", "await_refresh", "verify"],
-        "backward.speculate": ["before", "deduplicate", "insert_orthogonalize", "lower", "schedule", "verify"],
+        "backward.speculate": ["before", "deduplicate", "insert_orthogonalize", "lower", "schedule", "room", "verify"],
     }.items():
         found = [n.split(".")[-2] for n in names if f".{graph}" in n]
         assert [f.split("_", 1)[1] for f in found][: len(passes)] == passes, (graph, names)

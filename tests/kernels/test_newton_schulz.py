@@ -266,11 +266,10 @@ def test_list_of_nothing():
 
 def test_auto_dtype():
     assert resolve_dtype("auto", "cpu") == torch.float32
-    assert resolve_dtype("auto", torch.device("cuda", 0)) == torch.bfloat16
-    assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"]) == torch.bfloat16
-    assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"]) == torch.float32
-    assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"], "gram") == torch.float16
-    assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"], "gram") == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda", 0)) == torch.float16
+    for method in ("auto", "standard", "gram"):
+        assert resolve_dtype("auto", "cuda", COEFFICIENTS["jordan"], method) == torch.float16
+        assert resolve_dtype("auto", "cuda", COEFFICIENTS["cans"], method) == torch.float32
     assert resolve_dtype("auto", "cpu", COEFFICIENTS["jordan"], "gram") == torch.float32
     assert resolve_dtype("float16", "cpu") == resolve_dtype(torch.float16, "cuda") == torch.float16
 
@@ -295,6 +294,9 @@ def test_where_gram_is_cheaper_does_not_depend_on_restarts(restarts):
         (134, True, "gram"),
     ):
         assert cheaper_method(100, cols, 5, len(restarts), symmetric=symmetric) == method
+    assert cheaper_method(100, 133, 5, len(restarts), symmetric=True) == "standard"
+    assert cheaper_method(300, 400, 5, len(restarts), symmetric=True) == "gram"  # as many operations
+    assert cheaper_method(200, 300, 5, len(restarts)) == "standard"
 
 
 def test_auto_is_standard_where_gram_is_less_accurate():

@@ -27,11 +27,11 @@ def relative_error(value, exact):
 
 
 RESTARTS = {
-    "jordan": {"float16": (2, 4), "bfloat16": (2, 4), "float32": (3,)},  # published for float16: (3,)
+    "jordan": {"float16": (3,), "bfloat16": (2, 4), "float32": (3,)},  # published for float16: (3,)
     "you": {"float16": (2,), "bfloat16": (1, 3), "float32": (2,)},  # published for float16: (2,)
     "polar_express": {"float16": (2,), "bfloat16": (1, 3), "float32": (2,)},  # published for float16: (2,)
     "cans": {"float32": (2,)},
-    "deepseek_v4": {"float16": (2, 4, 6, 8), "bfloat16": (2, 4, 6, 8), "float32": (3, 6)},
+    "deepseek_v4": {"float16": (3, 6, 9), "bfloat16": (2, 4, 6, 8), "float32": (3, 6)},
 }
 
 
@@ -45,7 +45,7 @@ def test_restarts(name):
 
 def test_short_schedules_need_no_restart_and_long_ones_several():
     assert resolve_coefficients("jordan", 2).gram_restarts(torch.float16) == ()
-    assert resolve_coefficients("jordan", 10).gram_restarts(torch.float16) == (2, 4, 6, 8)
+    assert resolve_coefficients("jordan", 10).gram_restarts(torch.float16) == (3, 6, 9)
     assert resolve_coefficients("jordan", 3).gram_restarts(torch.float32) == ()
 
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from compile_muon.kernels import quack
 from compile_muon.kernels.batching import Stack, batch_bytes, chunked
+from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 from compile_muon.kernels.dispatch import cheaper_method
 from compile_muon.kernels.gpu.arena import list_bytes, work_bytes
 from compile_muon.kernels.iterations import FORMS
@@ -187,7 +188,8 @@ class _Call:
     """
 
     def __init__(self, node: Node, machine: Machine) -> None:
-        _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, self.limit, *_ = node.args
+        _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, limit, *_ = node.args
+        self.limit: int = MEMORY_LIMIT if limit == AUTO_LIMIT else limit
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
         self.symmetric = machine.device == "cuda" and self.dtype in _HALF and backend != "aten"
         self.by_shape = self.symmetric and backend == "quack"

@@ -14,8 +14,8 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_muon.passes.aliases import base, is_free, mutated, nbytes
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.planning.simulate.aliases import base, is_free, mutated, nbytes
 
 __all__ = ["function_entries", "kernels", "moved_bytes"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
+from compile_muon.passes.aliases import base, nbytes
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.pipeline import Half
 from compile_muon.passes.work import Category, work_of
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.aliases import base, nbytes
 from compile_muon.planning.simulate.cost import workspace_bytes
 
 __all__ = ["ACTIVATIONS", "EXCHANGE", "GATHERED", "GRADIENTS", "INTERMEDIATES", "STEP", "Held", "Memory"]

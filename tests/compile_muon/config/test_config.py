@@ -254,8 +254,7 @@ BAD_FIELDS = [
     (NSConfig, "dtype", "int8", "bfloat16"),
     (NSConfig, "dtype", torch.int8, "bfloat16"),
     (NSConfig, "dtype", None, "bfloat16"),
-    (NSConfig, "eps", 0.0, "(0, inf)"),
-    (NSConfig, "eps", -1e-7, "(0, inf)"),
+    (NSConfig, "eps", -1e-7, "[0, inf)"),
     (MuonConfig, "lr", -0.1, "[0, inf)"),
     (MuonConfig, "lr", NAN, "finite"),
     (MuonConfig, "lr", INF, "finite"),
@@ -269,6 +268,10 @@ BAD_FIELDS = [
     (MuonConfig, "nesterov", 1, "true or false"),
     (MuonConfig, "weight_decay", -1, "[0, inf)"),
     (MuonConfig, "adjust_lr", "moonshot", "match_rms_adamw"),
+    (MuonConfig, "adjust_lr", 0, "(0, inf)"),
+    (MuonConfig, "adjust_lr", True, "match_rms_adamw"),
+    (NSConfig, "memory_limit", "large", "integer"),
+    (NSConfig, "memory_limit", -1, "at least 0"),
     (MuonConfig, "ns", {"steps": 5}, "NSConfig(...)"),
     (AdamWConfig, "lr", -1.0, "[0, inf)"),
     (AdamWConfig, "betas", (0.9, 1.0), "[0, 1)"),
@@ -373,6 +376,7 @@ KWARGS = {
     "ns_coefficients": ("you", "muon.ns.coefficients", "you"),
     "ns_method": ("gram", "muon.ns.method", "gram"),
     "ns_dtype": ("fp32", "muon.ns.dtype", "float32"),
+    "ns_eps": (1e-20, "muon.ns.eps", 1e-20),
     "ns_backend": ("aten", "muon.ns.backend", "aten"),
     "ns_memory_limit": (2**20, "muon.ns.memory_limit", 2**20),
     "stage": (3, "zero.stage", 3),
@@ -807,7 +811,7 @@ def test_all_mistakes_of_compile_options_in_one_error():
 
 
 def test_all_mistakes_of_a_dataclass_in_one_error():
-    found = mistakes(lambda: NSConfig(steps=5, coefficients="deepseek_v4", method="x", eps=0))
+    found = mistakes(lambda: NSConfig(steps=5, coefficients="deepseek_v4", method="x", eps=-1))
     assert found.keys() == {"NSConfig.coefficients", "NSConfig.method", "NSConfig.eps"}
     found = mistakes(lambda: Config(MuonConfig(lr=1.0), zero=3, muon_params=["a"], algorithm="adamw"))
     assert found.keys() == {"Config.muon", "Config.zero", "Config.muon_params"}
@@ -868,7 +872,7 @@ def test_keys_of_muon_are_refused_with_adamw(key):
 
 
 def test_muon_keys_under_test_are_all_there_are():
-    expected = "momentum nesterov adjust_lr muon_params muon_lr ns_steps ns_coefficients ns_method ns_dtype"
+    expected = "momentum nesterov adjust_lr muon_params muon_lr ns_steps ns_coefficients ns_method ns_dtype ns_eps"
     expected += " ns_backend ns_memory_limit method momentum_dtype qk_clip qk_clip_alpha muon_views per_head_muon"
     expected += " split_fused"
     assert MUON_KEYS.keys() - {"lr", "weight_decay"} == set(expected.split())
@@ -982,7 +986,6 @@ def test_signature_dataclasses_and_json_have_the_same_settings():
     assert set(SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == own
     # by keyword; what is under `compile` belongs to initialize
     unreachable = {
-        "muon.ns.eps",
         "algorithm",
         "mesh",
         "scheduler",

@@ -886,6 +886,7 @@ def test_lr_scale_values():
     assert lr_scale("original", 16, 4) == 2.0
     assert lr_scale("original", 4, 16) == 1.0
     assert lr_scale("match_rms_adamw", 4, 100) == 0.2 * 10
+    assert lr_scale(0.18, 4, 100) == 0.18 * 10
     assert lr_scale("spectral", 4, 16) == 0.5
     assert lr_scale("spectral", 16, 4) == 2.0
 

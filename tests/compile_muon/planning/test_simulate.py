@@ -16,13 +16,13 @@ from torch.fx.node import map_arg
 from compile_muon.kernels.batching import batch_bytes
 from compile_muon.kernels.gpu.arena import work_bytes
 from compile_muon.passes import Half
+from compile_muon.passes.aliases import base, is_free, mutated
 from compile_muon.passes.costs import Link
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.work import Category, Work, note_work
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
-from compile_muon.planning.simulate.aliases import base, is_free, mutated
 from compile_muon.planning.simulate.cost import kernel_seconds, operations, workspace_bytes
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,15 +162,18 @@ def made(grads, momenta, specs):
 
 
 class Matrices(TorchDispatchMode):
-    """Counts what goes through Newton-Schulz."""
+    """Counts what goes through Newton-Schulz, and notes the dtypes that all-to-alls send."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
+        self.sent = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.muon_zero.newton_schulz.default:
             self.count += sum(x.shape[:-2].numel() for x in args[0])
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.sent.append(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 
@@ -221,6 +225,26 @@ def test_directions_stay_in_the_dtype_of_newton_schulz(dtype, exchange, stage, t
             assert got.untyped_storage().nbytes() == got.numel() * got.itemsize
             # 5 steps at 8 bits: errors up to 2e-2 seen
             torch.testing.assert_close(got.float(), want, atol=0.03, rtol=0.03)
+
+
+@pytest.mark.parametrize("exchange", sorted(STRATEGIES))
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_float16_matrices_travel_in_bfloat16_whatever_their_size(exchange, size, threads):
+    def body(rank, group):
+        world, rank = (1, 0) if exchange == "local" else (3, rank)
+        specs = [spec(s, world, rank, group, exchange, dtype="float16") for s in SHAPES]
+        specs = [replace(s, muon=replace(s.muon_settings, eps=0.0)) for s in specs]
+        grads = shards([g * size for g in gradients()], specs)
+        with Matrices() as noted:
+            directions = made(grads, [torch.zeros_like(g) for g in grads], specs)
+        return directions, specs, noted.sent
+
+    new = [torch.zeros_like(g).lerp(g * size, 0.05) for g in gradients()]
+    updates = [(g * size).lerp(m, 0.95).bfloat16() for g, m in zip(gradients(), new, strict=True)]
+    expected = [newton_schulz(u, dtype="float16", method="standard", eps=0.0) for u in updates]
+    for directions, specs, sent in threads(3, body):
+        assert sent == ([] if exchange == "local" else [torch.bfloat16, torch.float16])
+        assert all(map(torch.equal, directions, shards(expected, specs)))
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4])

@@ -141,6 +141,11 @@ def test_every_matrix_is_in_one_exchange_that_has_one_for_each_rank(shapes, rank
     assert len(buckets) == 1 or min(map(len, buckets)) >= ranks
 
 
+def test_one_rank_which_sends_nothing_has_twice_as_many_matrices_to_a_call():
+    alone = bucket_matrices([matrix(512, 512, 0, 1)] * 8, Costs(), 2 * MIB)  # of a mebibyte each
+    assert [len(bucket) for bucket in alone] == [4, 4]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_path):
     """In bytes that they could have gathered or reduced meanwhile: more ranks and slower links, more of them."""

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from compile_muon.passes.collectives import is_collective, is_wait
-from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
-from compile_muon.passes.torch_private import expected_size
+from .collectives import is_collective, is_wait
+from .half.refresh import AWAIT_REFRESH_OP
+from .torch_private import expected_size
 
 __all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]
 

@@ -1,0 +1,109 @@
+"""Count the kernels that Newton–Schulz of one training step launches, call by call, as a compiled step makes them.
+
+    python benchmarks/call_launches.py                                  # the 1.01 G model of train_step.py: 3 minutes
+    python benchmarks/call_launches.py --set ns_dtype=bfloat16 ns_memory_limit=1073741824
+    python benchmarks/call_launches.py --preset small                   # seconds, to see that it works
+
+Needs Triton and no GPU: the step is traced on fake tensors for one rank at stage 0 in bfloat16 on an H100, and of each
+call in its graphs launches are made, on 132 multiprocessors, and not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from gpt import GPT, PRESETS
+from torch._subclasses import FakeTensorMode
+from torch.fx import Node
+
+from compile_muon.config import FrameOptions, load_config
+from compile_muon.kernels.call_plan import Plan
+from compile_muon.kernels.gpu.grouped import orthogonalize_list
+from compile_muon.kernels.gpu.launch import Launch
+from compile_muon.kernels.gpu.newton_schulz import Products
+from compile_muon.kernels.gpu.tiles import load_tables
+from compile_muon.passes.pipeline import tensor_value
+from compile_muon.passes.spec import decode_dtype
+from compile_muon.planning import capture_step
+from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.machine import load_machine
+
+NORMALIZATION = ("partial_norms_kernel", "divide_kernel")
+
+
+def calls_of(preset: str, settings: dict[str, str | int], bucket_bytes: int) -> list[Node]:
+    """The ``muon_zero::newton_schulz`` calls of a step of this shape."""
+    shape, machine = PRESETS[preset], load_machine("h100")
+    params = {"muon_lr": 0.02, "adam_lr": 3e-4, **settings}
+    config = load_config(
+        {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "optimizer": {"params": params}}
+    )
+
+    def model() -> GPT:
+        with FakeTensorMode():
+            return GPT(shape)
+
+    tokens = torch.zeros(shape.batch, shape.context, dtype=torch.long)
+    options = FrameOptions(codegen="inductor", bucket_bytes=bucket_bytes)
+    step = capture_step(
+        model, (tokens, tokens), world=1, rank=0, config=planned_for(config, machine, "h100"), options=options
+    )
+    op = torch.ops.muon_zero.newton_schulz.default
+    return [node for played in step.graphs for node in played.gm.graph.find_nodes(op="call_function", target=op)]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Launches are counted by kernel, and not run."""
+    found: Counter[str] = Counter()
+    run = Launch.run
+    Launch.run = lambda launch: found.update([launch.kernel.fn.__name__])  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        Launch.run = run  # type: ignore[method-assign]
+
+
+def launches(call: Node) -> Counter[str]:
+    """Of one call, by kernel."""
+    xs, coefficients, method, dtype, eps, safety, restarts, _, limit = call.args
+    triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+    plan = Plan(triples, method, decode_dtype(dtype), eps, safety, tuple(restarts), "triton", limit)
+    values = [torch.empty(tensor_value(x).shape, dtype=tensor_value(x).dtype) for x in xs]
+    with counted() as found:
+        orthogonalize_list(values, plan, Products(load_tables()["sm_90"], 132))
+    return found
+
+
+def setting(text: str) -> tuple[str, str | int]:
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdigit() else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="1b", choices=list(PRESETS))
+    parser.add_argument(
+        "--bucket-bytes", type=int, default=FrameOptions().bucket_bytes, help="of torch.compile's options"
+    )
+    parser.add_argument("--set", nargs="*", type=setting, default=[], metavar="NAME=VALUE", help="of optimizer.params")
+    options = parser.parse_args()
+    total: Counter[str] = Counter()
+    for call in calls_of(options.preset, dict(options.set), options.bucket_bytes):
+        found = launches(call)
+        products = sum(count for name, count in found.items() if name not in NORMALIZATION)
+        print(
+            f"{len(call.args[0])} tensors, {call.args[2]} in {call.args[3]}, restarts {call.args[6]}, "
+            f"{call.args[8] / 2**30:.2f} GiB: {products} products"
+        )
+        total += found
+    of_norms = sum(total[name] for name in NORMALIZATION)
+    print(f"{total.total() - of_norms} launches of products, {of_norms} of normalization: {dict(total)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What a Newton-Schulz call is given: the room that backward has left behind, and a gibibyte at least."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import compile_muon
+from compile_muon.kernels.call_plan import MEMORY_LIMIT
+from compile_muon.passes.half import room
+from compile_muon.passes.pipeline import GraphPass, Half, PassContext
+from compile_muon.runtime import frame
+
+WIDTH, ROWS, LAYERS = 8, 2**12, 3
+SAVED = ROWS * WIDTH * 4 * LAYERS  # what each layer's ReLU leaves
+WEIGHTS = WIDTH * WIDTH * 4 * LAYERS
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, least: int = 0, **settings: object) -> dict[Half, list[int]]:
+    """Of the calls of a step, by graph."""
+    found: dict[Half, list[int]] = {}
+    make_room = room.ROOM.rewrite
+
+    def noting(gm: torch.fx.GraphModule, ctx: PassContext) -> torch.fx.GraphModule:
+        gm = make_room(gm, ctx)
+        calls = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
+        found.setdefault(ctx.half, []).extend(call.args[8] for call in calls)
+        return gm
+
+    passes = tuple(GraphPass(p.name, noting, halves=p.halves) if p is room.ROOM else p for p in frame.HALF_PASSES)
+    monkeypatch.setattr(frame, "HALF_PASSES", passes)
+    monkeypatch.setattr(room, "MEMORY_LIMIT", least)
+    model = Deep()
+    optimizer = compile_muon.MuonZero(model, stage=0, **settings)
+    run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
+    run(torch.zeros(ROWS, WIDTH)).backward()
+    optimizer.step()
+    return {half: own for half, own in found.items() if own}
+
+
+def test_a_call_in_backward_has_what_forward_had_saved(monkeypatch):
+    """Less what there is beside it: gradients, momenta's updates, directions."""
+    (limit,) = limits(monkeypatch)[Half.BACKWARD]
+    assert SAVED - 4 * WEIGHTS <= limit <= SAVED
+
+
+def test_a_call_in_step_has_it_too(monkeypatch):
+    (limit,) = limits(monkeypatch, update="step")[Half.STEP]
+    assert SAVED - 4 * WEIGHTS <= limit <= SAVED
+
+
+def test_it_is_a_gibibyte_at_least(monkeypatch):
+    assert limits(monkeypatch, MEMORY_LIMIT) == {Half.BACKWARD: [MEMORY_LIMIT]}
+
+
+def test_what_is_asked_for_is_what_a_call_gets(monkeypatch):
+    assert limits(monkeypatch, ns_memory_limit=12345) == {Half.BACKWARD: [12345]}
+
+
+def node(graph, target, *args, shape=None):
+    made = graph.call_function(target, args)
+    if shape is not None:
+        made.meta["val"] = torch.empty(shape, device="meta")
+    return made
+
+
+def test_saved_are_values_that_forward_made_for_backward_alone():
+    """No input, which is the model's; nothing that is returned as well, which the loop may keep; views of one by it."""
+    graph = torch.fx.Graph()
+    weight = graph.placeholder("weight")
+    weight.meta["val"] = torch.empty(4, 4, device="meta")
+    hidden = node(graph, torch.ops.aten.relu.default, weight, shape=(4, 4))
+    turned, flat = (node(graph, torch.ops.aten.t.default, x, shape=(4, 4)) for x in (hidden, weight))
+    result = node(graph, torch.ops.aten.exp.default, hidden, shape=(4, 4))
+    graph.output((result, result, hidden, turned, flat, weight))
+    forward = torch.fx.GraphModule(nn.Module(), graph)
+    assert room.saved_by(forward, 1) == {hidden.name: hidden.name, turned.name: hidden.name}
+
+
+def test_memory_lives_from_its_maker_to_its_last_reader():
+    graph = torch.fx.Graph()
+    saved, other, weight = (graph.placeholder(name) for name in ("saved", "other", "weight"))
+    for x in (saved, other, weight):
+        x.meta["val"] = torch.empty(10, device="meta")  # 40 bytes
+    first = node(graph, torch.ops.aten.relu.default, saved, shape=(10,))
+    view = node(graph, torch.ops.aten.view.default, first, [5, 2], shape=(5, 2))
+    second = node(graph, torch.ops.aten.mul.Tensor, first, weight, shape=(10,))
+    third = node(graph, torch.ops.aten.sum.dim_IntList, view, [1], shape=(5,))
+    graph.output((second, third))
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    live = room._Live(gm, {"saved": "relu_7", "other": "relu_7"})
+    nodes = dict(
+        zip(("saved", "other", "weight", "first", "view", "second", "third", "output"), gm.graph.nodes, strict=True)
+    )
+    assert {name: live.certain[live.place[n]] for name, n in nodes.items() if name != "other"} == {
+        "saved": 40, "weight": 40, "first": 40, "view": 0, "second": 40, "third": 60, "output": 60,
+    }  # fmt: skip
+    assert {name: live.most[live.place[n]] for name, n in nodes.items() if name != "other"} == {
+        "saved": 40, "weight": 40, "first": 80, "view": 40, "second": 80, "third": 100, "output": 60,
+    }  # fmt: skip
