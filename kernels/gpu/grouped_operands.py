@@ -6,6 +6,7 @@ and starts come from a table, so Triton is told what it could not know: that the
 
 from typing import Any
 
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -13,19 +14,30 @@ from .arena import Matrices
 from .launch import Launch
 from .model import Tile
 from .operands import constants
-from .tile_order import tables
+from .tile_order import dealt, tables
 
-__all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of"]
+__all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of", "tiles_of_program"]
+
+# Columns that leave at a time through a descriptor. The next piece waits until the one before has left its shared memory:
+# halves of 256 make room for a fourth stage, as pieces of 64 do, with half as many barriers.
+PIECE = 128
+
+
+@triton.jit
+def tiles_of_program(waves, width):
+    """(first tile, one past the last, steps of ``width``) of this program: :func:`tile_order.dealt`."""
+    wave = tl.program_id(0) // width
+    return tl.load(waves + wave) + tl.program_id(0) % width, tl.load(waves + wave + 1)
 
 
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
     """Of a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
 
-    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: schedule.FIELDS.
+    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: tile_order.FIELDS.
 
-    Volatile: the kernels read this anew for every tile, and for its store once more. Kept from tile to tile, it and all
-    address arithmetic that follows from it would hold registers that the sums need, and spill.
+    Volatile: without descriptors the kernels read this anew for every tile, and for its store once more. Kept from tile
+    to tile, it and all address arithmetic that follows from it would hold registers that the sums need, and spill.
     """
     row = table + shape * 8
     end = tl.load(row, volatile=True).to(tl.int32)
@@ -43,11 +55,9 @@ def read_shape(table, shape, SQUARE: tl.constexpr):
 
 @triton.jit
 def place_in_list(places, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(matrix, first row, first column) of a tile."""
-    matrix = tl.load(places + tile * 3, volatile=True)
-    row = tl.load(places + tile * 3 + 1, volatile=True)
-    col = tl.load(places + tile * 3 + 2, volatile=True)
-    return matrix, row * ROWS, col * COLS
+    """(matrix, first row, first column) of a tile, of one word: :func:`tile_order.packed`. Volatile as above."""
+    word = tl.load(places + tile, volatile=True)
+    return (word >> 32).to(tl.int32), ((word >> 16) & 0xFFFF).to(tl.int32) * ROWS, (word & 0xFFFF).to(tl.int32) * COLS
 
 
 @triton.jit
@@ -100,6 +110,11 @@ def load_part(
     return part
 
 
+def beside_others() -> bool:
+    """Whether collectives with other ranks may hold some of the device's multiprocessors."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def grouped_launch(
     kernel: Any,
     left: Matrices,
@@ -123,13 +138,18 @@ def grouped_launch(
     """
     assert left.flat is not None and right.flat is not None and out.flat is not None
     found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
+    deal = dealt(found.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
     return Launch(
         kernel,
-        min(found.tiles, processors * tile.resident),
+        deal.programs,
         out.flat,
-        (*arenas, found.shapes, found.places, len(out.layout.shapes), *numbers),
+        (*arenas, found.shapes, found.places, len(out.layout.shapes), deal.waves, deal.width, *numbers),
         {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
-        | {"SQUARE": square},
+        | {
+            "SQUARE": square,
+            "WIDE": min(PIECE, tile.rows, tile.cols),
+            "FLATTEN": tile.flattened(summand=plus is not None),
+        },
         scratch=tile.descriptors,
     )

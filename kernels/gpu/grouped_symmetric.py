@@ -1,7 +1,7 @@
 """The symmetric product of every matrix of a list, in one launch.
 
     C = α X Xᵀ            for each shape (k, l): X [b, k, l], C [b, k, k]
-    C = α L R + β P       L, R, P, C [b, k, k]
+    C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
 as in ``symmetric``, where it is said why it is L R and not L Rᵀ. Here programs stay, each going through every
 so-manieth tile of all triangles in the order of ``tile_order.places``, which has none above a diagonal.
@@ -10,14 +10,16 @@ On 9.0 and 10.0 results leave through descriptors too: next to the state of a pr
 stores, straight and mirrored, spilled 40 to 240 bytes a thread.
 """
 
+from dataclasses import replace
+
 import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
+from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of, tiles_of_program
 from .launch import Launch
 from .model import Tile
-from .operands import store_triangle
+from .operands import shifted, store_triangle
 
 __all__ = ["grouped_symmetric", "grouped_symmetric_kernel"]
 
@@ -31,21 +33,27 @@ def grouped_symmetric_kernel(
     table,
     places,
     shapes,
+    waves,
+    width,
     alpha: tl.float32,
     initial: tl.float32,
+    gamma: tl.float32,
     SQUARE: tl.constexpr,
     PLUS: tl.constexpr,
+    SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    FLATTEN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    programs = tl.num_programs(0)
-    first = tl.program_id(0)
+    first, last = tiles_of_program(waves, width)
     for shape in range(shapes):
         end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
+        end = min(end, last)
         if first < end:
             lefts = source_of(left + wide, matrices, size, depth, wide_pitch, ROWS, DEPTH, DESCRIPTORS)
             if SQUARE:
@@ -55,9 +63,10 @@ def grouped_symmetric_kernel(
             if PLUS:
                 pluses = source_of(plus + square, matrices, size, size, square_pitch, ROWS, COLS, DESCRIPTORS)
             # As wide as its pitch: the padding is written, with zeros.
-            target = source_of(out + square, matrices, size, square_pitch, square_pitch, ROWS, ROWS, DESCRIPTORS)
-            for tile in range(first, end, programs):
-                _, _, size, depth, _, square_pitch, _, wide_pitch = read_shape(table, shape, SQUARE)
+            target = source_of(out + square, matrices, size, square_pitch, square_pitch, ROWS, WIDE, DESCRIPTORS)
+            for tile in tl.range(first, end, width, flatten=FLATTEN):
+                if not DESCRIPTORS:
+                    _, _, size, depth, _, square_pitch, _, wide_pitch = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 # The summand comes first: added at the end it would hold registers that the sums need, and spill.
                 if PLUS:
@@ -75,14 +84,19 @@ def grouped_symmetric_kernel(
                         b = load_part(rights, matrix, col, k, size, wide_pitch, COLS, DEPTH, DESCRIPTORS, WIDEN).T
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
-                value = (alpha * sums).to(out.dtype.element_ty)
-                _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
-                matrix, row, col = place_in_list(places, tile, ROWS, COLS)
+                sums = alpha * sums
+                if SHIFT:
+                    sums = shifted(sums, row, col, gamma, ROWS, COLS)
+                value = sums.to(out.dtype.element_ty)
+                if not DESCRIPTORS:
+                    _, _, size, _, _, square_pitch, _, _ = read_shape(table, shape, SQUARE)
+                    matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 stride = size.to(tl.int64) * square_pitch
                 store_triangle(
-                    target, value, matrix, row, col, size, square_pitch, stride, square_pitch, ROWS, COLS, DESCRIPTORS
-                )
-            first += tl.cdiv(end - first, programs) * programs
+                    target, value, matrix, row, col, size, square_pitch, stride, square_pitch,
+                    ROWS, COLS, WIDE, DESCRIPTORS,
+                )  # fmt: skip
+            first += tl.cdiv(end - first, width) * width
 
 
 def grouped_symmetric(
@@ -95,8 +109,9 @@ def grouped_symmetric(
     alpha: float = 1.0,
     plus: Matrices | None = None,
     beta: float = 0.0,
+    gamma: float = 0.0,
 ) -> Launch:
-    """out ← α left right + β plus of every k × k matrix, or α left leftᵀ + β plus of every k × l one.
+    """out ← α left right + β plus + γ I of every k × k matrix, or with α left leftᵀ of every k × l one.
 
     Args:
         left: an arena.
@@ -107,8 +122,10 @@ def grouped_symmetric(
         alpha: not 0.
         plus: an arena of its k × k matrices, or None.
         beta: multiplies ``plus``.
+        gamma: added to diagonals, before results are rounded.
     """
-    numbers = (alpha, beta / alpha)
-    return grouped_launch(
+    numbers = (alpha, beta / alpha, gamma)
+    launch = grouped_launch(
         grouped_symmetric_kernel, left, right, plus, out, numbers, left.square, tile, processors, triangle=True
     )
+    return replace(launch, constants=launch.constants | {"SHIFT": gamma != 0})
