@@ -16,10 +16,18 @@ from .model import Tile
 from .operands import constants
 from .tile_order import dealt, tables
 
-__all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of", "tiles_of_program"]
+__all__ = [
+    "beside_others",
+    "grouped_launch",
+    "load_part",
+    "place_in_list",
+    "read_shape",
+    "source_of",
+    "tiles_of_program",
+]
 
-# Columns that leave at a time through a descriptor. The next piece waits until the one before has left its shared memory:
-# halves of 256 make room for a fourth stage, as pieces of 64 do, with half as many barriers.
+# Columns that leave at a time through a descriptor; the next ones wait until these have left shared memory. Halves of
+# 256 make room for a fourth stage, as pieces of 64 do, with half as many barriers.
 PIECE = 128
 
 

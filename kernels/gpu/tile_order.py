@@ -12,7 +12,7 @@ again at every replay.
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 import torch
 from torch import Tensor
@@ -32,8 +32,9 @@ class Tables:
     """What a grouped launch reads.
 
     Args:
-        shapes: [number of shapes, FIELDS] int64.
-        places: [tiles] int64: number of the matrix within its shape, row and column in tiles, :func:`packed`.
+        shapes: [number of shapes, FIELDS] int64; where tiles on diagonals are halves as many rows again, for them.
+        places: [tiles] int64: number of the matrix within its shape, row and column in tiles, or halves of tiles where
+            they are: :func:`packed`.
         tiles: how many.
     """
 
@@ -94,7 +95,13 @@ class Deal:
 
 @cache  # never evicted: see the module's docstring
 def dealt(tiles: int, width: int, device: torch.device, *, shared: bool) -> Deal:
-    """Tiles, at least one, among ``width`` programs at a time; ``shared``: ``model.waves``. Raises as :func:`tables`."""
+    """Tiles, at least one, among ``width`` programs at a time.
+
+    Args:
+        shared: as for ``model.waves``.
+    Raises:
+        RuntimeError: as :func:`tables`.
+    """
     starts = waves(tiles, width, shared=shared)
     _no_capture(device)
     (copied,) = _copied([torch.tensor(starts, dtype=torch.int32, device="cpu")], device)
@@ -116,9 +123,14 @@ def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, 
         places(b, rows, cols, tile, triangle=triangle)
         for b, rows, cols, _ in results_of(layout, triangle=triangle, square=square)
     ]
+    if tile.halves(triangle=triangle):
+        on = [x[:, 2] * tile.cols == x[:, 1] * tile.rows for x in listed]
+        halves = [x[half] * torch.tensor([1, 1, 2]).int() for x, half in zip(listed, on, strict=True)]
+        listed = [x[~half] for x, half in zip(listed, on, strict=True)] + halves
     ends = list(accumulate(len(x) for x in listed))
     columns = [c for which in (True, False) for c in (layout.starts(square=which), layout.pitches(square=which))]
-    rows = [[ends[i], *shape, *(column[i] for column in columns)] for i, shape in enumerate(layout.shapes)]
+    places_of = [[*shape, *(column[i] for column in columns)] for i, shape in enumerate(layout.shapes)]
+    rows = [[end, *place] for end, place in zip(ends, cycle(places_of), strict=False)]
     shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), packed(torch.cat(listed))], device)
     return Tables(shapes, order, ends[-1])
 
