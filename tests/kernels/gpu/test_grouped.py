@@ -114,9 +114,25 @@ def test_x_times_its_transpose(processors, layout, dtype, tile, device):
 def test_polynomial_of_symmetric_matrices(layout, dtype, tile, device):
     A = integers(layout, dtype, device, square=True, symmetric=True)
     out = poisoned(layout, dtype, device, square=True)
-    grouped_symmetric(A, A, out, tile, 2, alpha=2.0, plus=A, beta=-4.0).run()
-    check(out, [2 * (v @ v) - 4 * v for v in doubles(A)])
+    grouped_symmetric(A, A, out, tile, 2, alpha=2.0, plus=A, beta=-4.0, gamma=3.0).run()
+    check(out, [2 * (v @ v) - 4 * v + 3 * torch.eye(v.shape[-1], device=device) for v in doubles(A)])
     assert all(torch.equal(view, view.mT) for view in out.views)
+
+
+@halved({"ranks": [1, 2], **HOW})
+def test_beside_other_ranks_programs_come_in_waves(ranks, tile, device, monkeypatch):
+    """Several of what runs at once, none of which counts on another; and no bit is another."""
+    layout = LAYOUTS[0]
+    x, A = (integers(layout, EXACT[0], device, square=square) for square in (False, True))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    out, product = (poisoned(layout, EXACT[0], device, square=square) for square in (True, False))
+    launches = grouped_symmetric(x, x, out, tile, 2), grouped_product(A, x, product, tile, 2)
+    for launch in launches:
+        assert launch.programs > 4 if ranks > 1 else launch.programs == 2
+        launch.run()
+    check(out, [v @ v.mT for v in doubles(x)])
+    check(product, [a @ v for a, v in zip(doubles(A), doubles(x), strict=True)])
 
 
 def of_the_lower_squares(x, side):

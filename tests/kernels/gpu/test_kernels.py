@@ -77,12 +77,12 @@ def test_x_times_its_transpose(matrices, shape, dtype, tile, device):
 
 @halved({"shape": ["double", "square"], "size": [16, 48, 37, 1, 65], "dtype": EXACT, "tile": LOADS})
 def test_polynomial_of_a_symmetric_matrix(shape, size, dtype, tile, device):
-    """cA² + bA, with power-of-two coefficients so that it stays exact."""
+    """cA² + bA + aI, with small coefficients so that it stays exact."""
     tile = replace(SQUARE, descriptors=tile.descriptors) if shape == "square" else tile
     A = symmetric_integers(2, size, dtype, device)
     out = poisoned(2, size, size, dtype, device)
-    symmetric.symmetric_product(A, A, out, tile, alpha=2.0, plus=A, beta=-4.0).run()
-    exact = 2 * (A.double() @ A.double()) - 4 * A.double()
+    symmetric.symmetric_product(A, A, out, tile, alpha=2.0, plus=A, beta=-4.0, gamma=3.0).run()
+    exact = 2 * (A.double() @ A.double()) - 4 * A.double() + 3 * torch.eye(size, device=device)
     assert torch.equal(out.double(), exact.to(dtype).double())
     assert torch.equal(out, out.mT)
 
