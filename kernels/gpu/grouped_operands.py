@@ -18,12 +18,13 @@ from .tile_order import dealt, tables
 
 __all__ = [
     "beside_others",
+    "first_tile",
     "grouped_launch",
+    "last_tile",
     "load_part",
     "place_in_list",
     "read_shape",
     "source_of",
-    "tiles_of_program",
 ]
 
 # Columns that leave at a time through a descriptor; the next ones wait until these have left shared memory. Halves of
@@ -32,10 +33,15 @@ PIECE = 128
 
 
 @triton.jit
-def tiles_of_program(waves, width):
-    """(first tile, one past the last, steps of ``width``) of this program: :func:`tile_order.dealt`."""
-    wave = tl.program_id(0) // width
-    return tl.load(waves + wave) + tl.program_id(0) % width, tl.load(waves + wave + 1)
+def first_tile(waves, width):
+    """Of this program, of which every ``width``-th is its own up to :func:`last_tile`: :func:`tile_order.dealt`."""
+    return tl.load(waves + tl.program_id(0) // width) + tl.program_id(0) % width
+
+
+@triton.jit
+def last_tile(waves, width):
+    """One past the last tile that may be this program's. Volatile, so that it holds no register meanwhile."""
+    return tl.load(waves + tl.program_id(0) // width + 1, volatile=True)
 
 
 @triton.jit

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of, tiles_of_program
+from .grouped_operands import (
+    first_tile,
+    grouped_launch,
+    last_tile,
+    load_part,
+    place_in_list,
+    read_shape,
+    source_of,
+)
 from .launch import Launch
 from .model import Tile
 from .operands import store_pieces
@@ -41,10 +49,10 @@ def grouped_product_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    first, last = tiles_of_program(waves, width)
+    first = first_tile(waves, width)
     for shape in range(shapes):
         end, matrices, rows, cols, square, square_pitch, wide, pitch = read_shape(table, shape, SQUARE)
-        end = min(end, last)
+        end = min(end, last_tile(waves, width))
         if first < end:
             lefts = source_of(left + square, matrices, rows, rows, square_pitch, ROWS, DEPTH, DESCRIPTORS)
             rights = source_of(right + wide, matrices, rows, cols, pitch, DEPTH, COLS, DESCRIPTORS)

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of, tiles_of_program
+from .grouped_operands import (
+    first_tile,
+    grouped_launch,
+    last_tile,
+    load_part,
+    place_in_list,
+    read_shape,
+    source_of,
+)
 from .launch import Launch
 from .model import Tile
 from .operands import shifted, store_triangle
@@ -35,7 +43,7 @@ def _tiles_of_shapes(
     places,
     shapes,
     first,
-    last,
+    waves,
     width,
     alpha,
     initial,
@@ -55,7 +63,7 @@ def _tiles_of_shapes(
     """Every ``width``-th tile from ``first`` on, of tiles of one width; returns the first that is left."""
     for shape in range(shapes):
         end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
-        end = min(end, last)
+        end = min(end, last_tile(waves, width))
         if first < end:
             lefts = source_of(left + wide, matrices, size, depth, wide_pitch, ROWS, DEPTH, DESCRIPTORS)
             if SQUARE:
@@ -128,14 +136,14 @@ def grouped_symmetric_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    first, last = tiles_of_program(waves, width)
+    first = first_tile(waves, width)
     first = _tiles_of_shapes(
-        left, right, plus, out, table, places, shapes, first, last, width, alpha, initial, gamma,
+        left, right, plus, out, table, places, shapes, first, waves, width, alpha, initial, gamma,
         SQUARE, PLUS, SHIFT, ROWS, COLS, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
     )  # fmt: skip
     if COLS > ROWS:
         _tiles_of_shapes(
-            left, right, plus, out, table + 8 * shapes, places, shapes, first, last, width, alpha, initial, gamma,
+            left, right, plus, out, table + 8 * shapes, places, shapes, first, waves, width, alpha, initial, gamma,
             SQUARE, PLUS, SHIFT, ROWS, COLS // 2, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
         )  # fmt: skip
 
