@@ -16,6 +16,7 @@ from combinations import halved
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from alone import on_aten, orthogonalize  # noqa: E402
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from compile_muon.kernels import newton_schulz_list, reference  # noqa: E402
 from compile_muon.kernels.gpu.arena import Layout, work_bytes  # noqa: E402
@@ -121,7 +122,7 @@ def test_polynomial_of_symmetric_matrices(layout, dtype, tile, device):
 
 @halved({"ranks": [1, 2], **HOW})
 def test_beside_other_ranks_programs_come_in_waves(ranks, tile, device, monkeypatch):
-    """Several of what runs at once, none of which counts on another; and no bit is another."""
+    """Each tile is made once, by programs none of which counts on another; and no bit is another."""
     layout = LAYOUTS[0]
     x, A = (integers(layout, EXACT[0], device, square=square) for square in (False, True))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
@@ -130,7 +131,15 @@ def test_beside_other_ranks_programs_come_in_waves(ranks, tile, device, monkeypa
     launches = grouped_symmetric(x, x, out, tile, 2), grouped_product(A, x, product, tile, 2)
     for launch in launches:
         assert launch.programs > 4 if ranks > 1 else launch.programs == 2
-        launch.run()
+        dots = []
+        with monkeypatch.context() as patch:
+            if INTERPRETED:
+                dot = InterpreterBuilder.create_dot
+                patch.setattr(InterpreterBuilder, "create_dot", lambda *args, to=dots: to.append(1) or dot(*args))
+            launch.run()
+    shapes = layout.shapes
+    tiles = [b * -(-k // tile.rows) * -(-l // tile.cols) * -(-k // tile.depth) for b, k, l in shapes]  # noqa: E741
+    assert len(dots) == (sum(tiles) if INTERPRETED else 0)  # of the last launch
     check(out, [v @ v.mT for v in doubles(x)])
     check(product, [a @ v for a, v in zip(doubles(A), doubles(x), strict=True)])
 
