@@ -135,7 +135,9 @@ def test_beside_other_ranks_programs_come_in_waves(ranks, tile, device, monkeypa
         with monkeypatch.context() as patch:
             if INTERPRETED:
                 dot = InterpreterBuilder.create_dot
-                patch.setattr(InterpreterBuilder, "create_dot", lambda *args, to=dots: to.append(1) or dot(*args))
+                patch.setattr(
+                    InterpreterBuilder, "create_dot", lambda *args, to=dots, dot=dot: to.append(1) or dot(*args)
+                )
             launch.run()
     shapes = layout.shapes
     tiles = [b * -(-k // tile.rows) * -(-l // tile.cols) * -(-k // tile.depth) for b, k, l in shapes]  # noqa: E741
