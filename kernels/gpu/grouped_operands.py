@@ -33,9 +33,14 @@ PIECE = 128
 
 
 @triton.jit
-def first_tile(waves, width):
-    """Of this program, of which every ``width``-th is its own up to :func:`last_tile`: :func:`tile_order.dealt`."""
-    return tl.load(waves + tl.program_id(0) // width) + tl.program_id(0) % width
+def first_tile(table, shape, waves, width):
+    """This program's first tile of a shape, of which every ``width``-th is its own: :func:`tile_order.dealt`.
+
+    Of memory alone: what was carried from shape to shape would hold registers.
+    """
+    first = tl.load(waves + tl.program_id(0) // width, volatile=True) + tl.program_id(0) % width
+    before = tl.load(table + (shape - 1) * 8, mask=shape > 0, other=0, volatile=True).to(tl.int32)
+    return first + tl.cdiv(max(before - first, 0), width) * width
 
 
 @triton.jit

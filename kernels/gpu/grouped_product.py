@@ -49,9 +49,9 @@ def grouped_product_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    first = first_tile(waves, width)
     for shape in range(shapes):
         end, matrices, rows, cols, square, square_pitch, wide, pitch = read_shape(table, shape, SQUARE)
+        first = first_tile(table, shape, waves, width)
         end = min(end, last_tile(waves, width))
         if first < end:
             lefts = source_of(left + square, matrices, rows, rows, square_pitch, ROWS, DEPTH, DESCRIPTORS)
@@ -88,7 +88,6 @@ def grouped_product_kernel(
                     j = tl.arange(0, COLS)[None, :]
                     inside = (row + i < rows) & (col + j < pitch)
                     tl.store(start + i * pitch + j, value, mask=inside)
-            first += tl.cdiv(end - first, width) * width
 
 
 def grouped_product(

@@ -41,8 +41,8 @@ def _tiles_of_shapes(
     out,
     table,
     places,
-    shapes,
-    first,
+    begin,
+    stop,
     waves,
     width,
     alpha,
@@ -60,9 +60,10 @@ def _tiles_of_shapes(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Every ``width``-th tile from ``first`` on, of tiles of one width; returns the first that is left."""
-    for shape in range(shapes):
+    """Of rows ``begin`` to ``stop`` of the table, whose tiles have one width, those of this program."""
+    for shape in range(begin, stop):
         end, matrices, size, depth, square, square_pitch, wide, wide_pitch = read_shape(table, shape, SQUARE)
+        first = first_tile(table, shape, waves, width)
         end = min(end, last_tile(waves, width))
         if first < end:
             lefts = source_of(left + wide, matrices, size, depth, wide_pitch, ROWS, DEPTH, DESCRIPTORS)
@@ -106,8 +107,6 @@ def _tiles_of_shapes(
                     target, value, matrix, row, col, size, square_pitch, stride, square_pitch,
                     ROWS, COLS, WIDE, DESCRIPTORS,
                 )  # fmt: skip
-            first += tl.cdiv(end - first, width) * width
-    return first
 
 
 @triton.jit
@@ -136,14 +135,13 @@ def grouped_symmetric_kernel(
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    first = first_tile(waves, width)
-    first = _tiles_of_shapes(
-        left, right, plus, out, table, places, shapes, first, waves, width, alpha, initial, gamma,
+    _tiles_of_shapes(
+        left, right, plus, out, table, places, 0, shapes, waves, width, alpha, initial, gamma,
         SQUARE, PLUS, SHIFT, ROWS, COLS, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
     )  # fmt: skip
     if COLS > ROWS:
         _tiles_of_shapes(
-            left, right, plus, out, table + 8 * shapes, places, shapes, first, waves, width, alpha, initial, gamma,
+            left, right, plus, out, table, places, shapes, 2 * shapes, waves, width, alpha, initial, gamma,
             SQUARE, PLUS, SHIFT, ROWS, COLS // 2, DEPTH, WIDE, FLATTEN, DESCRIPTORS, SPECIALIZE, WIDEN,
         )  # fmt: skip
 
