@@ -101,7 +101,7 @@ def test_the_symmetric_kernel_ends_lightly(architecture, dtypes, reports):
     assert len(lists) == 4 * len(dtypes) and len(large) == 10 * len(dtypes)
     assert not [r for r in large if r not in lists and (r.registers > 190 or r.barriers > 30 or r.size > 5400)], large
     # Twice the code: loops for tiles of the whole and of half the width.
-    assert not [r for r in lists if r.registers > 200 or r.barriers > 64 or r.size > 9600], lists
+    assert not [r for r in lists if r.registers > 200 or r.barriers > 80 or r.size > 9800], lists
     # An odd size, too, is stored through descriptors.
     assert not [r.launch for r in large if "2-byte stores" in r.instructions]
 
