@@ -108,6 +108,8 @@ def launches(architecture: str, dtypes: Sequence[str] = HALVES) -> Iterator[tupl
                 place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
                 yield f"XXᵀ {place}", symmetric_product(x, None, B, tile)
                 yield f"bA + cA² {place}", symmetric_product(A, A, B, tile, plus=A, alpha=2.0, beta=-4.0)
+                launch = symmetric_product(A, A, B, tile, plus=A, alpha=2.0, beta=-4.0, gamma=3.0)
+                yield f"aI + bA + cA² {place}", launch
             for tile in table.product:
                 place = f"{about} {tile.rows}×{tile.cols}×{tile.depth}"
                 yield f"QX {place}", product(A, x, y, tile)
@@ -130,10 +132,14 @@ def _grouped(table: Table, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
         yield named("XXᵀ", tile), grouped_symmetric(x, x, A, tile, 1)
         launch = grouped_symmetric(A, A, A, tile, 1, plus=A, alpha=2.0, beta=-4.0)
         yield named("bA + cA²", tile), launch
+        launch = grouped_symmetric(A, A, A, tile, 1, plus=A, alpha=2.0, beta=-4.0, gamma=3.0)
+        yield named("aI + bA + cA²", tile), launch
+        yield named("RF", tile), grouped_symmetric(A, A, A, tile, 1)
     for tile in table.product:
         yield named("QX", tile), grouped_product(A, x, x, tile, 1)
         yield named("aX + BX", tile), grouped_product(A, x, x, tile, 1, plus=x, beta=3.0)
         yield named("aQ + ZQ", tile), grouped_product(A, A, A, tile, 1, plus=A, beta=3.0)
+        yield named("FQ", tile), grouped_product(A, A, A, tile, 1)
 
 
 def _elementwise() -> Iterator[tuple[str, Launch]]:

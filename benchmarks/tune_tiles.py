@@ -7,7 +7,9 @@
 Candidates are compiled first, in as many processes as there are cores. One that spills, does not fit, or whose result
 differs from torch's is out. A tile is kept if it is the fastest at some size; the kept ones are listed from the largest
 to the smallest, each with its rate at the largest size. What a multiprocessor does in a second, of ours and of cuBLAS,
-replaces the estimates that the model of a launch starts from; its other numbers stay as they are in the file.
+replaces the estimates that the model of a launch starts from, and so does what a launch for a list spends between two
+tiles, with a summand and without: as many tiles of two depths, their time drawn on to depth 0. The model's other
+numbers stay as they are in the file.
 
 Stopped by SIGINT, SIGTERM or --minutes it goes on with the sizes that it has timed all candidates at, the largest
 first; what it has nothing for stays as it is in the file.
@@ -36,6 +38,8 @@ from orthogonalizers import worst_block
 from rich.console import Console
 from torch import Tensor
 
+from compile_muon.kernels.gpu.arena import Layout
+from compile_muon.kernels.gpu.grouped_product import grouped_product
 from compile_muon.kernels.gpu.model import Tile, busiest
 from compile_muon.kernels.gpu.operands import empty_matrices
 from compile_muon.kernels.gpu.product import product
@@ -45,6 +49,7 @@ from compile_muon.kernels.gpu.tiles import load_tables
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
 KINDS = ("symmetric", "product")
 SIZES = (8192, 4096, 2048, 1024, 512)  # the first, the largest, says what rate a tile has
+LISTS = ((8, 4096), (128, 1024))  # (matrices, size): as many tiles of any tile's size, of four times the depth
 
 
 def candidates(capability: tuple[int, int]) -> Iterator[Tile]:
@@ -164,6 +169,9 @@ class Device(Protocol):
     def cublas_milliseconds(self, size: int) -> float:
         """Of one whole product, a summand with it, on matrices of that size."""
 
+    def list_milliseconds(self, tile: Tile, matrices: int, size: int, *, summand: bool) -> float:
+        """Of one launch of products for a list."""
+
 
 class Gpu:
     def __init__(self) -> None:
@@ -207,6 +215,14 @@ class Gpu:
         self._hold(size)
         return _bench(lambda: torch.baddbmm(self._x, self._x, self._x))
 
+    def list_milliseconds(self, tile: Tile, matrices: int, size: int, *, summand: bool) -> float:
+        layout, device = Layout(((matrices, size, size),)), torch.device("cuda")
+        x, out = (layout.new(torch.float16, device, square=True) for _ in range(2))
+        assert x.flat is not None
+        x.flat.normal_()
+        plus = x if summand else None
+        return _bench(grouped_product(x, x, out, tile.in_list, self.processors, plus=plus, beta=1.0).run)
+
 
 def _bench(run: Callable[[], object]) -> float:
     import triton
@@ -231,6 +247,7 @@ class Tuning:
         self._say = say
         self._times: dict[tuple[str, int], dict[Tile, float]] = {}  # of complete sizes
         self._cublas: float | None = None  # milliseconds at the largest size
+        self._between: dict[bool, float] = {}  # milliseconds between two tiles of a list, by whether there is a summand
         self.rejected: dict[tuple[str, Tile], str] = {}
 
     def run(self) -> None:
@@ -245,6 +262,17 @@ class Tuning:
                     winner = min(times, key=lambda tile: times[tile])
                     self._say(f"{kind} {size}: {times[winner]:.4f} ms, {winner}")
         self._cublas = self._device.cublas_milliseconds(SIZES[0])
+        for summand in (True, False):
+            if self._stop or not self.kept()["product"]:
+                return
+            self._between[summand] = self._between_tiles(self.kept()["product"][0], summand=summand)
+
+    def _between_tiles(self, tile: Tile, *, summand: bool) -> float:
+        """Milliseconds of a tile of depth 0 in a launch for a list; the launch itself is less than one of its tiles."""
+        (many, deep), (more, shallow) = LISTS
+        long, short = (self._device.list_milliseconds(tile, b, size, summand=summand) for b, size in LISTS)
+        _, tiles = busiest(tile.in_list, [(many, deep, deep, deep)], self._device.processors, triangle=False)
+        return max(0.0, short - (long - short) * shallow / (deep - shallow)) / tiles
 
     def _time_all(self, kind: str, size: int) -> dict[Tile, float] | None:
         """Milliseconds of every candidate that is right; None if stopped before the last."""
@@ -306,7 +334,9 @@ class Tuning:
             times = self._times["product", SIZES[0]]
             rates = {t: self._rate("product", t, ms) for t, ms in times.items() if ("product", t) not in self.rejected}
             fastest = max(rates.values())
-            measured["device"] = before["device"] | {"rate": round(fastest, -9)}
+            names = {True: "between", False: "between_flattened"}
+            between = {names[summand]: round(ms / 1e3, 8) for summand, ms in self._between.items()}
+            measured["device"] = before["device"] | {"rate": round(fastest, -9)} | between
             if self._cublas is not None:
                 top = max(before["cublas"], key=lambda tile: tile["rate"])
                 theirs = self._rate("product", Tile(top["rows"], top["cols"]), self._cublas)

@@ -22,6 +22,10 @@ this order; the standard form's is 0.012.
 
 S may be computed as if it were symmetric, one triangle mirrored: what that changes is half of RZ - ZR, no more than
 the rounding of S itself. Q may not: its factors differ by powers of a.
+
+**Folded**, F = aI + Z is one matrix: X ← FX, Q ← FQ, S ← RF, R ← FS, and no product but that of F has a summand. What
+F rounds on its diagonal is another factor again, the same one for Q and R. In float16 errors stay what they are: 0.97
+to 1.02 times, in the median of nine spectra; in bfloat16 the standard form's are up to 1.37 times as large.
 """
 
 from collections.abc import Sequence
@@ -55,8 +59,24 @@ class Products(Protocol[M]):
         """``x + aI`` in x's own memory; x is k × k."""
 
 
+class Folding(Protocol[M]):
+    """What makes F = aI + Z at once, and takes products of symmetric matrices that have no summand."""
+
+    def factor(self, x: M, step: Triple) -> M:
+        """``aI + b x + c x²`` of symmetric x, new, rounded once."""
+
+    def symmetric(self, left: M, right: M) -> M:
+        """As ``Products.symmetric``: ``left right``."""
+
+
 def standard(
-    x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None
+    x: M,
+    steps: Sequence[Triple],
+    restarts: Sequence[int],
+    products: Products[M],
+    *,
+    out: M | None = None,
+    folding: Folding[M] | None = None,
 ) -> M:
     """Newton-Schulz as it is defined, on k × l matrices.
 
@@ -66,20 +86,36 @@ def standard(
         restarts: of the gram form: the numbers of steps after which a new segment begins.
         products: computes.
         out: takes the result; any strides, no memory shared with ``x``.
+        folding: folds; None for a summand in every product.
     Returns:
         ``out``, or new matrices of x's shape and dtype.
     """
     for i, (a, b, c) in enumerate(steps):
         A = products.outer(x)
-        B = products.symmetric(A, A, plus=A, beta=b, alpha=c)
-        x = products.general(B, x, plus=x, beta=a, out=out if i + 1 == len(steps) else None)
+        end = out if i + 1 == len(steps) else None
+        if folding is None:
+            x = products.general(products.symmetric(A, A, plus=A, beta=b, alpha=c), x, plus=x, beta=a, out=end)
+        else:
+            x = products.general(folding.factor(A, (a, b, c)), x, out=end)
     return x
 
 
-def gram(x: M, steps: Sequence[Triple], restarts: Sequence[int], products: Products[M], *, out: M | None = None) -> M:
+def gram(
+    x: M,
+    steps: Sequence[Triple],
+    restarts: Sequence[int],
+    products: Products[M],
+    *,
+    out: M | None = None,
+    folding: Folding[M] | None = None,
+) -> M:
     """The same polynomial, iterated on k × k matrices between restarts; arguments as for :func:`standard`."""
     for start, stop in pairwise((0, *restarts, len(steps))):
-        Q = _segment(products.outer(x), steps[start:stop], products)
+        of_segment = steps[start:stop]
+        if folding is None:
+            Q = _segment(products.outer(x), of_segment, products)
+        else:
+            Q = _folded(products.outer(x), of_segment, products, folding)
         x = products.general(Q, x, out=out if stop == len(steps) else None)
     return x
 
@@ -97,6 +133,19 @@ def _segment(R: M, steps: Sequence[Triple], products: Products[M]) -> M:
             products.add_to_diagonal(Q, a)
         else:
             Q = products.general(Z, Q, plus=Q, beta=a)
+    assert Q is not None
+    return Q
+
+
+def _folded(R: M, steps: Sequence[Triple], products: Products[M], folding: Folding[M]) -> M:
+    """:func:`_segment` with F for aI + Z."""
+    Q: M | None = None
+    for i, step in enumerate(steps):
+        F = folding.factor(R, step)
+        if i + 1 < len(steps):
+            S = folding.symmetric(R, F)
+            R = folding.symmetric(F, S)
+        Q = F if Q is None else products.general(F, Q)
     assert Q is not None
     return Q
 

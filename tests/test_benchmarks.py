@@ -372,6 +372,10 @@ class FakeGpu:
     def cublas_milliseconds(self, size: int) -> float:
         return 32.0  # half the rate of tiles of 128 × 128, which take 64
 
+    def list_milliseconds(self, tile: Any, matrices: int, size: int, *, summand: bool) -> float:
+        tiles = matrices * (size // tile.rows) * (size // tile.cols) / self.processors
+        return tiles * (size * 1e-6 + (0.005 if summand else 0.003))
+
 
 @pytest.fixture
 def tune(benchmark) -> Any:
@@ -409,7 +413,8 @@ def test_measured_rates_replace_the_estimates_of_the_model(tune) -> None:
     tuning.run()
     table = tuning.table("here", BEFORE)
     rate = 2 * 8192**3 / 4 / (8192 / 128 * 1e-3)  # of 128 × 128, a fourth of them on each of 4 processors
-    assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-4)}
+    between = {"between": pytest.approx(5e-6), "between_flattened": pytest.approx(3e-6)}
+    assert table["device"] == BEFORE["device"] | {"rate": pytest.approx(rate, rel=1e-4)} | between
     assert [tile["rate"] for tile in table["cublas"]] == [2.0, 1.0]  # 32 ms instead of 64, and the ratio between them
 
 

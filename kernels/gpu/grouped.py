@@ -10,6 +10,7 @@ from torch.profiler import record_function
 from ..batching import Stack, chunked
 from ..call_plan import Plan
 from ..iterations import FORMS
+from ..stability import Triple
 from . import newton_schulz
 from .arena import SMALL, Layout, Matrices, list_bytes
 from .grouped_product import grouped_product
@@ -39,21 +40,40 @@ class GroupedProducts:
         return self.symmetric(x, x)
 
     def symmetric(
-        self, left: Matrices, right: Matrices, *, plus: Matrices | None = None, beta: float = 0.0, alpha: float = 1.0
+        self,
+        left: Matrices,
+        right: Matrices,
+        *,
+        plus: Matrices | None = None,
+        beta: float = 0.0,
+        alpha: float = 1.0,
+        gamma: float = 0.0,
     ) -> Matrices:
-        """``alpha left right + beta plus``, k × k, new: the lower triangles, mirrored; ``left leftᵀ`` of k × l ones."""
+        """``alpha left right + beta plus + gamma I``, k × k, new: the lower triangles, mirrored; ``left leftᵀ`` of
+        k × l ones."""
         if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
             assert plus is not None and plus.flat is not None
-            return replace(plus, flat=plus.flat * beta)
+            out = replace(plus, flat=plus.flat * beta)
+            if gamma:
+                self.add_to_diagonal(out, gamma)
+            return out
         out = left.new(square=True)
-        tile = self._tile(self.alone.table.symmetric, left, triangle=True)
-        grouped_symmetric(left, right, out, tile, self.alone.processors, alpha=alpha, plus=plus, beta=beta).run()
+        tile = self._tile(self.alone.table.symmetric, left, triangle=True, summand=plus is not None)
+        numbers = {"alpha": alpha, "beta": beta, "gamma": gamma}
+        grouped_symmetric(left, right, out, tile, self.alone.processors, plus=plus, **numbers).run()
         return out
 
-    def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool) -> Tile:
+    def factor(self, x: Matrices, step: Triple) -> Matrices:
+        """``aI + b x + c x²``, k × k, new."""
+        a, b, c = step
+        return self.symmetric(x, x, plus=x, beta=b, alpha=c, gamma=a)
+
+    def _tile(self, tiles: tuple[Tile, ...], operand: Matrices, *, triangle: bool, summand: bool) -> Tile:
         results = results_of(operand.layout, triangle=triangle, square=operand.square)
         tiles = tuple(tile.in_list for tile in tiles)
-        return choose(tiles, self.alone.table.device, results, self.alone.processors, triangle=triangle)
+        return choose(
+            tiles, self.alone.table.device, results, self.alone.processors, triangle=triangle, summand=summand
+        )
 
     def general(
         self,
@@ -71,7 +91,7 @@ class GroupedProducts:
         """
         if out is None:
             out = right.new(square=right.square)
-            tile = self._tile(self.alone.table.product, right, triangle=False)
+            tile = self._tile(self.alone.table.product, right, triangle=False, summand=plus is not None)
             grouped_product(left, right, out, tile, self.alone.processors, plus=plus, beta=beta).run()
             return out
         summands = [None] * len(out.results) if plus is None else plus.parts(out.results)
@@ -151,7 +171,8 @@ def _orthogonalize_pairs(pairs: list[Pair], plan: Plan, products: newton_schulz.
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
-        FORMS[plan.method](_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out)
+        folds = newton_schulz.folding(grouped, plan)
+        FORMS[plan.method](_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folds)
 
 
 def _normalized(pairs: list[Pair], out: Matrices, plan: Plan) -> Matrices:

@@ -6,6 +6,7 @@ and starts come from a table, so Triton is told what it could not know: that the
 
 from typing import Any
 
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -13,19 +14,49 @@ from .arena import Matrices
 from .launch import Launch
 from .model import Tile
 from .operands import constants
-from .tile_order import tables
+from .tile_order import dealt, tables
 
-__all__ = ["grouped_launch", "load_part", "place_in_list", "read_shape", "source_of"]
+__all__ = [
+    "beside_others",
+    "first_tile",
+    "grouped_launch",
+    "last_tile",
+    "load_part",
+    "place_in_list",
+    "read_shape",
+    "source_of",
+]
+
+# Columns that leave at a time through a descriptor; the next ones wait until these have left shared memory. Halves of
+# 256 make room for a fourth stage, as pieces of 64 do, with half as many barriers.
+PIECE = 128
+
+
+@triton.jit
+def first_tile(table, shape, waves, width):
+    """This program's first tile of a shape, of which every ``width``-th is its own: :func:`tile_order.dealt`.
+
+    Of memory alone: what was carried from shape to shape would hold registers.
+    """
+    first = tl.load(waves + tl.program_id(0) // width, volatile=True) + tl.program_id(0) % width
+    before = tl.load(table + (shape - 1) * 8, mask=shape > 0, other=0, volatile=True).to(tl.int32)
+    return first + tl.cdiv(max(before - first, 0), width) * width
+
+
+@triton.jit
+def last_tile(waves, width):
+    """One past the last tile that may be this program's. Volatile, so that it holds no register meanwhile."""
+    return tl.load(waves + tl.program_id(0) // width + 1, volatile=True)
 
 
 @triton.jit
 def read_shape(table, shape, SQUARE: tl.constexpr):
     """Of a shape: (end of its tiles, matrices, k, l, start of the k × k matrices, pitch, start of the k × l, pitch).
 
-    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: schedule.FIELDS.
+    With SQUARE the k × k matrices stand for the k × l ones too. The layout of the table: tile_order.FIELDS.
 
-    Volatile: the kernels read this anew for every tile, and for its store once more. Kept from tile to tile, it and all
-    address arithmetic that follows from it would hold registers that the sums need, and spill.
+    Volatile: without descriptors the kernels read this anew for every tile, and for its store once more. Kept from tile
+    to tile, it and all address arithmetic that follows from it would hold registers that the sums need, and spill.
     """
     row = table + shape * 8
     end = tl.load(row, volatile=True).to(tl.int32)
@@ -43,11 +74,9 @@ def read_shape(table, shape, SQUARE: tl.constexpr):
 
 @triton.jit
 def place_in_list(places, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """(matrix, first row, first column) of a tile."""
-    matrix = tl.load(places + tile * 3, volatile=True)
-    row = tl.load(places + tile * 3 + 1, volatile=True)
-    col = tl.load(places + tile * 3 + 2, volatile=True)
-    return matrix, row * ROWS, col * COLS
+    """(matrix, first row, first column) of a tile, of one word: :func:`tile_order.packed`. Volatile as above."""
+    word = tl.load(places + tile, volatile=True)
+    return (word >> 32).to(tl.int32), ((word >> 16) & 0xFFFF).to(tl.int32) * ROWS, (word & 0xFFFF).to(tl.int32) * COLS
 
 
 @triton.jit
@@ -100,6 +129,11 @@ def load_part(
     return part
 
 
+def beside_others() -> bool:
+    """Whether collectives with other ranks may hold some of the device's multiprocessors."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def grouped_launch(
     kernel: Any,
     left: Matrices,
@@ -123,13 +157,18 @@ def grouped_launch(
     """
     assert left.flat is not None and right.flat is not None and out.flat is not None
     found = tables(out.layout, tile, out.flat.device, triangle=triangle, square=square)
+    deal = dealt(found.tiles, processors * tile.resident, out.flat.device, shared=beside_others())
     arenas = (left.flat, right.flat, None if plus is None else plus.flat, out.flat)
     return Launch(
         kernel,
-        min(found.tiles, processors * tile.resident),
+        deal.programs,
         out.flat,
-        (*arenas, found.shapes, found.places, len(out.layout.shapes), *numbers),
+        (*arenas, found.shapes, found.places, len(out.layout.shapes), deal.waves, deal.width, *numbers),
         {name: value for name, value in constants(tile, plus=plus is not None).items() if name != "GROUP"}
-        | {"SQUARE": square},
+        | {
+            "SQUARE": square,
+            "WIDE": min(PIECE, tile.rows, tile.cols),
+            "FLATTEN": tile.flattened(summand=plus is not None),
+        },
         scratch=tile.descriptors,
     )

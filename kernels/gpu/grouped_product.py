@@ -10,9 +10,18 @@ import triton
 import triton.language as tl
 
 from .arena import Matrices
-from .grouped_operands import grouped_launch, load_part, place_in_list, read_shape, source_of
+from .grouped_operands import (
+    first_tile,
+    grouped_launch,
+    last_tile,
+    load_part,
+    place_in_list,
+    read_shape,
+    source_of,
+)
 from .launch import Launch
 from .model import Tile
+from .operands import store_pieces
 
 __all__ = ["grouped_product", "grouped_product_kernel"]
 
@@ -26,27 +35,34 @@ def grouped_product_kernel(
     table,
     places,
     shapes,
+    waves,
+    width,
     beta: tl.float32,
     SQUARE: tl.constexpr,
     PLUS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    FLATTEN: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     SPECIALIZE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    programs = tl.num_programs(0)
-    first = tl.program_id(0)
     for shape in range(shapes):
         end, matrices, rows, cols, square, square_pitch, wide, pitch = read_shape(table, shape, SQUARE)
+        first = first_tile(table, shape, waves, width)
+        end = min(end, last_tile(waves, width))
         if first < end:
             lefts = source_of(left + square, matrices, rows, rows, square_pitch, ROWS, DEPTH, DESCRIPTORS)
             rights = source_of(right + wide, matrices, rows, cols, pitch, DEPTH, COLS, DESCRIPTORS)
             if PLUS:
                 pluses = source_of(plus + wide, matrices, rows, cols, pitch, ROWS, COLS, DESCRIPTORS)
-            for tile in range(first, end, programs):
-                _, _, rows, _, _, square_pitch, _, pitch = read_shape(table, shape, SQUARE)
+            # As wide as the pitch: the padding is written, with zeros.
+            target = source_of(out + wide, matrices, rows, pitch, pitch, ROWS, WIDE, DESCRIPTORS)
+            for tile in tl.range(first, end, width, flatten=FLATTEN):
+                if not DESCRIPTORS:
+                    _, _, rows, _, _, square_pitch, _, pitch = read_shape(table, shape, SQUARE)
                 matrix, row, col = place_in_list(places, tile, ROWS, COLS)
                 # The summand comes first: added at the end it would hold registers that the sums need, and spill.
                 if PLUS:
@@ -61,15 +77,17 @@ def grouped_product_kernel(
                     b = load_part(rights, matrix, k, col, rows, pitch, DEPTH, COLS, DESCRIPTORS, WIDEN)
                     sums = tl.dot(a, b, sums, input_precision="ieee")
 
-                _, _, rows, _, _, _, wide, pitch = read_shape(table, shape, SQUARE)
-                matrix, row, col = place_in_list(places, tile, ROWS, COLS)
-                start = out + wide + (matrix.to(tl.int64) * rows + row) * pitch + col
-                i = tl.arange(0, ROWS)[:, None]
-                j = tl.arange(0, COLS)[None, :]
-                # As wide as the pitch: the padding is written, with zeros.
-                inside = (row + i < rows) & (col + j < pitch)
-                tl.store(start + i * pitch + j, sums.to(out.dtype.element_ty), mask=inside)
-            first += tl.cdiv(end - first, programs) * programs
+                value = sums.to(out.dtype.element_ty)
+                if DESCRIPTORS:
+                    store_pieces(target, value, matrix, row, col, ROWS, COLS, WIDE)
+                else:
+                    _, _, rows, _, _, _, wide, pitch = read_shape(table, shape, SQUARE)
+                    matrix, row, col = place_in_list(places, tile, ROWS, COLS)
+                    start = out + wide + (matrix.to(tl.int64) * rows + row) * pitch + col
+                    i = tl.arange(0, ROWS)[:, None]
+                    j = tl.arange(0, COLS)[None, :]
+                    inside = (row + i < rows) & (col + j < pitch)
+                    tl.store(start + i * pitch + j, value, mask=inside)
 
 
 def grouped_product(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from torch.profiler import record_function
 from ..call_plan import Plan
 from ..iterations import FORMS
 from ..reference import Aten
+from ..stability import Triple
 from .launch import where_it_runs
 from .model import Tile
 from .normalize import normalize
@@ -20,7 +22,9 @@ from .product import product
 from .symmetric import symmetric_product
 from .tiles import INTERPRETER, Table, architecture, choose, load_tables, served
 
-__all__ = ["Products", "orthogonalize_into", "products_on", "serves"]
+M = TypeVar("M")
+
+__all__ = ["Products", "folding", "orthogonalize_into", "products_on", "serves"]
 
 
 @dataclass(frozen=True)
@@ -35,19 +39,34 @@ class Products(Aten):
         return self.symmetric(x, None)
 
     def symmetric(
-        self, left: Tensor, right: Tensor | None, *, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+        self,
+        left: Tensor,
+        right: Tensor | None,
+        *,
+        plus: Tensor | None = None,
+        beta: float = 0.0,
+        alpha: float = 1.0,
+        gamma: float = 0.0,
     ) -> Tensor:
-        """``alpha left right + beta plus``, [b, k, k], new: the squares below the diagonal, mirrored.
+        """``alpha left right + beta plus + gamma I``, [b, k, k], new: the squares below the diagonal, mirrored.
 
         Without ``right``, which then is ``leftᵀ``, ``left`` may be [b, k, l].
         """
         out = empty_matrices(len(left), left.shape[1], left.shape[1], like=left, dtype=left.dtype)
         if alpha == 0:  # a cubic step, (1.5, -0.5, 0), which the kernel has no form for
             assert plus is not None
-            return torch.mul(plus, beta, out=out)
+            torch.mul(plus, beta, out=out)
+            if gamma:
+                self.add_to_diagonal(out, gamma)
+            return out
         tile = self._tile(self.table.symmetric, out, left.shape[2], triangle=True)
-        symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta).run()
+        symmetric_product(left, right, out, tile, alpha=alpha, plus=plus, beta=beta, gamma=gamma).run()
         return out
+
+    def factor(self, x: Tensor, step: Triple) -> Tensor:
+        """``aI + b x + c x²``, [b, k, k], new."""
+        a, b, c = step
+        return self.symmetric(x, x, plus=x, beta=b, alpha=c, gamma=a)
 
     def general(
         self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, beta: float = 0.0, out: Tensor | None = None
@@ -110,7 +129,14 @@ def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -
     shape = "×".join(map(str, x.shape))
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
-        FORMS[plan.method](_normalized(x, plan), plan.steps, plan.restarts, products, out=out)
+        FORMS[plan.method](
+            _normalized(x, plan), plan.steps, plan.restarts, products, out=out, folding=folding(products, plan)
+        )
+
+
+def folding(products: M, plan: Plan) -> M | None:
+    """What folds aI + Z into one matrix: bfloat16 would round it too coarsely."""
+    return products if plan.dtype == torch.float16 else None
 
 
 def _normalized(x: Tensor, plan: Plan) -> Tensor:

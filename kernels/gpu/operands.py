@@ -10,7 +10,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .model import Tile, ceildiv
 
-__all__ = ["constants", "empty_matrices", "load_tile", "operand", "place_of", "store_triangle"]
+__all__ = [
+    "constants",
+    "empty_matrices",
+    "load_tile",
+    "operand",
+    "place_of",
+    "shifted",
+    "store_pieces",
+    "store_triangle",
+]
 
 
 @triton.jit
@@ -44,6 +53,25 @@ def load_tile(
 
 
 @triton.jit
+def shifted(value, row, col, gamma, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """[ROWS, COLS] of a matrix from (row, col) on, with ``gamma`` added to its diagonal."""
+    i = row + tl.arange(0, ROWS)[:, None]
+    j = col + tl.arange(0, COLS)[None, :]
+    return tl.where(i == j, value + gamma, value)
+
+
+@triton.jit
+def store_pieces(out, value, matrix, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, WIDE: tl.constexpr):
+    """[ROWS, COLS] through a descriptor of [1, ROWS, WIDE], piece after piece through the same shared memory."""
+    if COLS <= WIDE:
+        out.store([matrix, row, col], value.reshape(1, ROWS, COLS))
+    else:
+        one, two = tl.split(value.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
+        store_pieces(out, one, matrix, row, col, ROWS, COLS // 2, WIDE)
+        store_pieces(out, two, matrix, row, col + COLS // 2, ROWS, COLS // 2, WIDE)
+
+
+@triton.jit
 def store_square(
     out,
     value,
@@ -55,17 +83,19 @@ def store_square(
     matrix_stride,
     row_stride,
     SIDE: tl.constexpr,
+    WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
     """A square of a symmetric result and its mirror image; one on the diagonal once, nothing above it.
 
-    Rows are written up to ``width`` entries, which is ``size``, or with their padding the stride.
+    Rows are written up to ``width`` entries, which is ``size``, or with their padding the stride. WIDE: columns that a
+    descriptor takes at a time.
     """
     if DESCRIPTORS:
-        if col <= row:
-            out.store([matrix, row, col], value.reshape(1, SIDE, SIDE))
-        if col < row:
-            out.store([matrix, col, row], value.T.reshape(1, SIDE, SIDE))
+        # A descriptor drops what is outside of its tensor, and there is no matrix -1. A branch in its place would keep
+        # Triton 3.7.1 from flattening the loop that this ends: its pass fails.
+        store_pieces(out, value, tl.where(col <= row, matrix, -1), row, col, SIDE, SIDE, WIDE)
+        store_pieces(out, value.T, tl.where(col < row, matrix, -1), col, row, SIDE, SIDE, WIDE)
     else:
         i = tl.arange(0, SIDE)[:, None]
         j = tl.arange(0, SIDE)[None, :]
@@ -93,16 +123,17 @@ def store_triangle(
     row_stride,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    WIDE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
     """A tile of a symmetric result by :func:`store_square`."""
     if COLS == ROWS:
-        store_square(out, value, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
+        store_square(out, value, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
     else:
         tl.static_assert(COLS == 2 * ROWS, "tiles of a symmetric result are squares, or two side by side")
         one, two = tl.split(value.reshape(ROWS, 2, ROWS).permute(0, 2, 1))
-        store_square(out, one, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
-        store_square(out, two, matrix, row, col + ROWS, size, width, matrix_stride, row_stride, ROWS, DESCRIPTORS)
+        store_square(out, one, matrix, row, col, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
+        store_square(out, two, matrix, row, col + ROWS, size, width, matrix_stride, row_stride, ROWS, WIDE, DESCRIPTORS)
 
 
 @triton.jit

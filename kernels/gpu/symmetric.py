@@ -1,7 +1,7 @@
 """Symmetric products: one triangle is computed, the other is its mirror image.
 
     C = α X Xᵀ            X [b, k, d], C [b, k, k]
-    C = α L R + β P       L, R, P, C [b, k, k]
+    C = α L R + β P + γ I   L, R, P, C [b, k, k]
 
 where L R is symmetric up to rounding: A A, and in the gram form R Z and Z S. Accumulated in float32, rounded once.
 Squares below the diagonal are computed, of P too, and written twice. A square on the diagonal is written as it comes
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .launch import Launch
 from .model import Tile, ceildiv
-from .operands import constants, load_tile, operand, place_of, store_triangle
+from .operands import constants, load_tile, operand, place_of, shifted, store_triangle
 
 __all__ = ["symmetric_kernel", "symmetric_product"]
 
@@ -39,7 +39,9 @@ def symmetric_kernel(
     out_row_stride,
     alpha: tl.float32,
     initial: tl.float32,
+    gamma: tl.float32,
     PLUS: tl.constexpr,
+    SHIFT: tl.constexpr,
     OUTER: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -78,8 +80,13 @@ def symmetric_kernel(
             )  # fmt: skip
         sums = tl.dot(a, b, sums, input_precision="ieee")
 
-    value = (alpha * sums).to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
-    store_triangle(out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, COLS, DESCRIPTORS)
+    sums = alpha * sums
+    if SHIFT:
+        sums = shifted(sums, row, col, gamma, ROWS, COLS)
+    value = sums.to(out.dtype if DESCRIPTORS else out.dtype.element_ty)
+    store_triangle(
+        out, value, matrix, row, col, size, size, out_matrix_stride, out_row_stride, ROWS, COLS, ROWS, DESCRIPTORS
+    )
 
 
 def symmetric_product(
@@ -91,8 +98,9 @@ def symmetric_product(
     alpha: float = 1.0,
     plus: Tensor | None = None,
     beta: float = 0.0,
+    gamma: float = 0.0,
 ) -> Launch:
-    """out ← α left right + β plus, or α left leftᵀ + β plus where ``right`` is None.
+    """out ← α left right + β plus + γ I, or with α left leftᵀ where ``right`` is None.
 
     Args:
         left: [b, k, d] with unit last stride.
@@ -102,6 +110,7 @@ def symmetric_product(
         alpha: not 0.
         plus: [b, k, k] with unit last stride, or None.
         beta: multiplies ``plus``.
+        gamma: added to the diagonal, before the result is rounded.
     """
     matrices, size, depth = left.shape
     summand = left if plus is None else plus
@@ -126,6 +135,7 @@ def symmetric_product(
             *out.stride()[:2],
             alpha,
             beta / alpha,
+            gamma,
         ),
-        constants(tile, plus=plus is not None) | {"OUTER": right is None},
+        constants(tile, plus=plus is not None) | {"OUTER": right is None, "SHIFT": gamma != 0},
     )

@@ -1,7 +1,7 @@
 """In which order the tiles of a list's results are made, and by which program: tables that the grouped kernels read.
 
-Tile t of the list belongs to program t modulo the number of programs: dealt out in a fixed order, so that a matrix's
-last tiles run beside the first ones of the next. The order is written out, (matrix, row, column) of every tile, made
+Tiles are dealt out to programs in a fixed order, each wave in turn (``model.waves``), so that a matrix's last tiles run
+beside the first ones of the next. The order is written out, (matrix, row, column) of every tile, made
 here by plain integer arithmetic: a kernel would have to take a square root to find a row in a triangle, and a list can
 have any order. This one goes column by column within groups of tile rows, so that operands stay in the L2 cache.
 
@@ -12,15 +12,15 @@ again at every replay.
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 import torch
 from torch import Tensor
 
 from .arena import Layout
-from .model import Result, Tile, ceildiv
+from .model import Result, Tile, ceildiv, waves
 
-__all__ = ["FIELDS", "Tables", "places", "results_of", "tables"]
+__all__ = ["FIELDS", "Deal", "Tables", "dealt", "packed", "places", "results_of", "tables"]
 
 # int64 entries of a table's row, one row a shape: the list's tiles up to the end of this shape; matrices, k, l; where
 # the k × k and the k × l matrices begin in their arenas and their pitch, in elements. grouped_operands.read_shape.
@@ -32,8 +32,9 @@ class Tables:
     """What a grouped launch reads.
 
     Args:
-        shapes: [number of shapes, FIELDS] int64.
-        places: [tiles, 3] int32: number of the matrix within its shape, row and column in tiles.
+        shapes: [number of shapes, FIELDS] int64; where tiles on diagonals are halves as many rows again, for them.
+        places: [tiles] int64: number of the matrix within its shape, row and column in tiles, or halves of tiles where
+            they are: :func:`packed`.
         tiles: how many.
     """
 
@@ -59,6 +60,13 @@ def places(matrices: int, rows: int, cols: int, tile: Tile, *, triangle: bool) -
     return torch.cat([matrix[:, None], one.repeat(matrices, 1)], dim=1).int()
 
 
+def packed(places: Tensor) -> Tensor:
+    """[tiles] int64 of [tiles, 3]: a word for each, so that a kernel reads it at once."""
+    matrix, row, col = places.long().unbind(1)
+    assert places.numel() == 0 or max(int(row.max()), int(col.max())) < 2**16
+    return (matrix << 32) | (row << 16) | col
+
+
 def results_of(layout: Layout, *, triangle: bool, square: bool) -> tuple[Result, ...]:
     """(matrices, rows, columns, summed dimension) of the product whose results these are, by shape.
 
@@ -70,6 +78,37 @@ def results_of(layout: Layout, *, triangle: bool, square: bool) -> tuple[Result,
     return tuple((b, k, k, cols) if triangle else (b, k, cols, k) for (b, k, _), cols in shapes)
 
 
+@dataclass(frozen=True)
+class Deal:
+    """Which tiles belong to which program: ``model.waves``.
+
+    Args:
+        waves: [waves + 1] int32, the tile that each wave begins with, and how many tiles there are.
+        width: programs of a wave, but for the last, which may have fewer.
+        programs: of all waves.
+    """
+
+    waves: Tensor
+    width: int
+    programs: int
+
+
+@cache  # never evicted: see the module's docstring
+def dealt(tiles: int, width: int, device: torch.device, *, shared: bool) -> Deal:
+    """Tiles, at least one, among ``width`` programs at a time.
+
+    Args:
+        shared: as for ``model.waves``.
+    Raises:
+        RuntimeError: as :func:`tables`.
+    """
+    starts = waves(tiles, width, shared=shared)
+    _no_capture(device)
+    (copied,) = _copied([torch.tensor(starts, dtype=torch.int32, device="cpu")], device)
+    last = starts[-1] - starts[-2]
+    return Deal(copied, width, (len(starts) - 2) * width + min(width, last))
+
+
 @cache  # never evicted: see the module's docstring
 def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, square: bool) -> Tables:
     """The tables of one product of a list, on ``device``; the first call for a list copies them there.
@@ -79,20 +118,29 @@ def tables(layout: Layout, tile: Tile, device: torch.device, *, triangle: bool, 
     Raises:
         RuntimeError: the first call is under CUDA graph capture, which cannot copy from the host.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "Newton-Schulz of a list of matrices, captured in a CUDA graph: its tables are not on the device yet; "
-            "call it once on matrices of these shapes before capture"
-        )
+    _no_capture(device)
     listed = [
         places(b, rows, cols, tile, triangle=triangle)
         for b, rows, cols, _ in results_of(layout, triangle=triangle, square=square)
     ]
+    if tile.halves(triangle=triangle):
+        on = [x[:, 2] * tile.cols == x[:, 1] * tile.rows for x in listed]
+        halves = [x[half] * torch.tensor([1, 1, 2]).int() for x, half in zip(listed, on, strict=True)]
+        listed = [x[~half] for x, half in zip(listed, on, strict=True)] + halves
     ends = list(accumulate(len(x) for x in listed))
     columns = [c for which in (True, False) for c in (layout.starts(square=which), layout.pitches(square=which))]
-    rows = [[ends[i], *shape, *(column[i] for column in columns)] for i, shape in enumerate(layout.shapes)]
-    shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), torch.cat(listed)], device)
+    places_of = [[*shape, *(column[i] for column in columns)] for i, shape in enumerate(layout.shapes)]
+    rows = [[end, *place] for end, place in zip(ends, cycle(places_of), strict=False)]
+    shapes, order = _copied([torch.tensor(rows, dtype=torch.int64, device="cpu"), packed(torch.cat(listed))], device)
     return Tables(shapes, order, ends[-1])
+
+
+def _no_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "Newton-Schulz of a list of matrices, captured in a CUDA graph: its tables are not on the device yet; "
+            "call it once on matrices of these shapes, beside as many ranks, before capture"
+        )
 
 
 def _arange(n: int) -> Tensor:

@@ -49,22 +49,22 @@ class Table:
         three launches of its own, and squares are computed whole.
         """
         triton = sum(
-            self._seconds(self.symmetric if triangle else self.product, results, processors, triangle=triangle)
-            for results, triangle in _products_of(shapes)
+            self._seconds(self.symmetric if triangle else self.product, results, processors, triangle, summand)
+            for results, triangle, summand in _products_of(shapes)
         )
         return triton <= sum(
-            self._seconds(self.cublas, results, processors, triangle=False)
+            self._seconds(self.cublas, results, processors, triangle=False, summand=summand)
             for shape in shapes
-            for results, _ in _products_of([shape])
+            for results, _, summand in _products_of([shape])
         )
 
     def _seconds(
-        self, tiles: tuple[Tile, ...], results: tuple[Result, ...], processors: int, *, triangle: bool
+        self, tiles: tuple[Tile, ...], results: tuple[Result, ...], processors: int, triangle: bool, summand: bool
     ) -> float:
         if len(results) > 1:
             tiles = tuple(tile.in_list for tile in tiles)
-        tile = choose(tiles, self.device, results, processors, triangle=triangle)
-        return seconds(tile, self.device, results, processors, triangle=triangle)
+        tile = choose(tiles, self.device, results, processors, triangle=triangle, summand=summand)
+        return seconds(tile, self.device, results, processors, triangle=triangle, summand=summand)
 
 
 @lru_cache(maxsize=1024)
@@ -83,11 +83,11 @@ def served(table: Table, shapes: tuple[Shape, ...], processors: int) -> tuple[bo
     return tuple(table.pays([shape], processors) for shape in shapes)
 
 
-def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], bool]]:
-    """The three products of a standard step, and whether a triangle of each is enough."""
-    yield tuple((b, rows, rows, cols) for b, rows, cols in shapes), True
-    yield tuple((b, rows, rows, rows) for b, rows, _ in shapes), True
-    yield tuple((b, rows, cols, rows) for b, rows, cols in shapes), False
+def _products_of(shapes: Sequence[Shape]) -> Iterator[tuple[tuple[Result, ...], bool, bool]]:
+    """The three products of a standard step, whether a triangle of each is enough, and whether it has a summand."""
+    yield tuple((b, rows, rows, cols) for b, rows, cols in shapes), True, False
+    yield tuple((b, rows, rows, rows) for b, rows, _ in shapes), True, True
+    yield tuple((b, rows, cols, rows) for b, rows, cols in shapes), False, True
 
 
 _SMALL = Tile(rows=32, cols=32, depth=32, group=2, stages=1, warps=4, descriptors=True)
@@ -124,7 +124,13 @@ def architecture(device: torch.device) -> str | None:
 
 @lru_cache(maxsize=1024)
 def choose(
-    tiles: tuple[Tile, ...], device: Device, results: tuple[Result, ...], processors: int, *, triangle: bool
+    tiles: tuple[Tile, ...],
+    device: Device,
+    results: tuple[Result, ...],
+    processors: int,
+    *,
+    triangle: bool,
+    summand: bool = True,
 ) -> Tile:
     """The tile that is expected to be done first; of equals the first in the table. Arguments: ``model.seconds``."""
-    return min(tiles, key=lambda tile: seconds(tile, device, results, processors, triangle=triangle))
+    return min(tiles, key=lambda tile: seconds(tile, device, results, processors, triangle=triangle, summand=summand))

@@ -1,14 +1,39 @@
-"""Newton-Schulz of one tensor on Triton's kernels, as lists of several shapes do not run it."""
+"""Newton-Schulz of one tensor on Triton's kernels, as lists of several shapes do not run it; and the same on aten."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from compile_muon.kernels import reference
 from compile_muon.kernels.call_plan import Plan
-from compile_muon.kernels.gpu.newton_schulz import Products, orthogonalize_into
+from compile_muon.kernels.gpu.newton_schulz import Products, folding, orthogonalize_into
+from compile_muon.kernels.iterations import FORMS
+from compile_muon.kernels.stability import Triple
 
-__all__ = ["orthogonalize"]
+__all__ = ["on_aten", "orthogonalize"]
+
+
+class Folding(reference.Aten):
+    """Also `iterations.Folding`."""
+
+    def factor(self, x: Tensor, step: Triple) -> Tensor:
+        a, b, c = step
+        wide = x.float()
+        return (a * torch.eye(x.shape[-1], device=x.device) + b * wide + c * (wide @ wide)).to(x.dtype)
+
+    def symmetric(self, left: Tensor, right: Tensor, *, plus: Tensor | None = None, **numbers: float) -> Tensor:
+        return left @ right if plus is None else super().symmetric(left, right, plus=plus, **numbers)
+
+
+def on_aten(x: Tensor, plan: Plan) -> Tensor:
+    """`reference.orthogonalize`, folded where the kernels fold."""
+    if folding(x, plan) is None:
+        return reference.orthogonalize(x, plan)
+    tall = x.shape[-2] > x.shape[-1]
+    x = reference.normalize(x.mT if tall else x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
+    x = FORMS[plan.method](x, plan.steps, plan.restarts, Folding(), folding=Folding())
+    return x.mT if tall else x
 
 
 def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from compile_muon.kernels.gpu.arena import Layout  # noqa: E402
 from compile_muon.kernels.gpu.model import Tile, programs  # noqa: E402
-from compile_muon.kernels.gpu.tile_order import FIELDS, places, tables  # noqa: E402
+from compile_muon.kernels.gpu.tile_order import FIELDS, dealt, packed, places, tables  # noqa: E402
 
 CPU = torch.device("cpu")
 SQUARE = Tile(rows=16, cols=16, depth=16, group=3, stages=1, warps=1)
@@ -59,18 +59,46 @@ def test_tiles_of_a_triangle_cover_it_once_with_its_mirror_image(tile):
 @pytest.mark.parametrize("square", [True, False])
 def test_a_table_row_is_where_the_arena_has_the_shape(square, triangle):
     found = tables(LAYOUT, DOUBLE, CPU, triangle=triangle, square=square)
-    assert found.shapes.shape == (len(LAYOUT.shapes), FIELDS) and found.shapes.dtype == torch.int64
+    shapes = len(LAYOUT.shapes)
+    assert found.shapes.shape == (shapes * (2 if triangle else 1), FIELDS) and found.shapes.dtype == torch.int64
     arenas = [LAYOUT.new(torch.float16, CPU, square=which) for which in (True, False)]
     before = 0
-    for i, (b, k, l) in enumerate(LAYOUT.shapes):  # noqa: E741
-        end, *rest = found.shapes[i].tolist()
+    for row in range(len(found.shapes)):
+        i, halves = row % shapes, row >= shapes
+        b, k, l = LAYOUT.shapes[i]  # noqa: E741
+        end, *rest = found.shapes[row].tolist()
         squares, wides = (arena.views[i] for arena in arenas)
         assert rest == [b, k, l, squares.storage_offset(), squares.stride(1), wides.storage_offset(), wides.stride(1)]
         cols = k if triangle or square else l
-        assert torch.equal(found.places[before:end], places(b, k, cols, DOUBLE, triangle=triangle))
+        expected = places(b, k, cols, DOUBLE, triangle=triangle)
+        if triangle:  # those whose right square is above the diagonal come behind all others, in squares
+            on = expected[:, 2] * 2 == expected[:, 1]
+            expected = expected[on] * torch.tensor([1, 1, 2]) if halves else expected[~on]
+        assert torch.equal(found.places[before:end], packed(expected))
         before = end
     assert before == found.tiles == len(found.places)
+    assert not triangle or tables(LAYOUT, SQUARE, CPU, triangle=True, square=square).shapes.shape == (shapes, FIELDS)
     assert found is tables(LAYOUT, DOUBLE, CPU, triangle=triangle, square=square)
+
+
+def test_a_place_is_one_word():
+    found = torch.tensor([[0, 0, 0], [2**20, 2**16 - 1, 3], [5, 6, 2**16 - 1]], dtype=torch.int32)
+    words = packed(found)
+    assert torch.equal(torch.stack([words >> 32, (words >> 16) & 0xFFFF, words & 0xFFFF], 1), found.long())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_tile_is_of_one_program(shared):
+    for tiles, width in ((1, 4), (3, 4), (4, 4), (5, 4), (100, 7)):
+        deal = dealt(tiles, width, CPU, shared=shared)
+        starts = deal.waves.tolist()
+        made = [
+            t
+            for p in range(deal.programs)
+            for t in range(starts[p // width] + p % width, starts[p // width + 1], deal.width)
+        ]
+        assert sorted(made) == list(range(tiles))
+        assert shared or deal.programs == min(tiles, width)
 
 
 def test_an_arena_has_room_for_every_matrix_and_nothing_overlaps():

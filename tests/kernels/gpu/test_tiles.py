@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from compile_muon.kernels.gpu.model import Device, Tile, busiest, programs, seconds
+from compile_muon.kernels.gpu.model import HALF, Device, Tile, busiest, programs, seconds, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import INTERPRETER, choose, load_tables, served
 
 LARGE = Tile(rows=128, cols=256, depth=64, group=8, stages=3, warps=8)
@@ -64,6 +64,49 @@ def test_blocks_side_by_side_hide_what_a_block_alone_waits_for():
     assert of(2) == pytest.approx(2 * work / 0.75 + 1e5)
     assert of(3) == pytest.approx(3 * work + 1e5)
     assert of(4) == pytest.approx(4 * work + 2e5)
+
+
+def test_a_list_pays_for_what_is_between_its_tiles():
+    device = Device(rate=1.0, overhead=1.0, between=1e5, between_flattened=1e4)
+    tile = replace(LARGE, descriptors=True)
+
+    def of(tile: Tile, *, summand: bool, triangle: bool = False) -> float:
+        return seconds(tile, device, [(2, 256, 256, 50)], 1, triangle=triangle, summand=summand)
+
+    work = 2 * 128 * 256 * 50
+    assert of(tile, summand=False) == 4 * (work + 1)
+    assert of(tile.in_list, summand=True) == 4 * (work + 1e5) == of(LARGE.in_list, summand=False)
+    assert of(tile.in_list, summand=False) == 4 * (work + 1e4)
+    # Of the two tiles of a triangle one holds nothing of it in its right half.
+    assert of(tile.in_list, summand=False, triangle=True) == pytest.approx(4e4 + 2 * work + 2 * int(HALF * work))
+
+
+@pytest.mark.parametrize("tiles", [1, 131, 132, 133, 1452, 7680])
+def test_every_tile_is_in_one_wave(tiles):
+    alone, shared = (waves(tiles, 132, shared=shared) for shared in (False, True))
+    assert alone == [0, tiles] and shared[0] == 0 and shared[-1] == tiles
+    lengths = [-(-(stop - start) // 132) for start, stop in zip(shared, shared[1:], strict=False)]
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] == 1 and len(lengths) <= 2 + tiles.bit_length()
+
+
+@pytest.mark.parametrize("held", [0, 8, 16, 32])
+def test_multiprocessors_that_others_hold_cost_their_share_and_not_twice_the_time(held):
+    """The first X of a layer of 2048; expected of a list: at most 1.1 times what is fair."""
+    table = load_tables()["sm_90"]
+    tile, results = table.product[0].in_list, [(5, 2048, 8192, 2048), (5, 2048, 2048, 2048)]
+    tiles = sum(b * programs(tile, rows, cols, triangle=False) for b, rows, cols, _ in results)
+
+    def beside(held: int, *, shared: bool) -> tuple[float, float]:
+        starts = waves(tiles, 132, shared=shared)
+        how = {"triangle": False, "summand": False}
+        return seconds_beside(tile, table.device, results, 132 - held, starts, 132, **how)
+
+    alone, longest = beside(0, shared=False)
+    assert alone == pytest.approx(seconds(tile, table.device, results, 132, triangle=False, summand=False), rel=0.01)
+    waved, waits = beside(held, shared=True)
+    assert alone * 132 / (132 - held) * 0.99 <= waved <= 1.1 * alone * 132 / (132 - held) and waits < 0.6 * longest
+    if held:
+        assert beside(held, shared=False)[0] > 1.9 * alone
 
 
 def test_the_tile_that_is_done_first():
