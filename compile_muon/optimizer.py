@@ -43,6 +43,7 @@ from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, tak
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.parameter import part_of
+from compile_muon.runtime.recorded import Recorded
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
@@ -214,6 +215,8 @@ class MuonZero(Optimizer):
         )  # fmt: skip
         if made.home is not None:
             made.home.attach(trained, self)
+        if made.hyper.device.type == "cuda":
+            self._steps.recorded = Recorded()
         self._steps.create_state()
         self._steps.sync_momentum()
         self._ledger.before_backward = self._steps.sync_momentum

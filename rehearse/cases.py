@@ -86,6 +86,16 @@ CASES = (
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
     *(
+        Case(stage, 4, params={"checks": "next_step"}, more={"compile": {"cuda_graphs": True}})
+        for stage in (0, 1, 2, 3)
+    ),
+    Case(
+        3,
+        4,
+        params={"checks": "next_step", "update": "step"},
+        more={"compile": {"cuda_graphs": True}, "gradient_clipping": 1.0},
+    ),
+    *(
         Case(stage, 4, params={"checks": "next_step", "offload": FEW | more})
         for more in ({}, {"masters": True}, {"masters": True, "adamw_on": "cpu"})
         for stage in (2, 3)

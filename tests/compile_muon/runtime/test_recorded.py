@@ -1,0 +1,176 @@
+"""Whole steps as CUDA graphs, on a CPU: what a graph would hold is run, once it is recorded, on what was recorded."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from compile_muon import LedgerError, MuonZero
+from compile_muon.runtime.recorded import Recorded
+
+pytestmark = pytest.mark.filterwarnings("ignore:cuda_graphs = True. there are none on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew():
+    """Dynamo compiles one function a few times only."""
+    torch.compiler.reset()
+
+
+class AsGraphs(Recorded):
+    """A replay runs the launches on what the recording was given, and writes what it found to where that one did."""
+
+    replays = 0
+
+    def address(self, tensor):
+        return 0  # a CPU graph would not hold gradients in place
+
+    def run(self, step, launch, survey, used):
+        self.launch = launch
+        return super().run(step, launch, survey, used)
+
+    def _record(self, step, launch, given, values):
+        launched, recorded = launch(given), [True]
+
+        def replay():
+            self.replays += 1
+            if recorded:  # a graph does nothing while it is recorded
+                recorded.clear()
+                return
+            found = self.launch(given)
+            launched.norm.copy_(found.norm)
+            for (_, vector), (_, own) in zip(launched.survey._reduced, found.survey._reduced, strict=True):
+                vector.copy_(own)
+
+        return self.recording(step, replay, given, values, launched, lambda: None)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.hidden = nn.Linear(8, 12)
+        self.head = nn.Linear(12, 4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.hidden(self.frozen(x))))
+
+
+class Run:
+    """A training, its steps recorded or not."""
+
+    def __init__(self, recorded, **settings):
+        torch.manual_seed(0)
+        self.model = Net()
+        given = {"ns_dtype": "float32", "checks": "next_step", "nonfinite": "skip", "weight_decay": 0.1}
+        self.optimizer = MuonZero(self.model, **(given | settings))
+        self.params = dict(self.model.named_parameters())
+        self.optimizer._steps.recorded = recorded
+        options = {"codegen": "eager", "cuda_graphs": True}
+        self.compiled = torch.compile(self.model, backend="muon_zero", options=options)
+
+    def step(self, x):
+        self.compiled(x).square().mean().backward()
+        self.optimizer.step()
+        norm = self.optimizer.grad_norm
+        self.optimizer.zero_grad()
+        return norm
+
+    def held(self):
+        states = self.optimizer.state_dict()["state"]
+        return [p.detach().clone() for p in self.model.parameters()] + [
+            torch.as_tensor(value).clone() for key in sorted(states) for value in states[key].values()
+        ]
+
+
+@pytest.mark.parametrize("settings", [{"update": "backward"}, {"update": "step", "gradient_clipping": 0.05}])
+def test_replayed_steps_write_the_bits_of_launched_ones(settings):
+    """Schedules, clipping, a step that is left out, loading, edits, unfreezing."""
+    runs = [Run(None, **settings), Run(AsGraphs(), **settings)]
+    batches = torch.randn(14, 5, 8, generator=torch.Generator().manual_seed(1))
+    batches[5] = torch.nan
+    kept, norms = [None, None], [[], []]
+    for number, x in enumerate(batches):
+        for which, run in enumerate(runs):
+            for group in run.optimizer.param_groups:
+                group["lr"] = 0.02 / (number + 1)
+                if "momentum" in group and number > 2:
+                    group["momentum"], group["weight_decay"] = 0.9 + 0.005 * number, 0.01 * number
+            if number == 4:
+                kept[which] = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+            if number == 8:
+                run.model.load_state_dict(kept[which][0])
+                run.optimizer.load_state_dict(kept[which][1])
+            if number == 9:
+                with torch.no_grad():
+                    run.params["hidden.weight"].mul_(1.5)
+            if number == 10:
+                for name in ("weight", "bias"):
+                    run.params[f"frozen.{name}"].requires_grad_(True)
+            norms[which].append(run.step(x))
+        for one, other in zip(*(run.held() for run in runs), strict=True):
+            assert torch.equal(one, other), number
+    for one, other in zip(*norms, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert [run.optimizer.totals()["skipped_steps"] for run in runs] == [1, 1]
+    for name in ("directions_used", "directions_in_step", "newton_schulz_matrices"):
+        assert len({run.optimizer.totals()[name] for run in runs}) == 1, name
+    assert runs[1].optimizer._steps.recorded.replays >= 8
+
+
+def test_what_a_replay_finds_is_that_steps_own():
+    """Errors name their step, edits are counted, and a rate that no launch reads anew is recorded anew."""
+    graphs = AsGraphs()
+    run = Run(graphs, nonfinite="error")
+    x = torch.randn(5, 8)
+    for _ in range(3):
+        run.step(x)
+    assert (len(graphs), graphs.replays) == (1, 2)
+    edits = run.params["hidden.weight"]._version
+    run.compiled(x).square().mean().backward()
+    run.params["hidden.weight"].grad.data.mul_(2)
+    run.optimizer.step()
+    assert graphs.replays == 3 and run.params["hidden.weight"]._version > edits
+    with pytest.raises(LedgerError, match=r"hidden\.weight was edited .* nothing was updated in step 4"):
+        run.optimizer.check()
+    run.optimizer.zero_grad()
+    run.optimizer.param_groups[-1]["betas"] = (0.8, 0.9)
+    for _ in range(3):
+        run.step(x)
+    assert (len(graphs), graphs.replays) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"checks": "in_step"}, "checks='in_step'"),
+        ({"gradient_clipping": 1.0}, "set update='step'"),
+        ({"momentum_dtype": "bfloat16"}, "states are not beside"),
+        ({"method": "normuon"}, "method 'normuon'"),
+        ({"auxiliary": "lion"}, "method 'lion'"),
+        ({"rates": {"cautious_decay": True}}, "cautious_decay"),
+        ({"lr": torch.tensor(0.02)}, "are tensors"),
+    ],
+)
+def test_what_is_no_graph_says_why_and_trains(settings, why):
+    graphs = AsGraphs()
+    run = Run(graphs, **settings)
+    for _ in range(3):
+        run.step(torch.randn(5, 8))
+    assert why in graphs.left_out(run.optimizer._steps)
+    assert not len(graphs)
+
+
+def test_a_step_that_is_never_alike_is_given_up():
+    class Elsewhere(AsGraphs):
+        def address(self, tensor):
+            return id(object()) + self._missed
+
+    graphs = Elsewhere()
+    run = Run(graphs)
+    with pytest.warns(UserWarning, match="stays outside of CUDA graphs"):
+        for _ in range(18):
+            run.step(torch.randn(5, 8))
+    assert graphs.left_out(run.optimizer._steps) and not len(graphs)
