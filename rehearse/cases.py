@@ -89,6 +89,15 @@ CASES = (
         Case(stage, 4, params={"checks": "next_step"}, more={"compile": {"cuda_graphs": True}})
         for stage in (0, 1, 2, 3)
     ),
+    *(
+        Case(
+            stage,
+            4,
+            params={"checks": "next_step"},
+            more={"compile": {"cuda_graphs": True}, "gradient_accumulation_steps": 2},
+        )
+        for stage in (1, 2, 3)
+    ),
     Case(
         3,
         4,
