@@ -175,21 +175,20 @@ def outputs_in_place(monkeypatch):
     ],
 )
 def test_gradients_are_added_up_out_of_the_way_of_replays(settings, monkeypatch):
-    runs = [Run(None, **settings)]
-    outputs_in_place(monkeypatch)
-    runs.append(Run(AsGraphs(), **settings))
-    batches = torch.randn(5, 3, 5, 8, generator=torch.Generator().manual_seed(1))
-    for batch in batches:
-        for run in runs:
+    found, graphs = [], AsGraphs()
+    for recorded in (None, graphs):
+        run = Run(recorded, **settings)
+        for batch in torch.randn(5, 3, 5, 8, generator=torch.Generator().manual_seed(1)):
             for number, x in enumerate(batch):
                 told = settings["gradient_accumulation_steps"] == 1 and number < 2
                 with run.optimizer.accumulate() if told else nullcontext():
                     run.compiled(x).square().mean().backward()
             run.optimizer.step()
             run.optimizer.zero_grad()
-        for one, other in zip(*(run.held() for run in runs), strict=True):
-            assert torch.equal(one, other)
-    assert runs[1].optimizer._steps.recorded.replays >= 2
+        found.append(run.held())
+        outputs_in_place(monkeypatch)
+    assert all(map(torch.equal, *found))
+    assert graphs.replays >= 2
 
 
 def test_a_gradient_that_somebody_keeps_is_not_written_again(monkeypatch):
