@@ -309,7 +309,7 @@ class MuonZero(Optimizer):
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh)
+        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh, self._steps.outside)
 
     # ------------------------------------------------------------------ step
 
@@ -348,6 +348,24 @@ class MuonZero(Optimizer):
             if self._steps.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
+
+    def release(self) -> None:
+        """Let go of all CUDA graphs of this process and their memory, those of other compiled models included.
+
+        Where collectives are in them (``compile.cuda_graphs`` and several ranks), call this on every rank ahead of
+        ``torch.distributed.destroy_process_group()``, when no other training step will follow: NCCL waits there for the
+        graphs that hold its calls. Who trains on compiles and records anew.
+
+        Raises:
+            LedgerError, NonFiniteError: of the latest step, see :meth:`check`; all is released.
+        """
+        if self._hyper.device.type == "cuda":
+            torch.cuda.synchronize(self._hyper.device)
+        try:
+            self.check()
+        finally:
+            self._steps.release()
+            torch.compiler.reset()  # Inductor's go with what it has compiled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and what was made from them."""

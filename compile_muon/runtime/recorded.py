@@ -224,7 +224,7 @@ class Recorded:
     ) -> _Recording:
         """What was recorded, with what of it the host must know."""
         accounts = [account for account in (*step.muon, *step.rest) if account.grad is not None]
-        resident = [account for account in step.ledger.accounts if account.replica is not None]
+        resident = [account for account in (*step.muon, *step.rest) if account.replica is not None]
         states = [_states(step, account) for account in accounts]
         written = [*(account.local.detach() for account in accounts), *(x for row in states for x in row)]
         written += [account.replica.detach() for account in resident if account.replica is not None]
@@ -250,17 +250,17 @@ class Recorded:
         for group in step.optimizer.param_groups:
             method, moving = step.method(group), _moving(step.method(group))
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in moving]
+        address, states = self.address, step.optimizer.state
         for account in (*step.muon, *step.rest):
-            grad = account.grad
-            kind += [account.text, self.address(account.local), self.address(account.momentum)]
-            if grad is not None:
+            kind += (account.text, address(account.local), address(account.momentum))
+            if (grad := account.grad) is not None:
                 own = local_tensor(grad)
-                kind += [self.address(own), own.dtype, own.stride()]
-            kind += [self.address(state) for state in _states(step, account)]
+                kind += (address(own), own.dtype, own.stride())
+            kind += [address(local_tensor(state)) for state in states[account.param].values()]
             if (made := used.get(account.name)) is not None:
-                kind += [self.address(made.direction), made.direction.stride(), self.address(made.fingerprint)]
+                kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
             if account.replica is not None:
-                kind.append(self.address(account.replica))
+                kind.append(address(account.replica))
         return tuple(kind)
 
     def address(self, tensor: Tensor) -> int:
@@ -269,7 +269,7 @@ class Recorded:
 
 
 def _states(step: Step, account: Account) -> list[Tensor]:
-    return [local_tensor(state) for state in step.optimizer.state[account.param].values() if isinstance(state, Tensor)]
+    return [local_tensor(state) for state in step.optimizer.state[account.param].values()]
 
 
 def _moving(method: Method) -> tuple[str, ...]:

@@ -271,6 +271,17 @@ class Step:
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*muon, *rest}
         return [account for account in self.ledger.accounts if account in trained]
 
+    @property
+    def outside(self) -> str | None:
+        """Why no step is in a CUDA graph where forward and backward are; None if they are, or there is no GPU."""
+        return None if self.recorded is None else self.recorded.left_out(self)
+
+    def release(self) -> None:
+        """Let go of what was recorded, and of what the latest step has found."""
+        if self.recorded is not None:
+            self.recorded.release()
+        self.pending = None
+
     def check(self) -> bool | None:
         """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
 

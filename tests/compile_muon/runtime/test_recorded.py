@@ -1,6 +1,7 @@
 """Whole steps as CUDA graphs, on a CPU: what a graph would hold is run, once it is recorded, on what was recorded."""
 
 import copy
+import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from compile_muon import LedgerError, MuonZero, backend
+from compile_muon.config import CompileConfig
 from compile_muon.passes import Half
 from compile_muon.runtime.recorded import Recorded
 
@@ -142,6 +144,11 @@ def test_what_a_replay_finds_is_that_steps_own():
     for _ in range(3):
         run.step(x)
     assert (len(graphs), graphs.replays) == (2, 5)
+    run.optimizer.release()
+    assert not len(graphs)
+    for _ in range(3):
+        run.step(x)
+    assert (len(graphs), graphs.replays) == (1, 7)
 
 
 def outputs_in_place(monkeypatch):
@@ -222,8 +229,11 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again(monkeypatch):
     ],
 )
 def test_what_is_no_graph_says_why(settings, why):
-    run = Run(AsGraphs(), **settings)
-    assert why in run.optimizer._steps.recorded.left_out(run.optimizer._steps)
+    optimizer = Run(AsGraphs(), **settings).optimizer
+    assert why in optimizer._steps.outside
+    assert optimizer.summary().outside is None  # of a configuration without graphs
+    optimizer.config = dataclasses.replace(optimizer.config, compile=CompileConfig(cuda_graphs=True))
+    assert "in no CUDA graph" in str(optimizer.summary())
 
 
 def test_a_step_that_is_never_alike_is_given_up():
