@@ -6,12 +6,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from as_graphs import AsGraphs, outputs_in_place
 from torch import nn
 
-from compile_muon import LedgerError, MuonZero, backend
+from compile_muon import LedgerError, MuonZero
 from compile_muon.config import CompileConfig
-from compile_muon.passes import Half
-from compile_muon.runtime.recorded import Recorded
 
 pytestmark = pytest.mark.filterwarnings("ignore:cuda_graphs = True. there are none on a CPU")
 
@@ -20,34 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:cuda_graphs = True. there are no
 def compiled_anew():
     """Dynamo compiles one function a few times only."""
     torch.compiler.reset()
-
-
-class AsGraphs(Recorded):
-    """A replay runs the launches on what the recording was given, and writes what it found to where that one did."""
-
-    replays = 0
-
-    def address(self, tensor):
-        return 0  # a CPU graph would not hold gradients in place
-
-    def run(self, step, launch, survey, used):
-        self.launch = launch
-        return super().run(step, launch, survey, used)
-
-    def _record(self, step, launch, given, values):
-        launched, recorded = launch(given), [True]
-
-        def replay():
-            self.replays += 1
-            if recorded:  # a graph does nothing while it is recorded
-                recorded.clear()
-                return
-            found = self.launch(given)
-            launched.norm.copy_(found.norm)
-            for (_, vector), (_, own) in zip(launched.survey._reduced, found.survey._reduced, strict=True):
-                vector.copy_(own)
-
-        return self.recording(step, replay, given, values, launched, lambda: None)
 
 
 class Net(nn.Module):
@@ -149,28 +120,6 @@ def test_what_a_replay_finds_is_that_steps_own():
     for _ in range(3):
         run.step(x)
     assert (len(graphs), graphs.replays) == (1, 7)
-
-
-def outputs_in_place(monkeypatch):
-    """Backward graphs write what they return to the same memory in each call, as CUDA graphs do."""
-    lower_and_compile = backend.lower_and_compile
-
-    def lowered(*args, **kwargs):
-        run, traffic = lower_and_compile(*args, **kwargs)
-        if args[2].half is not Half.BACKWARD:
-            return run, traffic
-        places = {}
-
-        def call(given):
-            found = run(given)
-            tensors = [(i, x) for i, x in enumerate(found) if isinstance(x, torch.Tensor)]
-            kept = {i: places.setdefault(i, torch.empty_like(x)).copy_(x).detach() for i, x in tensors}
-            return [kept.get(i, x) for i, x in enumerate(found)]
-
-        call._boxed_call = True
-        return call, traffic
-
-    monkeypatch.setattr(backend, "lower_and_compile", lowered)
 
 
 @pytest.mark.parametrize(
