@@ -43,6 +43,7 @@ from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, tak
 from compile_muon.passes.collectives import Traffic
 from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.parameter import part_of
+from compile_muon.runtime.recorded import Recorded
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
@@ -215,6 +216,8 @@ class MuonZero(Optimizer):
         )  # fmt: skip
         if made.home is not None:
             made.home.attach(trained, self)
+        if made.hyper.device.type == "cuda":
+            self._steps.recorded = Recorded()
         self._steps.create_state()
         self._steps.sync_momentum()
         self._ledger.before_backward = self._steps.sync_momentum
@@ -307,7 +310,7 @@ class MuonZero(Optimizer):
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh)
+        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh, self._steps.outside)
 
     # ------------------------------------------------------------------ step
 
@@ -346,6 +349,24 @@ class MuonZero(Optimizer):
             if self._steps.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
+
+    def release(self) -> None:
+        """Let go of all CUDA graphs of this process and their memory, those of other compiled models included.
+
+        Where collectives are in them (``compile.cuda_graphs`` and several ranks), call this on every rank ahead of
+        ``torch.distributed.destroy_process_group()``, when no other training step will follow: NCCL waits there for the
+        graphs that hold its calls. Who trains on compiles and records anew.
+
+        Raises:
+            LedgerError, NonFiniteError: of the latest step, see :meth:`check`; all is released.
+        """
+        if self._hyper.device.type == "cuda":
+            torch.cuda.synchronize(self._hyper.device)
+        try:
+            self.check()
+        finally:
+            self._steps.release()
+            torch.compiler.reset()  # Inductor's go with what it has compiled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and what was made from them."""

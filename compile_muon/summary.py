@@ -60,6 +60,7 @@ class Summary:
         rows: one per parameter, in model order.
         stage, world_size: ZeRO stage and ranks.
         axes: name and size of each, where there are several.
+        outside: why ``step()`` is in no CUDA graph, with ``compile.cuda_graphs``; None if it is, or without.
         update: "backward" where backward may carry the update, else "step".
     """
 
@@ -68,6 +69,7 @@ class Summary:
     world_size: int
     update: str
     axes: tuple[tuple[str, int], ...] = ()
+    outside: str | None = None
 
     def _count(self, *, matrices: bool) -> int:
         trained = [row for row in self.rows if row.algorithm != "frozen"]
@@ -89,7 +91,8 @@ class Summary:
         axes = f" ({' x '.join(f'{name} {size}' for name, size in self.axes)})" if self.axes else ""
         table = Table(
             title=f"MuonZero: stage {self.stage}, world {self.world_size}{axes}, update in {self.update}; "
-            f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements"
+            f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements",
+            caption=None if self.outside is None else f"step() is in no CUDA graph: {self.outside}",
         )
         for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
             table.add_column(column, overflow="fold")
@@ -155,9 +158,17 @@ def _row(account: Account, assignment: Assignment, config: Config) -> Row:
 
 
 def summarize(
-    accounts: Sequence[Account], assignments: dict[str, Assignment], config: Config, mesh: Mesh | None
+    accounts: Sequence[Account],
+    assignments: dict[str, Assignment],
+    config: Config,
+    mesh: Mesh | None,
+    outside: str | None = None,
 ) -> Summary:
-    """Collect the rows of a sharded model."""
+    """Collect the rows of a sharded model.
+
+    Args:
+        outside: why no step is recorded as a CUDA graph.
+    """
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
         rows=tuple(_row(account, assignments[account.name], config) for account in accounts),
@@ -165,4 +176,5 @@ def summarize(
         world_size=1 if mesh is None else mesh.size,
         update="step" if config.zero.update == "step" else "backward",
         axes=tuple((name, mesh.axis(name).size) for name in names if mesh is not None),
+        outside=outside if config.compile.cuda_graphs else None,
     )

@@ -27,12 +27,12 @@ class Averages:
     Args:
         momenta: one tensor for each parameter, changed.
         grads: likewise, of the same shapes.
-        weight: 1 − the momentum factor.
+        weight: 1 − the momentum factor; a number, or a tensor as ``weight_decay`` of :func:`muon_apply` may be one.
     """
 
     momenta: Sequence[Tensor]
     grads: Sequence[Tensor]
-    weight: float
+    weight: float | Tensor
 
     def of(self, chosen: Sequence[int]) -> "Averages":
         """Those of some parameters, by number."""
@@ -45,7 +45,7 @@ def muon_apply(
     updates: Sequence[Tensor],
     *,
     lr: float | Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     scale: float | Sequence[float],
     averages: Averages | None = None,
     withheld: Tensor | None = None,
@@ -62,7 +62,8 @@ def muon_apply(
         updates: one for each, of its shape, any strides and any floating dtype.
         lr: a number or a one-element tensor, on the CPU or on the parameters' device, which is never waited for and
             never baked into a traced graph.
-        weight_decay: multiplies the unscaled lr.
+        weight_decay: multiplies the unscaled lr. A number; or a one-element tensor on the parameters' device, where lr
+            and the weight of ``averages`` are such tensors of one dtype too. In float64 they give a number's bits.
         scale: one number for all, or one for each.
         averages: momenta of the parameters to move toward gradients, one of each for every parameter, or None.
         withheld: one fp32 element on the parameters' device, 1 for nothing to be written, which is not waited for; None
@@ -88,11 +89,11 @@ def muon_apply(
     written = [*params, *(() if averages is None else averages.momenta)]
     before = None if withheld is None else [x.clone() for x in written]
     if averages is not None:
-        torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
+        _average(averages)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
-        _apply_number_lr(params, updates, lr, weight_decay, scales)
+        _apply_number_lr(params, updates, lr, float(weight_decay), scales)
     if withheld is not None and before is not None:
         for x, old in zip(written, before, strict=True):
             x.copy_(torch.where(withheld == 1, old, x))
@@ -112,11 +113,20 @@ def not_traced(tensors: list[Tensor]) -> bool:
     return plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
+def _average(averages: Averages) -> None:
+    if not isinstance(averages.weight, Tensor):
+        torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
+        return
+    for momentum, grad in zip(averages.momenta, averages.grads, strict=True):
+        wide = torch.promote_types(momentum.dtype, torch.float32)  # a weight in half precision would be another one
+        momentum.copy_(torch.lerp(momentum.to(wide), grad.to(wide), averages.weight.to(wide)))
+
+
 def _launch(
     params: Sequence[Tensor],
     updates: Sequence[Tensor],
     lr: float | Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None,
     withheld: Tensor | None,
@@ -163,7 +173,11 @@ def _apply_number_lr(
 
 
 def _apply_tensor_lr(
-    params: Sequence[Tensor], updates: Sequence[Tensor], lr: Tensor, weight_decay: float, scales: Sequence[float]
+    params: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    lr: Tensor,
+    weight_decay: float | Tensor,
+    scales: Sequence[float],
 ) -> None:
     """add_ takes its alpha from the host only; addcmul_ with a 0-dim factor is the same sum, alpha on the device."""
     decay = 1 - lr * weight_decay

@@ -85,6 +85,22 @@ CASES = (
     Case(3, 8, rank=5, more={"mesh": {"replicate": 2, "shard": 4}}),
     Case(3, 4, more={"compile": {"nvtx": True}}),
     *(Case(stage, 4, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
+    *(Case(stage, 4, params={"checks": "next_step"}, more={"compile": {"cuda_graphs": True}}) for stage in (0, 1, 3)),
+    *(
+        Case(
+            stage,
+            4,
+            params={"checks": "next_step"},
+            more={"compile": {"cuda_graphs": True}, "gradient_accumulation_steps": 2},
+        )
+        for stage in (1, 3)
+    ),
+    Case(
+        3,
+        4,
+        params={"checks": "next_step", "update": "step"},
+        more={"compile": {"cuda_graphs": True}, "gradient_clipping": 1.0},
+    ),
     *(
         Case(stage, 4, params={"checks": "next_step", "offload": FEW | more})
         for more in ({}, {"masters": True}, {"masters": True, "adamw_on": "cpu"})

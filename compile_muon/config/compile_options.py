@@ -37,7 +37,8 @@ class CompileOptions(Checked):
         exchange_mb: what exchanges of Muon that are under way may hold on a rank, in MiB, > 0. Where the next would not
             fit, the oldest is finished first.
         cuda_graphs: record forward and backward as CUDA graphs, collectives and Newton-Schulz in them, and replay them;
-            Inductor's ``triton.cudagraphs``. ``mode="reduce-overhead"`` says the same. One backward per step.
+            Inductor's ``triton.cudagraphs``. ``mode="reduce-overhead"`` says the same. Where checks are read in the
+            next step, ``step()`` is one too.
         reshard_after_forward: at stage 3, drop gathered weights after forward and gather again for backward. False
             gathers once per forward and needs memory for all weights; as FSDP2's argument of that name. At stage 0
             False keeps weights that were cast to ``param_dtype``.

@@ -417,10 +417,6 @@ class Config(Checked):
 
     def contradictions(self) -> Iterator[ConfigError]:
         """Settings that nothing would read, or that exclude each other."""
-        steps = self.zero.gradient_accumulation_steps
-        if self.compile.cuda_graphs and steps != 1:
-            problem = f"does not go with gradient_accumulation_steps = {steps}: a replay overwrites .grad"
-            yield config_error("compile.cuda_graphs", True, problem, "use one micro-batch, or leave it out")
         if self.compile.cuda_graphs and self.zero.offload_param:
             problem = "replays a forward that begins ahead of the copies from host memory (offload_param)"
             yield config_error("compile.cuda_graphs", True, problem, "leave one of them out")

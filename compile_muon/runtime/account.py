@@ -20,7 +20,7 @@ from compile_muon.errors import LedgerError
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.passes.torch_private import accumulator_of, current_backward, will_execute
+from compile_muon.passes.torch_private import accumulator_of, current_backward, storage_holders, will_execute
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.parameter import raw_gradient
@@ -91,6 +91,7 @@ class Account:
         attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
+        accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
         tags: names of attributes that users set on the parameter, as of the latest read outside of frames: those of
             frames carry them too.
     """
@@ -115,10 +116,12 @@ class Account:
     attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
+    accumulated: Tensor | None = None
     tags: tuple[str, ...] = ()
     key: bytes = field(init=False)
     momentum_buffer: Tensor = field(init=False)
     _watched: bool = False
+    _holders: int = 0
 
     def __post_init__(self) -> None:
         self.key = self.name.encode()
@@ -134,7 +137,7 @@ class Account:
         names = ("ledger", "param", "replica", "handouts")
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
-        own |= {"home": None, "attention": None}
+        own |= {"home": None, "attention": None, "accumulated": None}
         copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, **own)
         copied.ledger.accounts.append(copied)
         memo[id(self)] = copied
@@ -284,9 +287,10 @@ class Account:
         self.sums.begin(call, self.grad, self.name)
 
     def watch(self) -> None:
-        """Have autograd say when it writes ``.grad``: at stage 1, or where a step must know of edits without asking the
-        device. The hooks hold the account weakly."""
+        """Have autograd say when it writes ``.grad``: at stage 1, where a step must know of edits without asking the
+        device, or where a replay would overwrite it. The hooks hold the account weakly."""
         watched = self.spec.layout.accumulates or (self.ledger.checks_later and self.spec.muon is not None)
+        watched |= self.ledger.replays_between
         if self._watched or not watched or not self.param.requires_grad:
             return
         self._watched = True
@@ -298,10 +302,25 @@ class Account:
 
         def delivered(_: Tensor) -> None:
             if account := reference():
+                account.keep_gradient()
                 account.sums.deliver(current_backward(), account.grad)
 
         self.param.register_hook(arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
+
+    def keep_gradient(self) -> None:
+        """Move a gradient to which more will be added out of a CUDA graph, which writes the next one to its place. It
+        comes to the same memory in each step, unless somebody holds that of the last."""
+        if self.grad is None or not self.ledger.replays_between or self.ledger.is_last(self):
+            return
+        grad, kept = self.local_grad.detach(), self.accumulated
+        if kept is not None and kept.data_ptr() == grad.data_ptr():
+            return
+        if kept is None or kept.stride() != grad.stride() or storage_holders(kept) > self._holders:
+            kept = self.accumulated = torch.empty_like(grad)
+            self._holders = storage_holders(kept)
+        kept.copy_(grad)
+        self.param.grad = like_parameter(self.param, kept.detach())
 
     def drop_gradient(self) -> None:
         """``zero_grad()``: what was made from the gradient goes with it; what forward visits are owed stays."""

@@ -231,7 +231,8 @@ class BackwardGraph:
         extras = request.split(results[self._outputs :])
         for index, grad in extras.unreduced.items():
             if receives[index]:
-                accounts[index].sums.keep(call, grad)
+                # A replay between micro-batches writes the next one to its place.
+                accounts[index].sums.keep(call, grad.clone() if accounts[index].ledger.replays_between else grad)
         rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
         for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
             account = accounts[index]

@@ -178,6 +178,15 @@ class Ledger:
         return self.update == "backward"
 
     @property
+    def replays_between(self) -> bool:
+        """Whether CUDA graphs are replayed between the micro-batches of a step."""
+        return self.options.cuda_graphs and (self.accumulation_steps != 1 or self.accumulating)
+
+    def is_last(self, account: Account) -> bool:
+        """Whether the backward under way can be the step's last of this parameter."""
+        return self._may_be_last(account, self.accumulation_steps or self._expected)
+
+    @property
     def speculating(self) -> bool:
         """Whether any backward may still make directions: the same on every rank."""
         muon = [account for account in self.accounts if account.spec.muon is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch._subclasses import FakeTensor
 
 from compile_muon.errors import OffloadError
 
-__all__ = ["on_host"]
+__all__ = ["on_host", "pinned_numbers"]
 
 
 class _Pages:
@@ -51,3 +52,8 @@ def on_host(values: Tensor) -> Tensor:
     # The tensor holds the pages; vLLM keeps weights so ("UVA offloading").
     memory = torch.as_tensor(_Pages(values.nbytes), device=values.device)
     return memory.view(values.dtype).view(values.shape).copy_(values)
+
+
+def pinned_numbers(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In host memory, from which a GPU copies them without a wait of the host."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")

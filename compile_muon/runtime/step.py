@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from compile_muon.errors import (
     ranks_named,
     warn_user,
 )
+from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, matrix_method
@@ -40,8 +41,10 @@ from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender, Lent
+from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.pipeline_stages import Outlook, PipelineStages
 from compile_muon.runtime.qk_clip import check_heads, clip_heads
+from compile_muon.runtime.recorded import Given, Launched, Recorded
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import edits_of, local_tensor, new_state
 from compile_muon.runtime.speculation import Speculation
@@ -61,13 +64,11 @@ class _Pending:
 
     Args:
         directions: names of those that the step used.
-        withheld: 1.0 on the device if it wrote nothing.
     """
 
     survey: Survey
     agreement: Agreement | None
     directions: frozenset[str]
-    withheld: Tensor
 
 
 class _Made(NamedTuple):
@@ -82,6 +83,11 @@ class _Made(NamedTuple):
     candidates: dict[Account, Speculation]
     ready: dict[str, Speculation]
     at_once: bool
+
+    @property
+    def used(self) -> dict[str, Speculation]:
+        """Those that the step may use."""
+        return {} if self.at_once else self.ready
 
 
 @dataclass(eq=False)
@@ -107,6 +113,7 @@ class Step:
         norm: the same as the host knows it, NaN before.
         max_logit: with ``qk_clip``, of the latest step, on the device.
         pending: what the host has not read yet of the latest step.
+        recorded: steps as CUDA graphs; None where there are none.
     """
 
     optimizer: Optimizer
@@ -128,6 +135,7 @@ class Step:
     norm: float = float("nan")
     max_logit: Tensor | None = None
     pending: _Pending | None = None
+    recorded: Recorded | None = None
 
     def __post_init__(self) -> None:
         self.accounts: dict[Tensor, Account] = {}
@@ -200,7 +208,8 @@ class Step:
         for momentum, accounts in self.check_momentum(self.optimizer.param_groups):
             if momentum != accounts[0].factor:
                 # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
-                accounts[0].hyper.data.copy_(torch.tensor([1 - momentum, momentum], dtype=torch.float32))
+                rates = pinned_numbers([1 - momentum, momentum], torch.float32, self.device)
+                accounts[0].hyper.data.copy_(rates, non_blocking=True)
                 for account in accounts:
                     account.use_factor(momentum)
 
@@ -242,16 +251,36 @@ class Step:
         at_once = not self.ledger.speculating and self.stages is None
         candidates = {account: found for account in muon if (found := self._ready(account)) is not None}
         ready = {account.name: found for account, found in candidates.items() if self._untouched(account)}
-        survey = self.survey(problem, agreement, {} if at_once else ready)
-        directions = self._directions(muon, survey, agreement, _Made(candidates, ready, at_once))
-        if directions is not None:
-            self.commit(directions, None if self.pending is None else self.pending.withheld)
-            # In the order in which the model has them, which is about that of their use in the next forward. Whether
-            # all ranks have the same gradients may not be known yet, and they must refresh the same.
-            trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*muon, *rest}
-            self.ledger.count(start_refresh([account for account in self.ledger.accounts if account in trained]))
+        made = _Made(candidates, ready, at_once)
+        if self._may_wait(at_once, len(ready) == len(muon)):
+            self._launch_all(muon, self._told(problem, agreement, made.used), agreement, made)
+            written = True
+        else:
+            directions = self._directions(muon, self.survey(problem, agreement, made.used), agreement, made)
+            written = directions is not None
+            if directions is not None:
+                self.commit(directions)
+                self.ledger.count(start_refresh(self._refreshed(muon, rest)))
         self.ledger.close([*muon, *rest])
-        return directions is not None
+        return written
+
+    def _refreshed(self, muon: Sequence[Account], rest: Sequence[Account]) -> list[Account]:
+        """Whose resident weights follow this step, in the order in which the model has them, which is about that of
+        their use in the next forward."""
+        # Whether all ranks have the same gradients may not be known yet, and they must refresh the same.
+        trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*muon, *rest}
+        return [account for account in self.ledger.accounts if account in trained]
+
+    @property
+    def outside(self) -> str | None:
+        """Why no step is in a CUDA graph where forward and backward are; None if they are, or there is no GPU."""
+        return None if self.recorded is None else self.recorded.left_out(self)
+
+    def release(self) -> None:
+        """Let go of what was recorded, and of what the latest step has found."""
+        if self.recorded is not None:
+            self.recorded.release()
+        self.pending = None
 
     def check(self) -> bool | None:
         """Read what the checks of the latest step found, if the host has not yet (``checks="next_step"``).
@@ -295,7 +324,29 @@ class Step:
         Args:
             ready: directions of backward that may be used, by name.
         """
+        survey = self._told(problem, agreement, ready)
+        self._measure(survey, agreement, ready)
+        return survey
+
+    def _told(
+        self,
+        problem: UnsupportedModelError | None,
+        agreement: Agreement | None,
+        ready: Mapping[str, Speculation],
+    ) -> Survey:
+        """The half of a survey that the host knows."""
         survey = Survey(self.group, self.device, self.ledger.status.step, problem)
+        survey.add_presence([*self.muon, *self.rest], ready)
+        for group in self.optimizer.param_groups:
+            for rate in self.method(group).rates:
+                if not isinstance(group[rate.name], Tensor):
+                    survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
+        if agreement is not None:
+            agreement.put(survey)
+        return survey
+
+    def _measure(self, survey: Survey, agreement: Agreement | None, ready: Mapping[str, Speculation]) -> None:
+        """The other half, which is on the device."""
         survey.add_gradients([*self.muon, *self.rest], ready)
         # One beside its parameter is seen by the direction that is made of it, all of which is NaN then.
         away = {a.name: flag for a in self.muon if self.home and (flag := self.home.wrong(a, "momentum")) is not None}
@@ -313,11 +364,11 @@ class Step:
             survey.add(label, [a.name for a in tensors], self._not_finite(label, tensors))
         for group in self.optimizer.param_groups:
             for rate in self.method(group).rates:
-                survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
+                if isinstance(group[rate.name], Tensor):
+                    survey.add_rate(f"{group['name']} {rate.name}", group[rate.name])
         if agreement is not None:
-            agreement.put(survey)
+            agreement.measure(survey)
         survey.add_speculations(self.muon, ready)
-        return survey
 
     def _not_finite(self, label: str, states: Mapping[Account, Tensor]) -> Tensor:
         """Which of these states are not finite: what is away was looked at when it was written."""
@@ -386,10 +437,9 @@ class Step:
     ) -> dict[str, Tensor] | None:
         """Directions of these matrices by name: those of backward where they hold, the others made here.
 
-        Where checks are read in the next step and nothing here depends on them, waits for nothing. Else waits for the
-        device once, and again only where some were made in backward and others must be made here, or where pipeline
-        stages must know of each other before any is made. Gradients are scaled in place where their norm is over the
-        limit, as ``clip_grad_norm_`` does.
+        Waits for the device once, and again only where some were made in backward and others must be made here, or
+        where pipeline stages must know of each other before any is made. Gradients are scaled in place where their norm
+        is over the limit, as ``clip_grad_norm_`` does.
 
         Returns:
             None for a step to leave out (``nonfinite="skip"``).
@@ -400,15 +450,7 @@ class Step:
         made: dict[str, Tensor] = {}
         if at_once:
             self._clip(self.grad_norm)
-            # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
-            made = self._orthogonalize(muon if self.group is None else self.muon, survey)
-        if self._may_wait(at_once, len(ready) == len(muon)):
-            used = made or {name: speculation.direction for name, speculation in ready.items()}
-            survey.send()
-            self.pending = _Pending(survey, agreement, frozenset(used), survey.withheld())
-            self._made_of(muon, {} if at_once else ready)
-            self._account(list(candidates), frozenset() if at_once else frozenset(ready), clipped=False)
-            return {account.name: used[account.name] for account in muon}
+            made = self._orthogonalize(self._in_step(muon), survey)
         facts = self._read(survey)
         self._check_agreement(survey, agreement)
         wanted = [account.name for account in muon]
@@ -431,6 +473,63 @@ class Step:
         self._account(list(candidates), decision.use, clipped=decision.clip)
         self._made_of(muon, {name: ready[name] for name in decision.use})
         return {name: made[name] for name in wanted}
+
+    def _launch_all(self, muon: Sequence[Account], survey: Survey, agreement: Agreement | None, made: _Made) -> None:
+        """A step whose checks are read in the next one, and on which nothing here depends: all of it is launched, and
+        nothing waited for. A CUDA graph holds it where there is :attr:`recorded`."""
+        self._made_of(muon, made.used)
+        launch = partial(self.launch, muon, survey, agreement, made)
+        names = (account.name for account in self._in_step(muon)) if made.at_once else made.used
+        pending = _Pending(survey, agreement, frozenset(names))
+        recorded = None if self.recorded is None or not self.ledger.options.cuda_graphs else self.recorded
+        if recorded is not None and recorded.left_out(self) is None:
+            alike = None if agreement is not None and agreement.copies is not None else made.used
+            found = recorded.run(self, launch, survey, alike)
+            pending = replace(pending, survey=found.survey)
+        else:
+            found = launch(None)
+        self.grad_norm, self.pending = found.norm, pending
+        self.ledger.count(found.traffic)
+        self.ledger.counters.in_step += len(muon) if made.at_once else 0
+        self._account(list(made.candidates), frozenset(made.used), clipped=False)
+
+    def launch(
+        self,
+        muon: Sequence[Account],
+        survey: Survey,
+        agreement: Agreement | None,
+        made: _Made,
+        given: Given | None,
+    ) -> Launched:
+        """All that such a step asks of the device: of the same parameters and tensors the same in every step.
+
+        Args:
+            given: what differs from step to step, on the device; None for it to be copied there, and for the survey to
+                be sent to the host. Then resident weights are still on their way when this returns.
+        """
+        self._measure(survey, agreement, made.used)
+        survey.reduce(None if given is None else given.facts)
+        norm = survey.total("gradient").sqrt().float()
+        directions, traffic = {name: speculation.direction for name, speculation in made.used.items()}, Traffic()
+        if made.at_once:
+            self._clip(norm)
+            directions, traffic = self._made_in_step(self._in_step(muon), survey)
+            survey.reduce()
+        if given is None:
+            survey.send()
+        used = {account.name: directions[account.name] for account in muon}
+        self.commit(used, survey.withheld(), None if given is None else given.rates)
+        refreshed = self._refreshed((), ())
+        traffic = traffic + start_refresh(refreshed)
+        if given is not None:
+            for account in refreshed:
+                account.await_refresh()
+        return Launched(survey, norm, traffic)
+
+    def _in_step(self, muon: Sequence[Account]) -> Sequence[Account]:
+        """Of which matrices a step makes the directions that it makes at once."""
+        # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
+        return muon if self.group is None else self.muon
 
     def _may_wait(self, at_once: bool, all_ready: bool) -> bool:
         """Whether the host need not know what the survey finds: the device does."""
@@ -470,15 +569,19 @@ class Step:
         return not self.ledger.checks_later or account.sums.untouched(account.grad)
 
     def _orthogonalize(self, accounts: Sequence[Account], survey: Survey) -> dict[str, Tensor]:
+        made, traffic = self._made_in_step(accounts, survey)
+        self.ledger.count(traffic)
+        self.ledger.counters.in_step += sum(account.grad is not None for account in accounts)
+        return made
+
+    def _made_in_step(self, accounts: Sequence[Account], survey: Survey) -> tuple[dict[str, Tensor], Traffic]:
         if not accounts:
-            return {}
+            return {}, Traffic()
         grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
         with self.ledger.range("step directions", payload=len(accounts)):
             results, traffic = self.step_graphs.orthogonalize(accounts, grads, self.ledger.options)
-        self.ledger.count(traffic)
-        self.ledger.counters.in_step += sum(account.grad is not None for account in accounts)
         survey.add("direction", [account.name for account in accounts], not_finite(results))
-        return {account.name: result for account, result in zip(accounts, results, strict=True)}
+        return {account.name: result for account, result in zip(accounts, results, strict=True)}, traffic
 
     def _made_of(self, muon: Sequence[Account], used: Mapping[str, Speculation]) -> None:
         """Note which fetch of the momentum the directions of this step are made of, where they were fetched."""
@@ -624,12 +727,18 @@ class Step:
         everyone = gather_objects(infinite, self.group) if self.compares and self.group is not None else [infinite]
         return frozenset(names).difference(*everyone)
 
-    def commit(self, directions: dict[str, Tensor], withheld: Tensor | None = None) -> None:
+    def commit(
+        self,
+        directions: dict[str, Tensor],
+        withheld: Tensor | None = None,
+        rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    ) -> None:
         """Write momenta, moments and parameters.
 
         Args:
             directions: by name; each is let go once it is written.
             withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
+            rates: of a group; None for those that it holds.
         """
         if withheld is not None and not withheld.is_cuda:
             if withheld.item() != 0:
@@ -638,12 +747,13 @@ class Step:
         matrices, rest = [], []
         for group in self.optimizer.param_groups:
             method, own = self.method(group), self.with_gradient(group)
+            own_rates: Mapping[str, Any] = group if rates is None else rates(group)
             if isinstance(method, MatrixMethod):
                 made = {account: directions.pop(account.name) for account in own}
                 scale = partial(self.scale, self.config.muon.adjust_lr or method.adjust_lr)
-                matrices.append(Matrices(method, group, made, scale))
+                matrices.append(Matrices(method, own_rates, made, scale))
             elif isinstance(method, ElementMethod):
-                rest.append((method, group, own))
+                rest.append((method, own_rates, own))
         beside = self.home is None
         # Where the device decides whether to write, no momentum has been moved for good.
         moved = self.home.moved(self.fetches) if self.home is not None and withheld is None else frozenset[Account]()
@@ -657,9 +767,9 @@ class Step:
                 if beside or masters:
                     commit_weights(prepared, self.summed, self.group, withheld, self.lend if masters else None)
             with self.ledger.range("step commit adamw"):
-                for method, group, own in rest:
+                for method, taken, own in rest:
                     for chosen, states in self.lend(own, Lent.ALL):
-                        commit_elements(method, group, chosen, states, withheld)
+                        commit_elements(method, taken, chosen, states, withheld)
         if not (beside or masters):
             with self.ledger.range("step commit muon"):
                 commit_weights(prepared, self.summed, self.group, withheld)

@@ -99,10 +99,13 @@ class Agreement:
     copies: Copies | None
 
     def put(self, survey: Survey) -> None:
-        """Add what is to be compared to the step's numbers."""
+        """Add what the host knows and is to be compared to the step's numbers."""
         text = repr((self.step, sorted(self.settings.items()))).encode()
         digest = hashlib.blake2b(text + self.trail.digest(), digest_size=6).digest()
         survey.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
+
+    def measure(self, survey: Survey) -> None:
+        """Add the rest, which is on the device."""
         for name, scalar in self.scalars.items():
             survey.add_each(name, scalar.detach().float().reshape(1))
         if self.copies is not None:

@@ -7,6 +7,7 @@ or to the device alone (:meth:`Survey.withheld`), and then the host reads the ve
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import math
@@ -60,6 +61,7 @@ class Survey:
     _each: set[str] = field(default_factory=set)
     _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
+    _masks: list[tuple[Tensor, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._world = 1 if self.group is None else self.group.size()
@@ -100,9 +102,19 @@ class Survey:
         width = len(numbers) // self._world
         return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
+    def add_presence(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
+        """Which gradients are missing, and which matrices have a direction from backward.
+
+        Args:
+            accounts: the same on every rank.
+            ready: this rank's directions, by name.
+        """
+        self.add_facts("missing", {account.name: float(account.grad is None) for account in accounts})
+        matrices = [account.name for account in accounts if account.spec.muon is not None]
+        self.add_facts("ready", {name: float(name in ready) for name in matrices})
+
     def add_gradients(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
-        """Squared norms of all gradients (0 without one), which are missing, and which are not what a direction was
-        made from.
+        """Squared norms of all gradients (0 without one), and which are not what a direction was made from.
 
         Args:
             accounts: the same on every rank.
@@ -131,7 +143,6 @@ class Survey:
             else:
                 values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
         self._spread("gradient", accounts, present, values)
-        self.add_facts("missing", {account.name: float(account.grad is None) for account in accounts})
         matrices = [account for account in accounts if account.spec.muon is not None]
         self._spread("differs", matrices, examined, differs)
 
@@ -145,13 +156,12 @@ class Survey:
         self.add_facts("rate", {name: float(not all(math.isfinite(number) for number in numbers))})
 
     def add_speculations(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
-        """Which of these matrices have a direction from backward, and which directions are not finite.
+        """Which directions of backward are not finite.
 
         Args:
             accounts: the same on every rank.
             ready: this rank's directions, by name.
         """
-        self.add_facts("ready", {account.name: float(account.name in ready) for account in accounts})
         present = [account for account in accounts if account.name in ready]
         wrong = not_finite([ready[account.name].direction for account in present]) if present else None
         self._spread("direction", accounts, present, wrong)
@@ -175,12 +185,29 @@ class Survey:
         by_name = dict(zip((account.name for account in present), found, strict=True))
         self.add(what, [a.name for a in accounts], torch.stack([by_name.get(a.name, zero) for a in accounts]))
 
-    def reduce(self) -> None:
-        """Sum what was added since the last time over the ranks; nothing is waited for."""
+    @property
+    def facts(self) -> list[float]:
+        """What :meth:`add_facts` was given since the last time, in its order."""
+        return [number for _, _, number in self._facts]
+
+    def again(self, step: int, refusal: Exception | None) -> Survey:
+        """The same numbers of a later step, which a graph has written anew; none is read yet."""
+        later = copy.copy(self)
+        later.step, later.refusal, later._copy, later._read = step, refusal, None, {}
+        return later
+
+    def reduce(self, facts: Tensor | None = None) -> None:
+        """Sum what was added since the last time over the ranks; nothing is waited for.
+
+        Args:
+            facts: fp32, :attr:`facts` on the device; None for them to be copied there.
+        """
         if self._facts:
             self._names += [(what, name) for what, name, _ in self._facts]
-            host = torch.tensor([number for _, _, number in self._facts], pin_memory=self.device.type == "cuda")
-            self._values.append(host.to(self.device, non_blocking=True))
+            if facts is None:
+                host = torch.tensor(self.facts, pin_memory=self.device.type == "cuda")
+                facts = host.to(self.device, non_blocking=True)
+            self._values.append(facts)
             self._facts = []
         if not self._values:
             return
@@ -213,7 +240,8 @@ class Survey:
         against = torch.zeros((), device=self.device)
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
-            wrong, of_all, first = _masks(spans, frozenset(self._each), self._world, self.device)
+            wrong, of_all, first = masks = _masks(spans, frozenset(self._each), self._world, self.device)
+            self._masks.append(masks)  # a graph reads them for as long as this survey is kept
             # inf and NaN stay what they are when multiplied by zero.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
             if self._each:
@@ -225,7 +253,8 @@ class Survey:
         self.reduce()
         if not self._reduced:
             return
-        vector = torch.cat([vector for _, vector in self._reduced])
+        vectors = [vector for _, vector in self._reduced]
+        vector = vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         if vector.is_cuda:
             host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
             host.copy_(vector, non_blocking=True)

@@ -51,6 +51,9 @@ def apply_kernel(
         rate = tl.load(lr).to(tl.float32)
     else:
         rate = lr
+    if LR_ON_DEVICE == 3:
+        weight_decay = tl.load(lr + 1).to(tl.float32)
+        weight = tl.load(lr + 2).to(tl.float32)
     program = tl.program_id(0).to(tl.int64)
     # Which tensor this program is of: only this is done COUNT times over. What fills up to COUNT has no element.
     first = program * 0
@@ -117,7 +120,7 @@ def apply_updates(
     updates: Sequence[Tensor],
     *,
     lr: float | Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None = None,
     withheld: Tensor | None = None,
@@ -128,11 +131,15 @@ def apply_updates(
         params: tensors of one dtype on one device, changed.
         updates: one for each, of one dtype; :func:`takes` takes what belongs to each parameter.
         lr: a number or a one-element tensor.
-        weight_decay: multiplies the unscaled lr.
+        weight_decay: multiplies the unscaled lr. A one-element tensor of the dtype and device of lr and of the
+            averages' weight, or a number.
         scales: one for each.
         averages: of the parameters, momenta of one dtype and gradients of one.
         withheld: one fp32 element on the device; 1 for nothing to be written.
     """
+    if isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
+        weight = weight_decay if averages is None else averages.weight
+        lr = torch.stack([torch.as_tensor(x).reshape(()) for x in (lr, weight_decay, weight)])
     belonging = zip(params, updates, *(() if averages is None else (averages.momenta, averages.grads)), strict=True)
     wide = [is_wide(*each) for each in belonging]
     for alike in (True, False):
@@ -157,13 +164,17 @@ def launch(
     updates: Sequence[Tensor],
     *,
     lr: float | Tensor,
-    weight_decay: float,
+    weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None = None,
     withheld: Tensor | None = None,
 ) -> Launch:
-    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`. One kernel serves any number."""
-    on_device = isinstance(lr, Tensor) and lr.device == params[0].device
+    """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`. One kernel serves any number.
+
+    Args:
+        lr: on the device alone, or with the decay and the averages' weight behind it, which then are not read.
+    """
+    on_device = lr.numel() if isinstance(lr, Tensor) and lr.device == params[0].device else 0
     elements = [p.numel() for p in params]
     moved = averages or Averages(params, updates, 0.0)  # where there are none the kernel reads none
     belonging = zip(params, updates, moved.momenta, moved.grads, strict=True)
@@ -180,8 +191,8 @@ def launch(
             filled([float(scale) for scale in scales], MOST),
             lr if on_device else float(lr),
             withheld,
-            weight_decay,
-            moved.weight,
+            0.0 if on_device == 3 else weight_decay,
+            0.0 if on_device == 3 else moved.weight,
         ),
         {
             "COUNT": MOST,

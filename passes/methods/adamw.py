@@ -25,6 +25,9 @@ def _step(
 ) -> None:
     """On CUDA torch's fused kernel, which rounds once where ``foreach`` rounds after every operation."""
     fused = True if params[0].is_cuda else fused
+    lr = group["lr"]
+    if fused and isinstance(lr, Tensor):
+        lr = lr.float()  # its kernel reads no other
     adamw(
         params,
         grads,
@@ -37,7 +40,7 @@ def _step(
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=group["lr"],
+        lr=lr,
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,

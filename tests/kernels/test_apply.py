@@ -64,6 +64,17 @@ def test_momenta_move_and_what_is_withheld_is_not_written(dtype):
     assert all(map(torch.equal, (*params, *momenta), expected))
 
 
+@given(numbers=st.tuples(*[st.floats(0, 1)] * 3), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_rates_that_are_tensors_give_the_bits_of_numbers(numbers, dtype):
+    written = []
+    for lr, weight_decay, factor in (numbers, torch.tensor(numbers, dtype=torch.float64)):
+        params, updates, momenta, grads = (tensors(dtype, seed) for seed in range(4))
+        averages = Averages(momenta, grads, 1 - factor)
+        muon_apply(params, updates, lr=lr, weight_decay=weight_decay, scale=SCALES, averages=averages)
+        written.append([*params, *momenta])
+    assert all(map(torch.equal, *written))
+
+
 def test_in_place_on_leaves_and_strided_updates():
     p = torch.nn.Parameter(torch.randn(6, 4))
     u = torch.randn(4, 6).T

@@ -691,11 +691,6 @@ def test_contradictions(source, field, words):
         ({"compile": "yes"}, "compile", ['"compile": true']),
         ({"compile": {"codegen": "aot"}}, "compile.codegen", ["'inductor'"]),
         ({"compile": {"enabled": 1}}, "compile.enabled", ["true or false"]),
-        (
-            {"compile": {"cuda_graphs": True}, "gradient_accumulation_steps": 2},
-            "compile.cuda_graphs",
-            ["gradient_accumulation_steps = 2", "one micro-batch"],
-        ),
         ({"compile": {"reshard_after_forward": 8}}, "compile.reshard_after_forward", ["true or false"]),
         ([1], "config", ["object"]),
         (None, "config", ["object"]),

@@ -306,7 +306,7 @@ def _within(*dtypes):
 
 @halved(
     {
-        "rate_on": ["host", "device"],
+        "rate_on": ["host", "device", "all on device"],
         "dtypes": [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
         "count": [1, 3, 8, 11],
     }
@@ -329,6 +329,10 @@ def test_apply(rate_on, dtypes, count, device):
     expected += [m.double() + 0.05 * (g.double() - m.double()) for m, g in zip(momenta, grads, strict=True)]
     averages = Averages(momenta, grads, 0.05) if count != 3 else None
     settings = {"lr": lr, "weight_decay": 0.1, "scales": scales, "averages": averages}
+    if rate_on == "all on device":
+        rates = torch.tensor([0.02, 0.1, 0.05], dtype=torch.float64, device=device)
+        averages = averages and Averages(momenta, grads, rates[2])
+        settings |= {"lr": rates[0], "weight_decay": rates[1], "averages": averages}
     given = [x.clone() for x in (*params, *momenta)]
     apply.apply_updates(params, updates, **settings, withheld=torch.ones((), device=device))
     assert all(map(torch.equal, (*params, *momenta), given))

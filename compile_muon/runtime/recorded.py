@@ -1,0 +1,283 @@
+"""Whole steps as CUDA graphs.
+
+Where the host decides nothing by what the device finds (``checks="next_step"``), a step asks the same of the device
+each time, as long as its tensors are where they were. What differs, rates and what the host knows, is then one tensor
+that a step copies there, so schedules need no new graph. The first step of its kind is launched as graphs will be, the
+second is recorded, all later ones are replayed.
+
+A graph knows addresses. Loading and edits in place keep them; a state, gradient or direction that is elsewhere, other
+gradients, and rates that are no tensor of the launches (``betas``, AdamW's decay) are another kind of step, which is
+launched, and recorded when it comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from compile_muon.errors import warn_user
+from compile_muon.passes.collectives import Traffic
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.pinned import pinned_numbers
+from compile_muon.runtime.shards import edits_of, local_tensor
+from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.survey import Survey
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.step import Step
+
+__all__ = ["Given", "Launch", "Launched", "Recorded"]
+
+#: graphs that are kept; the oldest goes
+_MOST = 8
+#: kinds of steps that are remembered before they come again, and steps in a row of which none did that are enough
+_PATIENCE = 16
+
+
+@dataclass(frozen=True)
+class Given:
+    """What differs between steps that are alike, on the device.
+
+    Args:
+        numbers: fp64, facts that the host knows and rates behind them.
+        count: of facts.
+        places: of rates, by group and name.
+    """
+
+    numbers: Tensor
+    count: int
+    places: Mapping[str, Mapping[str, int]]
+
+    @property
+    def facts(self) -> Tensor:
+        """In fp32."""
+        return self.numbers[: self.count].float()
+
+    def rates(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a parameter group, tensors where they may differ."""
+        own = {name: self.numbers[place] for name, place in self.places[group["name"]].items()}
+        return {**group, **own}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What launches of a step find.
+
+    Args:
+        survey: reduced.
+        norm: of the gradients.
+        traffic: what they send.
+    """
+
+    survey: Survey
+    norm: Tensor
+    traffic: Traffic
+
+
+#: of a step, with what it is given
+Launch = Callable[[Given | None], Launched]
+
+
+@dataclass(eq=False)
+class _Recording:
+    """One graph.
+
+    Args:
+        replay: starts it.
+        given: what it reads; ``values`` are what the host has put there.
+        launched: what it writes.
+        written: what of parameters, gradients and states.
+        resident: parameters whose resident weights it gathers.
+        reads: kept, so that no other tensor comes to their places.
+        release: lets go of its memory.
+    """
+
+    replay: Callable[[], None]
+    given: Given
+    values: list[float]
+    launched: Launched
+    written: list[Tensor]
+    resident: list[Account]
+    reads: list[Tensor]
+    release: Callable[[], None]
+
+
+@dataclass(eq=False)
+class Recorded:
+    """The steps of one optimizer that are graphs.
+
+    Args:
+        gave_up: why none is recorded any more.
+    """
+
+    gave_up: str | None = None
+    _recordings: dict[tuple[Any, ...], _Recording] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], None] = field(default_factory=dict)
+    _missed: int = 0
+    _pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def left_out(self, step: Step) -> str | None:
+        """Why no step of an optimizer is recorded; None where they are."""
+        config = step.config
+        if not step.ledger.checks_later:
+            if step.stages is not None:
+                return "pipeline stages decide together"
+            return "checks='in_step' waits for what a step finds: set checks='next_step'"
+        if step.home is not None:
+            return "states are not beside their parameters"
+        if config.muon.qk_clip is not None:
+            return "qk_clip scales heads by what forward has seen"
+        if config.zero.gradient_clipping is not None and step.ledger.speculating:
+            return "gradient_clipping must know the norm before it uses directions of backward: set update='step'"
+        for group in step.optimizer.param_groups:
+            method, rates = step.method(group), [group[rate.name] for rate in step.method(group).rates]
+            if not _is_plain(method):
+                return f"method {method.name!r} takes its rates from the host"
+            if group.get("cautious_decay", False):
+                return "cautious_decay takes its rates from the host"
+            if any(isinstance(rate, Tensor) for rate in rates):
+                return f"rates of group {group['name']!r} are tensors"
+        return self.gave_up
+
+    def run(self, step: Step, launch: Launch, survey: Survey, used: Mapping[str, Speculation] | None) -> Launched:
+        """Launch a step, or replay one that is like it; what it finds is sent to the host.
+
+        Args:
+            survey: with what the host knows.
+            used: directions of backward that it uses; None for a step like which there will be none.
+        """
+        for account in step.ledger.accounts:  # a graph waits for nothing that was started outside of it
+            account.await_refresh()
+        facts, groups = survey.facts, step.optimizer.param_groups
+        places: dict[str, dict[str, int]] = {}
+        values = list(facts)
+        for group in groups:
+            places[group["name"]] = own = {}
+            for name in _moving(step.method(group)):
+                if name in group:
+                    own[name] = len(values)
+                    values.append(float(group[name]))
+        kind = None if used is None else self._kind(step, used)
+        if kind is not None and kind not in self._recordings and kind in self._seen:
+            if len(self._recordings) >= _MOST:
+                self._recordings.pop(next(iter(self._recordings))).release()
+            self._recordings[kind] = self._record(step, launch, self._given(step, values, len(facts), places), values)
+        if kind is None or kind not in self._recordings:
+            self._miss(kind)
+            found = launch(self._given(step, values, len(facts), places))
+        else:
+            self._missed = 0
+            found = self._replay(self._recordings[kind], values, survey)
+        found.survey.send()
+        return found
+
+    def release(self) -> None:
+        """Let go of all graphs and their memory."""
+        for recording in self._recordings.values():
+            recording.release()
+        self._recordings.clear()
+        self._seen.clear()
+        self._pool = None
+
+    def _given(self, step: Step, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]) -> Given:
+        numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
+        return Given(numbers, facts, places)
+
+    def _miss(self, kind: tuple[Any, ...] | None) -> None:
+        if kind is None:
+            return
+        self._seen[kind] = None
+        if len(self._seen) > _PATIENCE:
+            self._seen.pop(next(iter(self._seen)))
+        self._missed += 1
+        if self._missed > _PATIENCE:
+            self.release()
+            self.gave_up = "gradients, directions or states are at other places in each step, or other rates than lr"
+            warn_user(
+                f"step() stays outside of CUDA graphs from now on: {self.gave_up} change. Training is right, and takes "
+                "the host longer"
+            )
+
+    def _record(self, step: Step, launch: Launch, given: Given, values: list[float]) -> _Recording:
+        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        # NCCL's watchdog asks for events meanwhile, in a thread of its own.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            launched = launch(given)
+        return self.recording(step, graph.replay, given, values, launched, graph.reset)
+
+    @staticmethod
+    def recording(
+        step: Step,
+        replay: Callable[[], None],
+        given: Given,
+        values: list[float],
+        launched: Launched,
+        release: Callable[[], None],
+    ) -> _Recording:
+        """What was recorded, with what of it the host must know."""
+        accounts = [account for account in (*step.muon, *step.rest) if account.grad is not None]
+        resident = [account for account in (*step.muon, *step.rest) if account.replica is not None]
+        states = [_states(step, account) for account in accounts]
+        written = [*(account.local.detach() for account in accounts), *(x for row in states for x in row)]
+        written += [account.replica.detach() for account in resident if account.replica is not None]
+        hypers = [account.hyper for account in step.muon]
+        return _Recording(replay, given, values, launched, written, resident, [*written, *hypers], release)
+
+    def _replay(self, recording: _Recording, values: list[float], survey: Survey) -> Launched:
+        if values != recording.values:
+            numbers = recording.given.numbers
+            numbers.copy_(pinned_numbers(values, numbers.dtype, numbers.device), non_blocking=True)
+            recording.values = values
+        recording.replay()
+        torch.autograd.graph.increment_version(recording.written)  # as every in-place operation does; a graph does not
+        for account in recording.resident:
+            account.refreshed_at = edits_of(account.param)
+        found = recording.launched
+        # The next replay writes what this one found; users keep norms.
+        return Launched(found.survey.again(survey.step, survey.refusal), found.norm.clone(), found.traffic)
+
+    def _kind(self, step: Step, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
+        """What a step has to have alike with another one for one graph to do both."""
+        kind: list[Any] = [step.ledger.options, tuple(used)]
+        for group in step.optimizer.param_groups:
+            method, moving = step.method(group), _moving(step.method(group))
+            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in moving]
+        address, states = self.address, step.optimizer.state
+        for account in (*step.muon, *step.rest):
+            kind += (account.text, address(account.local), address(account.momentum))
+            if (grad := account.grad) is not None:
+                own = local_tensor(grad)
+                kind += (address(own), own.dtype, own.stride())
+            kind += [address(local_tensor(state)) for state in states[account.param].values()]
+            if (made := used.get(account.name)) is not None:
+                kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
+            if account.replica is not None:
+                kind.append(address(account.replica))
+        return tuple(kind)
+
+    def address(self, tensor: Tensor) -> int:
+        """Where it is."""
+        return tensor.data_ptr()
+
+
+def _states(step: Step, account: Account) -> list[Tensor]:
+    return [local_tensor(state) for state in step.optimizer.state[account.param].values()]
+
+
+def _moving(method: Method) -> tuple[str, ...]:
+    """Rates that launches read from the device."""
+    return ("lr", "weight_decay", "momentum") if isinstance(method, MatrixMethod) else ("lr",)
+
+
+def _is_plain(method: Method) -> bool:
+    if isinstance(method, MatrixMethod):
+        return method.after is None and method.advance is None
+    return isinstance(method, ElementMethod) and method.withholds

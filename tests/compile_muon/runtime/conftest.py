@@ -1,0 +1,6 @@
+"""Shared with tests of several ranks."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "distributed"))
