@@ -83,7 +83,7 @@ def test_what_the_config_asks_for_is_among_them() -> None:
 
 def test_a_plan_for_gpus_has_their_dtypes() -> None:
     config = config_from_kwargs(ns_backend="aten")
-    assert planned_for(config, load_machine("h100"), "h100").muon.ns.dtype == "bfloat16"
+    assert planned_for(config, load_machine("h100"), "h100").muon.ns.dtype == "float16"
     assert planned_for(config, load_machine("cpu"), "cpu").muon.ns.dtype == "auto"
     assert planned_for(config, load_machine("h100"), "h100").machine == "h100"
 
