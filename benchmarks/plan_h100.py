@@ -7,11 +7,12 @@ Reads results/h100_step_1b_*.json (seconds, shape, settings) and results/h100_pr
 The steps ran with earlier kernels, of which the graphs of today know nothing:
 
 - lists whose tiles on diagonals were as wide as others and whose loops were not flattened;
-- tiles as estimated: each kind of product at the rate that the largest square of ``h100_products.json`` shows;
+- tiles as estimated: rate and cost of a tile of each kind of product as the squares of ``h100_products.json`` show;
 - 56.5 bytes of a Muon element, where 48 are moved today (docs/reference/host-time.md);
 - chunks of 1 GiB.
 
-Nothing here is fitted to the two steps but ``between`` of kernels/gpu/tiles.json, seconds between two tiles of a list.
+Nothing here is fitted to the two steps. Of today's lists ``between`` of kernels/gpu/tiles.json, seconds between tiles,
+was set by the Muon step, which it cannot be judged by.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from gpt import GPT, Shape
 from torch._subclasses import FakeTensorMode
 
 from compile_muon.config import FrameOptions, load_config
-from compile_muon.kernels.gpu.model import seconds
-from compile_muon.kernels.gpu.tiles import Table, choose
+from compile_muon.kernels.gpu.model import busiest
+from compile_muon.kernels.gpu.tiles import Table
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.capture import Captured
@@ -41,6 +42,8 @@ BAR = 0.05
 #: bytes of a Muon element that the earlier step moved beside those of today
 EARLIER_BYTES = 56.5 - 48
 EARLIER_LIMIT = 2**30
+#: that show the rate of a tile and what it costs beside
+SQUARES = (2048, 8192)
 #: which square product shows the rate of a part of a list
 SHOWN_BY = {"XXᵀ": "X Xᵀ", "bR + cR², and aI": "bA + cA²", "FX, or QX": "aX + BX", "the last X": "aX + BX"}
 
@@ -69,18 +72,24 @@ def captured(shape: Shape, kind: str, settings: dict[str, Any], machine: Machine
 
 
 def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
-    """By part of a list: tiles at the rate of that day's largest square, and nothing flattened."""
+    """By part of a list: the rate of a tile's loop and what a tile costs beside it, by two squares of that day.
+
+    One tile of a square of 2048 runs on a multiprocessor, and several of 8192: two equations, two unknowns.
+    """
     rows = json.loads((RESULTS / "h100_products.json").read_text())["rows"]
-    size = max(row["size"] for row in rows)
     found = {}
     for part, product in SHOWN_BY.items():
-        (took,) = [row["ms"] / 1e3 for row in rows if row["size"] == size and row["product"] == product]
-        triangle, results = product != "aX + BX", ((1, size, size, size),)
-        tiles = table.symmetric if triangle else table.product
-        tile = choose(tiles, table.device, results, processors, triangle=triangle)
-        said = seconds(tile, table.device, results, processors, triangle=triangle)
-        device = table.device
-        device = replace(device, rate=device.rate * said / took, between_flattened=device.between)
+        took = {row["size"]: row["ms"] / 1e3 for row in rows if row["product"] == product}
+        triangle = product != "aX + BX"
+        tile = (table.symmetric if triangle else table.product)[0]
+        each = []
+        for size in SQUARES:
+            operations, tiles = busiest(tile, ((1, size, size, size),), processors, triangle=triangle)
+            each.append((operations / tiles, (took[size] - table.device.launch) / tiles))
+        (few, short), (many, long) = each
+        rate = (many - few) / (long - short)
+        beside = short - few / rate
+        device = replace(table.device, rate=rate, overhead=beside, between=beside, between_flattened=beside)
         found[part] = replace(table, device=device)
     return found
 
