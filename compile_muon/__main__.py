@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     calibrate.add_argument("--out", type=Path, required=True, help="JSON file to write, for the setting machine")
     calibrate.add_argument("--ranks", type=_count, help="to start; under torchrun there are some already")
     calibrate.add_argument("--quick", action="store_true", help="few and small sizes, to see whether it works here")
+    calibrate.add_argument("--base", help="the machine that has what is not measured; on GPUs h100")
     calibrate.add_argument("--disk", type=Path, help="a folder on the disk that offload would use, to measure it too")
     planner = commands.add_parser("plan", help="simulate a training step: memory, bytes and seconds by stage and mesh")
     planner.add_argument("model", metavar="MODEL", help="module:function, or a config of Hugging Face")
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.command == "calibrate":
         from compile_muon.planning.machines.calibrate import run as run_calibrate
 
-        return run_calibrate(chosen.out, chosen.ranks, chosen.quick, chosen.disk)
+        return run_calibrate(chosen.out, chosen.ranks, chosen.quick, chosen.disk, base=chosen.base)
     if chosen.command == "plan":
         from compile_muon.planning.command import run as run_plan
 

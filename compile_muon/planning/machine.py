@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compile_muon.config import machine as reading
-from compile_muon.config.checks import check_mapping, check_real, check_share
+from compile_muon.config.checks import check_integer, check_mapping, check_real, check_share
 from compile_muon.errors import config_error
+from compile_muon.kernels.gpu.tiles import Table as Tiles
+from compile_muon.kernels.gpu.tiles import load_tables
 from compile_muon.passes.costs import Costs, Table, divided, interpolated
 
 if TYPE_CHECKING:
@@ -52,6 +54,10 @@ class Machine(Costs):
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
         host_bandwidth: bytes/s between a rank's device and pinned host memory, each way; 0 where they are the same.
         disk_bandwidth: bytes/s that a rank reads from its disk and writes to it, both together; 0 where it has none.
+        architecture: of GPUs, as ``kernels/gpu/tiles.json`` names it ("sm_90"): Newton-Schulz by the model of its
+            launches there; empty for products as all others.
+        processors: multiprocessors of a GPU.
+        collective_processors: of these, that a collective under way holds: so many fewer are left to products.
         sources: field -> where its numbers come from.
     """
 
@@ -65,6 +71,9 @@ class Machine(Costs):
     late_seconds: float = 0.0
     host_bandwidth: float = 0.0
     disk_bandwidth: float = 0.0
+    architecture: str = ""
+    processors: int = 0
+    collective_processors: int = 0
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     __hash__ = Costs.__hash__
@@ -93,6 +102,11 @@ class Machine(Costs):
             late_seconds=self.late_seconds * load,
             disk_bandwidth=self.disk_bandwidth / ranks,
         )
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """The tiles of its architecture; None where none is named."""
+        return load_tables()[self.architecture] if self.architecture and self.processors else None
 
     def attention_rate(self, size: float, sequence: float, dtype: str, *, causal: bool = True) -> float:
         """Operations/s of attention, of all pairs of entries, of which causal attention computes half.
@@ -138,6 +152,13 @@ def _host(path: str, value: object) -> dict[str, float]:
     return reading.read_fields(f"{path}.", value, readers, problem="is nothing that is known")
 
 
+def _architecture(path: str, value: object) -> str:
+    if value != "" and value not in load_tables():
+        remedy = f"use one of {', '.join(load_tables())}, or leave it out"
+        raise config_error(path, value, "is none that kernels/gpu/tiles.json has", remedy)
+    return str(value)
+
+
 def _sources(path: str, value: object) -> dict[str, str]:
     return {name: reading.text(f"{path}.{name}", said) for name, said in check_mapping(path, value).items()}
 
@@ -153,5 +174,8 @@ _READERS: dict[str, reading.Reader] = {
     "late_seconds": check_real,
     "host_bandwidth": check_real,
     "disk_bandwidth": check_real,
+    "architecture": _architecture,
+    "processors": lambda path, value: check_integer(path, value, 0),
+    "collective_processors": lambda path, value: check_integer(path, value, 0),
     "sources": _sources,
 }

@@ -25,6 +25,7 @@ COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("NS", lambda f: f"{f.newton_schulz_share:.1%}"),
     ("owners", lambda f: f"{f.owners_uneven:.2f}"),
     ("over AdamW", lambda f: f"{f.price_seconds * 1e3:+,.1f} ms ({f.price_share:+.1%})"),
+    ("of it computed", lambda f: f"{(f.price_seconds - f.price_exposed_seconds) * 1e3:+,.1f} ms"),
     ("of it exposed", lambda f: f"{f.price_exposed_seconds * 1e3:+,.1f} ms"),
 )
 #: of these, columns of words, which are as wide as it suits the page

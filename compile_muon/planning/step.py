@@ -13,6 +13,8 @@ from compile_muon.config import FrameOptions
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes import Half
 from compile_muon.passes.fingerprint import fingerprint
+from compile_muon.passes.methods.adamw import ADAMW
+from compile_muon.passes.methods.muon import MUON
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
@@ -69,8 +71,16 @@ def step_graphs(
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
             optimizer._steps.commit({account.name: directions[account.name] for account in muon})
-        found.append(replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves))
+        commit = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
+        found.append(replace(commit, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
+
+
+def _fused(optimizer: MuonZero) -> bool:
+    """Whether GPUs write with one kernel: AdamW's, and Muon's of momenta and weights."""
+    groups = optimizer.param_groups
+    methods = {optimizer._steps.method(group) for group in groups}
+    return methods <= {MUON, ADAMW} and not any(group.get("cautious_decay") for group in groups)
 
 
 def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = False) -> Played:

@@ -19,8 +19,9 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Column, Table
 
-from compile_muon.planning.machine import Machine
-from compile_muon.planning.machines.fit import fit
+from compile_muon.errors import config_error
+from compile_muon.planning.machine import Machine, load_machine
+from compile_muon.planning.machines.fit import completed, fit
 from compile_muon.planning.machines.measure import Measured, cores, measure, plan_for
 
 __all__ = ["run", "write_machine"]
@@ -34,6 +35,7 @@ def run(
     quick: bool = False,
     disk: Path | None = None,
     console: Console | None = None,
+    base: str | None = None,
 ) -> int:
     """Measure, print what was measured beside what the description says, write it; 0.
 
@@ -43,7 +45,15 @@ def run(
         out: file to write; its name without the suffix is the machine's.
         ranks: None for as many as there are GPUs, or twice as many as cores and no more than 4.
         disk: a folder on the disk that offload would use; None to leave it out.
+        base: the machine, by name or file, that has what is not measured; None for "h100" on GPUs, none on CPUs.
+    Raises:
+        ConfigError: ``base`` is no machine, or one of the other kind of device.
     """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = base or ("h100" if device == "cuda" else None)
+    rest = None if base is None else load_machine(base, "--base")
+    if rest is not None and rest.device != device:
+        raise config_error("--base", base, f"describes {rest.device!r}, and this is {device!r}", "name another")
     console = console or Console()
     started = time.perf_counter()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -54,6 +64,8 @@ def run(
     if measured is None:
         return 0
     machine = fit(measured, out.stem)
+    if rest is not None:
+        machine = completed(machine, rest)
     console.print(report(measured, machine), width=max(120, console.width), crop=False)
     write_machine(machine, out)
     console.print(f"{out} in {time.perf_counter() - started:.0f} s")

@@ -25,7 +25,7 @@ from compile_muon.planning.machines.samples import (
     TransferSample,
 )
 
-__all__ = ["fit"]
+__all__ = ["completed", "fit"]
 
 #: bytes of collectives from which on the cores do little else than copy them
 _LARGE = 2**20
@@ -72,6 +72,30 @@ def fit(measured: Measured, name: str) -> Machine:
         },
         host_seconds=_host([s for s in seen if isinstance(s, StepSample)], collectives),
     )
+
+
+def completed(machine: Machine, base: Machine) -> Machine:
+    """``machine`` as :func:`fit` made it, with what was not measured as ``base`` has it.
+
+    Of links what joins ranks of one node was measured, or none where there was one rank.
+    """
+    alone = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
+    kept = {
+        name: getattr(base, name)
+        for name in ("fill_entries", "architecture", "processors", "collective_processors")
+        if not getattr(machine, name)
+    }
+    kept |= {
+        name: getattr(base, name)
+        for name in ("host_seconds", "host_bandwidth", "disk_bandwidth")
+        if not getattr(machine, name)
+    }
+    if alone:
+        kept |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}
+    elif base.node is not None and machine.node is None:
+        kept["links"] = (replace(machine.links[0], within=base.node), *base.links[1:])
+    names = ", ".join(sorted(kept))
+    return replace(machine, **kept, sources={**machine.sources, "not measured": f"{names}: as {base.name} has them"})
 
 
 def _away(way: str, samples: Sequence[Sample]) -> float:

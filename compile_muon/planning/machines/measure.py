@@ -38,6 +38,8 @@ _c10d = torch.ops._c10d_functional
 _DTYPES = ("float32", "bfloat16")
 #: as many operands take turns as need so many bytes: those of a training step are in no core's cache
 _COLD = 64 * 2**20
+#: runs of a CUDA graph
+_REPLAYED = 20
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,16 @@ def plan_for(device: str, quick: bool) -> Plan:
     """The sizes for a kind of device; ``quick`` ones only show that the measurement works."""
     if quick:
         few, away = _powers(12, 18, 2), (2**22, 2**20)
-        return Plan((32, 64), (48,), (32, 64), (1,), few, few, away, 1e-3, rounds=3, passes=1, round_seconds=1e-3)
+        on_cpu = device == "cpu"  # where steps are timed, and how late ranks come
+        layers, stretch = ((1,), 1e-3) if on_cpu else ((), 0.0)
+        return Plan((32, 64), (48,), (32, 64), layers, few, few, away, stretch, rounds=3, passes=1, round_seconds=1e-3)
     away = (2**28, 2**26)
     if device == "cuda":
         sizes, moved, sent = _powers(6, 13), _powers(14, 30, 2), _powers(12, 28, 2)
         sequences = _halves(9, 13)
-        # Kernels do not wait for the host.
+        # Kernels do not wait for the host. For less than half a second a GPU runs at clocks that it does not keep.
         sizes_between = (96, 384, 1536, 6144)
-        return Plan(sizes, sizes_between, sequences, (), moved, sent, away, 0, rounds=7, passes=3, round_seconds=3e-3)
+        return Plan(sizes, sizes_between, sequences, (), moved, sent, away, 0, rounds=1, passes=1, round_seconds=0.5)
     between, sequences = (24, 48, 96, 192, 384), _halves(5, 10)
     moved, sent = _halves(12, 26), _powers(10, 24)
     # Behind a quarter of it ranks come less late, behind twice as much no later.
@@ -152,17 +156,40 @@ class _Clock:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def rounds(self, run: Callable[[], object]) -> list[float]:
-        """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others."""
+    def rounds(self, run: Callable[[], object], *, replayed: bool = False) -> list[float]:
+        """Seconds of one run by round, after a warm-up; every rank of the group runs it as often as the others.
+
+        Args:
+            replayed: on GPUs it is replayed as a CUDA graph: a small kernel is done sooner than it is launched.
+        """
         run()
+        several = 1
+        if replayed and self.device == "cuda":
+            run, several = _replayed(run), _REPLAYED
         longest = torch.tensor([self._once(run, 3)], device=self.device)
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
-        times = max(1, min(1000, round(self.plan.round_seconds / longest.item())))
-        return [self._once(run, times) for _ in range(self.plan.rounds)]
+        times = max(1, round(self.plan.round_seconds / longest.item()))
+        times = times if self.device == "cuda" else min(1000, times)
+        return [self._once(run, times) / several for _ in range(self.plan.rounds)]
 
-    def seconds(self, run: Callable[[], object]) -> float:
+    def seconds(self, run: Callable[[], object], *, replayed: bool = False) -> float:
         """The median of :meth:`rounds`."""
-        return statistics.median(self.rounds(run))
+        return statistics.median(self.rounds(run, replayed=replayed))
+
+
+def _replayed(run: Callable[[], object]) -> Callable[[], object]:
+    """:data:`_REPLAYED` runs as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_REPLAYED):
+            run()
+    return graph.replay
 
 
 def measure(plan: Plan, note: Callable[[str], None], disk: Path | None = None) -> Measured:
@@ -216,7 +243,7 @@ def _least_kernel(clock: _Clock) -> float:
     """A product of nothing much: what Inductor's code calls where it generates no loop itself."""
     a = torch.ones(4, 4, device=clock.device)
     out = torch.empty_like(a)
-    return clock.seconds(lambda: torch.mm(a, a, out=out))
+    return clock.seconds(lambda: torch.mm(a, a, out=out), replayed=True)
 
 
 def _turns(clock: _Clock, made: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
@@ -257,7 +284,7 @@ def _products(clock: _Clock) -> Iterator[Sample]:
                 a, b, out = next(sets)
                 f(a, b, out=out)
 
-            seconds = clock.seconds(run)
+            seconds = clock.seconds(run, replayed=True)
             yield ProductSample(m=m, n=n, k=k, batch=batch, dtype=dtype, seconds=seconds, held_out=held_out)
 
 
@@ -293,9 +320,9 @@ def _inside_a_graph(
 
     Seconds are without what entering a compiled graph takes: the first size computes next to nothing.
     """
-    entering = clock.seconds(of(sizes[0])) - kernel_seconds
+    entering = clock.seconds(of(sizes[0]), replayed=True) - kernel_seconds
     for place, size in enumerate(sizes[1:], start=1):
-        yield size, max(clock.seconds(of(size)) - entering, kernel_seconds), place % 2 == 0
+        yield size, max(clock.seconds(of(size), replayed=True) - entering, kernel_seconds), place % 2 == 0
 
 
 def _attention(clock: _Clock) -> Iterator[Sample]:
@@ -316,7 +343,7 @@ def _attention(clock: _Clock) -> Iterator[Sample]:
                 sequence=sequence,
                 width=width,
                 dtype=dtype,
-                seconds=clock.seconds(run),
+                seconds=clock.seconds(run, replayed=True),
                 held_out=place % 2 == 1 or width == 128,
             )
 

@@ -15,15 +15,28 @@ from compile_muon.kernels import quack
 from compile_muon.kernels.batching import Stack, batch_bytes, chunked
 from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 from compile_muon.kernels.dispatch import cheaper_method
-from compile_muon.kernels.gpu.arena import list_bytes, work_bytes
+from compile_muon.kernels.gpu.arena import SMALL, list_bytes, work_bytes
+from compile_muon.kernels.gpu.model import Result
+from compile_muon.kernels.gpu.model import seconds as launch_seconds
+from compile_muon.kernels.gpu.tiles import Table as Tiles
 from compile_muon.kernels.iterations import FORMS
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.passes.torch_private import flop_formula
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.fusion import function_entries, moved_bytes
+from compile_muon.planning.simulate.lists import Launched, Steps
+from compile_muon.planning.simulate.lists import launches as launches_of
 
-__all__ = ["kernel_kind", "kernel_seconds", "launches", "operations", "workspace_bytes"]
+__all__ = [
+    "kernel_kind",
+    "kernel_seconds",
+    "launches",
+    "list_launches",
+    "newton_schulz_beside",
+    "operations",
+    "workspace_bytes",
+]
 
 _aten = torch.ops.aten
 _NEWTON_SCHULZ = torch.ops.muon_zero.newton_schulz.default
@@ -65,21 +78,26 @@ def kernel_kind(root: Node) -> str:
     return "product" if operations(root) else "kernel"
 
 
-def kernel_seconds(members: list[Node], machine: Machine) -> float:
-    """Of one kernel of :func:`~.fusion.kernels`.
+def kernel_seconds(members: list[Node], machine: Machine, moved_in_all: int | None = None) -> float:
+    """Of one kernel of :func:`~.fusion.kernels`, or :mod:`.gpu_kernels`, which say what it moves in all.
 
-    Products by :meth:`Machine.product_seconds`, attention by its operations at :meth:`Machine.attention_rate`,
-    convolutions at the rate of their smallest dimension, Newton-Schulz by its products; everything else by the bytes it
-    reads and writes.
+    Products by :meth:`Machine.product_seconds`, in half precision by cuBLAS's tiles where the machine has some,
+    attention by its operations at :meth:`Machine.attention_rate`, convolutions at the rate of their smallest dimension,
+    Newton-Schulz by its products; everything else by the bytes it reads and writes.
     """
     root = members[-1]
     if root.target is _NEWTON_SCHULZ:
         return newton_schulz_seconds(root, machine)
     shape = _product(root)
-    moved = machine.move_seconds(moved_bytes(members)) + machine.function_seconds * function_entries(members)
+    given = moved_bytes(members) if moved_in_all is None else moved_in_all
+    moved = machine.move_seconds(given) + machine.function_seconds * function_entries(members)
     if shape is not None:
         batch, m, n, k, dtype = shape
-        return machine.product_seconds(m, n, k, batch=batch, dtype=dtype) if batch * m * n * k else moved
+        if not batch * m * n * k:
+            return moved
+        if machine.tiles is not None and dtype in _HALF:
+            return max(_cublas_seconds(machine.tiles, machine.processors, (batch, m, n, k)), moved)
+        return machine.product_seconds(m, n, k, batch=batch, dtype=dtype)
     work = operations(root)
     if not work:
         return moved
@@ -90,6 +108,11 @@ def kernel_seconds(members: list[Node], machine: Machine) -> float:
     else:
         rate = machine.rate(_smallest(root), dtype)
     return max(machine.product_start(dtype) + work / rate, moved)
+
+
+def _cublas_seconds(tiles: Tiles, processors: int, result: Result) -> float:
+    """By the tiles that cuBLAS has for products, of which it takes what is done first."""
+    return min(launch_seconds(tile, tiles.device, (result,), processors, triangle=False) for tile in tiles.cublas)
 
 
 def _product(node: Node) -> tuple[int, int, int, int, str] | None:
@@ -161,9 +184,65 @@ def newton_schulz_seconds(node: Node, machine: Machine) -> float:
     """Of a ``muon_zero::newton_schulz`` call: products, normalization, and turning tall matrices back.
 
     On CPUs each matrix by itself, and products whole. On GPUs all of a shape at once; of symmetric products in half
-    precision one triangle, unless the call asks for aten.
+    precision one triangle, unless the call asks for aten. Where the machine has tiles, what Triton makes goes by
+    the launches of its lists.
     """
+    if (listed := list_launches(node, machine)) is not None:
+        assert machine.tiles is not None
+        products = sum(launched.seconds(machine.tiles, machine.processors) for launched in listed)
+        return products + sum(map(machine.move_seconds, _beside_products(node, machine)))
     return sum(_matrices_seconds(node, machine, *group) for group in _stacks(node, machine))
+
+
+def list_launches(node: Node, machine: Machine) -> list[Launched] | None:
+    """The launches of Triton's products for a call; None where something else makes them, or nothing is known."""
+    call = _Call(node, machine)
+    if machine.tiles is None or not call.symmetric or call.by_shape:
+        return None
+    groups: dict[str, list[tuple[tuple[int, int, int], int]]] = {}
+    for b, k, width, given, _ in _tensors(node):
+        groups.setdefault(call.form(k, width), []).append(((b, k, width), given))
+    found: list[Launched] = []
+    for form, tensors in groups.items():
+        how = Steps(form, call.triples, tuple(call.restarts), call.dtype == "float16", call.itemsize, call.limit)
+        found += launches_of(tensors, how)
+    return found
+
+
+def newton_schulz_beside(node: Node, machine: Machine) -> float:
+    """How many times as long a call takes while a collective holds multiprocessors."""
+    listed = list_launches(node, machine)
+    if not listed or machine.tiles is None:
+        return machine.processors / (machine.processors - machine.collective_processors)
+    alone = sum(launched.seconds(machine.tiles, machine.processors) for launched in listed)
+    held = machine.collective_processors
+    return max(1.0, sum(each.beside(machine.tiles, machine.processors, held) for each in listed) / alone)
+
+
+def _tensors(node: Node) -> Iterator[tuple[int, int, int, int, bool]]:
+    """``(matrices, k, l, bytes of an entry, whether it is tall)`` of each tensor of a call, none empty."""
+    for x in node.args[0]:
+        value = tensor_value(x)
+        rows, cols = (int(size) for size in value.shape[-2:])
+        if value.numel():
+            yield value.shape[:-2].numel(), min(rows, cols), max(rows, cols), value.dtype.itemsize, rows > cols
+
+
+def _beside_products(node: Node, machine: Machine) -> Iterator[int]:
+    """Bytes of each kernel of a call of Triton's that is no product: norms, divisions, copies of small matrices."""
+    itemsize = _Call(node, machine).itemsize
+    copied: dict[tuple[int, int, int, bool], list[int]] = {}
+    for b, k, width, given, tall in _tensors(node):
+        entries = b * k * width
+        if k * width <= SMALL:
+            copied.setdefault((k, width, given, tall), []).append(entries)
+        else:
+            yield from (given * entries, (given + itemsize) * entries)
+    for (_, _, given, _), sizes in copied.items():
+        entries = sum(sizes)
+        if len(sizes) > 1:
+            yield from (2 * given * entries, 2 * itemsize * entries)
+        yield from (given * entries, (given + itemsize) * entries)
 
 
 def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]:
@@ -224,6 +303,8 @@ def launches(node: Node, machine: Machine) -> int:
     """
     if node.target is not _NEWTON_SCHULZ or machine.device == "cpu":
         return 1
+    if (listed := list_launches(node, machine)) is not None:
+        return len(listed) + sum(1 for _ in _beside_products(node, machine))
     call = _Call(node, machine)
     products: dict[Any, int] = {}
     stacks = list(_stacks(node, machine))

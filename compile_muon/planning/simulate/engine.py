@@ -30,8 +30,9 @@ from compile_muon.passes.layout import Axis
 from compile_muon.passes.pipeline import Half, PassContext
 from compile_muon.passes.work import Work, work_of
 from compile_muon.planning.machine import Machine
-from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches
-from compile_muon.planning.simulate.fusion import kernels
+from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
+from compile_muon.planning.simulate.fusion import kernels, moved_bytes
+from compile_muon.planning.simulate.gpu_kernels import Kernel, fused_step, gpu_kernels
 from compile_muon.planning.simulate.lending import Lending, Move, Moves
 from compile_muon.planning.simulate.memory import Held, Memory
 
@@ -61,6 +62,7 @@ class Played:
         parameters: that its caller looks after; None where it is a part of another's call.
         waits: the host waits for the device behind it.
         replayed: a CUDA graph, which the host starts at once.
+        fused: of eager code: on GPUs one kernel does what lies between two moves, for all parameters.
         moves: what is asked for of offloaded state, ahead of a node.
     """
 
@@ -76,6 +78,7 @@ class Played:
     parameters: int | None = None
     waits: bool = False
     replayed: bool = False
+    fused: bool = False
     moves: Mapping[Node, Moves] = field(default_factory=dict)
 
     @classmethod
@@ -162,7 +165,7 @@ def simulate(
     traffic = Traffic()
     for played in sorted(graphs, key=lambda played: not played.finished_by_forward):
         found = kernels(played.gm, "eager" if played.eager else codegen)
-        player.run(played, found)
+        player.run(played, _timed(played, found, machine, codegen))
         for category in played.drops:
             memory.drop(category)
         roots = {node: root for root, members in found.items() for node in members}
@@ -175,6 +178,15 @@ def simulate(
     return Timeline(
         player.now, player.busy, dict(player.exposed), events, traffic, memory.peak, issued, dict(player.lent), moved
     )
+
+
+def _timed(played: Played, found: Mapping[Node, list[Node]], machine: Machine, codegen: str) -> Mapping[Node, Kernel]:
+    """The kernels whose time counts: on GPUs by the rules of what makes them there."""
+    if machine.device == "cuda" and played.fused:
+        return fused_step(played.gm, {node for node, moves in played.moves.items() if moves})
+    if machine.device == "cuda" and codegen == "inductor" and not played.eager:
+        return gpu_kernels(played.gm)
+    return {root: Kernel(members, moved_bytes(members)) for root, members in found.items()}
 
 
 @dataclass(eq=False)
@@ -239,6 +251,13 @@ class _Wires:
                     if queue:
                         self._begin(queue[0], self.now)
 
+    def until_next(self) -> float:
+        """Seconds until something under way ends, or goes on to its bytes; infinite where nothing is under way."""
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        sharing = Counter(head.link for head in heads if not head.hops)
+        left = [head.hops or head.transfer * sharing[head.link] for head in heads]
+        return min(filter(None, left), default=math.inf)
+
     def _begin(self, sent: _Sent, now: float) -> None:
         """Its stream is free; where others have not come yet it sends nothing until they have."""
         sent.start = now
@@ -274,7 +293,7 @@ class _Player:
         self._sent: list[_Sent] = []
         self._refreshes: dict[int, list[Callable[[], None]]] = {}
 
-    def run(self, played: Played, found: Mapping[Node, list[Node]]) -> None:
+    def run(self, played: Played, found: Mapping[Node, Kernel]) -> None:
         self._graphs += 1
         self._starts = self._runs_behind and not played.replayed
         # What is eager in a step GPUs do in launches for many parameters at once, of which the trace knows nothing.
@@ -294,11 +313,19 @@ class _Player:
                 continue
             if node in found:
                 kind = kernel_kind(node)
-                seconds, launched = kernel_seconds(found[node], self.machine), launches(node, self.machine)
-                act = partial(self._compute, node.name, kind, seconds, launched)
+                kernel = found[node]
+                seconds = kernel_seconds(kernel.nodes, self.machine, kernel.moved)
+                launched = launches(node, self.machine)
+                act = partial(self._compute, node.name, kind, seconds, launched, self._slower(node, kind))
                 if node.target is LIFT and self._runs_behind and self.machine.host_bandwidth:
                     act = partial(self._lift, node, lifted)
-                elif behind := [lifted[s] for x in node.all_input_nodes for s in x.all_input_nodes if s in lifted]:
+                elif behind := [
+                    lifted[s]
+                    for of in kernel.nodes
+                    for x in of.all_input_nodes
+                    for s in x.all_input_nodes
+                    if s in lifted
+                ]:
                     act = partial(self._landed, behind, act)
             elif is_wait(node) and node.args[0] in sent:
                 act = partial(self._wait, node, sent[node.args[0]])
@@ -339,15 +366,38 @@ class _Player:
             self.now = end
         act()
 
-    def _compute(self, name: str, category: str, seconds: float, launched: int = 0) -> None:
+    def _compute(self, name: str, category: str, seconds: float, launched: int = 0, slower: float = 1.0) -> None:
         if self._launches:
             self._on_host(name, **{category: launched})
         if self.host > self.now:
             self.exposed[HOST] += self.host - self.now
             self.now = self.host
-        start, self.now = self.now, self.now + seconds
-        self.busy += seconds
+        start = self.now
+        self._pass(seconds, slower)
+        self.busy += self.now - start
         self._events.append(Event(name, category, COMPUTE, start, self.now))
+
+    def _slower(self, node: Node, kind: str) -> float:
+        """How many times as long a kernel takes while a collective holds multiprocessors: memory does not care."""
+        if not self.machine.collective_processors or kind not in ("product", "newton_schulz"):
+            return 1.0
+        if not self._wires.queues:
+            return 1.0
+        if kind == "newton_schulz":
+            return newton_schulz_beside(node, self.machine)
+        return self.machine.processors / (self.machine.processors - self.machine.collective_processors)
+
+    def _pass(self, seconds: float, slower: float) -> None:
+        """Let ``seconds`` of work pass, ``slower`` times as long while anything is under way."""
+        if slower == 1.0:
+            self.now += seconds
+            return
+        self._wires.advance(self.now)
+        while math.isfinite(change := self._wires.until_next()) and change < seconds * slower:
+            seconds -= change / slower
+            self.now += change
+            self._wires.advance(self.now)
+        self.now += seconds * slower if math.isfinite(change) else seconds
 
     def _issue(self, node: Node, kind: str, title: str) -> _Sent:
         axis, ranks = self.groups[node.args[-1]]

@@ -3,8 +3,9 @@
 Under Inductor: a pointwise node whose result has one reader, itself pointwise or a reduction, runs in that reader's
 kernel, and its result is never written. So a kernel is a tree that ends in its *root*: the last pointwise node, a
 reduction, or whatever else runs by itself. What several nodes read is written once and read by each. Inductor also
-joins kernels side by side, recomputes cheap results for each of their readers, and goes on behind a reduction; none of
-it is modelled, so it moves somewhat fewer bytes than this says. Under "eager" every node is a kernel of its own.
+joins kernels side by side, recomputes cheap results for each of their readers, and goes on behind a reduction: for the
+time of kernels on GPUs :mod:`.gpu_kernels` has that, and none of it is modelled of CPUs and of memory. Under "eager"
+every node is a kernel of its own.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.fx import GraphModule, Node
 from compile_muon.passes.aliases import base, is_free, mutated, nbytes
 from compile_muon.passes.pipeline import tensor_value
 
-__all__ = ["function_entries", "kernels", "moved_bytes"]
+__all__ = ["LOOKUPS", "function_entries", "is_pointwise", "kernels", "moved_bytes", "tagged"]
 
 _aten = torch.ops.aten
 #: of a table they read no more than they return
-_LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
 #: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
 _ALSO_POINTWISE = {
     _aten._to_copy,
@@ -33,7 +34,7 @@ _ALSO_POINTWISE = {
     _aten.scalar_tensor,
     _aten.constant_pad_nd,
     torch.ops.prims.iota,
-    *_LOOKUPS,
+    *LOOKUPS,
 }
 #: of a few instructions an entry, where other pointwise ops have one
 _FUNCTIONS = {
@@ -59,13 +60,15 @@ _FUNCTIONS = {
 }
 
 
-def _tagged(node: Node, tag: torch.Tag) -> bool:
+def tagged(node: Node, tag: torch.Tag) -> bool:
+    """Whether ``node`` calls an op with this tag."""
     return isinstance(node.target, torch._ops.OpOverload) and tag in node.target.tags
 
 
-def _is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node) -> bool:
+    """Whether ``node`` computes each entry by itself, and writes to no argument."""
     packet = getattr(node.target, "overloadpacket", None)
-    return (_tagged(node, torch.Tag.pointwise) or packet in _ALSO_POINTWISE) and not mutated(node)
+    return (tagged(node, torch.Tag.pointwise) or packet in _ALSO_POINTWISE) and not mutated(node)
 
 
 def _readers(node: Node) -> list[Node]:
@@ -91,9 +94,9 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
         if is_free(node):
             continue
         root[node] = node
-        if codegen != "eager" and _is_pointwise(node):
+        if codegen != "eager" and is_pointwise(node):
             readers = _readers(node)
-            if len(readers) == 1 and (_is_pointwise(readers[0]) or _tagged(readers[0], torch.Tag.reduction)):
+            if len(readers) == 1 and (is_pointwise(readers[0]) or tagged(readers[0], torch.Tag.reduction)):
                 root[node] = root.get(readers[0], node)
     found: dict[Node, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes:
@@ -113,7 +116,7 @@ def moved_bytes(members: list[Node]) -> int:
             if memory in own:
                 continue
             size = min(nbytes(source), nbytes(memory))
-            if packet in _LOOKUPS and place == 0:
+            if packet in LOOKUPS and place == 0:
                 size = min(size, nbytes(node))
             inputs[memory] = max(inputs.get(memory, 0), size)
     last = members[-1]

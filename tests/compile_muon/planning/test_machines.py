@@ -17,8 +17,8 @@ from compile_muon.errors import ConfigError
 from compile_muon.passes.costs import COLLECTIVES, Link
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.machines.calibrate import write_machine
-from compile_muon.planning.machines.fit import fit
-from compile_muon.planning.machines.measure import Measured
+from compile_muon.planning.machines.fit import completed, fit
+from compile_muon.planning.machines.measure import Measured, plan_for
 from compile_muon.planning.machines.samples import (
     AttentionSample,
     CollectiveSample,
@@ -255,6 +255,29 @@ def test_ranks_that_never_met_have_a_machine_too() -> None:
     found = fit(Measured("cpu", 1e-6, 2, 1, 10**10, tuple(alone)), "alone")
     assert found.collective_seconds("all_gather", 0.0, [0]) == 0
     assert Machine.from_json(found.to_json()) == found
+
+
+def test_what_was_not_measured_of_a_gpu_is_as_the_base_has_it() -> None:
+    """One GPU has met nobody, and its host was not timed; several of a node know the link inside it."""
+    samples = [s for s in of_the_truth() if s.group not in ("steps", "late ranks")]
+    alone = [s for s in samples if s.group != "collectives"]
+    found = completed(fit(Measured("cuda", 2e-6, 0, 1, 10**10, tuple(alone)), "one"), H100)
+    assert (found.links, found.protocols, found.collectives) == (H100.links, H100.protocols, H100.collectives)
+    assert found.host_seconds == H100.host_seconds and found.fill_entries == H100.fill_entries
+    assert found.tiles == H100.tiles and found.kernel_seconds == 2e-6
+    assert found.rates.keys() == TRUTH.rates.keys()
+    assert Machine.from_json(found.to_json()) == found
+    several = completed(fit(Measured("cuda", 2e-6, 0, 8, 10**10, tuple(samples)), "node"), H100)
+    assert [link.within for link in several.links] == [8, None]
+    assert several.links[0].bandwidth == pytest.approx(1e9, rel=0.2) and several.links[1] == H100.links[1]
+    assert not several.protocols and several.collectives["all_reduce"] != H100.collectives["all_reduce"]
+
+
+def test_a_quick_measurement_of_gpus_trains_nothing_and_half_a_second_is_the_least_that_counts() -> None:
+    quick, whole = plan_for("cuda", True), plan_for("cuda", False)
+    assert not quick.layers and not quick.stretch_seconds
+    assert whole.round_seconds == 0.5
+    assert plan_for("cpu", True).layers
 
 
 # ------------------------------------------------------------------------------------------------------- calibrate

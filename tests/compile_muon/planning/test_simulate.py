@@ -21,10 +21,19 @@ from compile_muon.passes.costs import Link
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.work import Category, Work, note_work
-from compile_muon.planning.machine import Machine
+from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate, simulate_together, to_chrome_trace
-from compile_muon.planning.simulate.cost import kernel_seconds, operations, workspace_bytes
+from compile_muon.planning.simulate.cost import (
+    kernel_seconds,
+    launches,
+    list_launches,
+    newton_schulz_beside,
+    operations,
+    workspace_bytes,
+)
+from compile_muon.planning.simulate.engine import _Player, _Sent, _Wires
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
+from compile_muon.planning.simulate.gpu_kernels import fused_step, gpu_kernels
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -535,6 +544,89 @@ def test_a_lookup_reads_no_more_of_its_table_than_it_returns() -> None:
     tokens.meta["val"] = torch.zeros(3, dtype=torch.int64)
     gm = draw.done(draw.call(_aten.embedding.default, draw.input(100, 2), tokens))
     assert moved_bytes(only_kernel(gm)) == 24 + 24 + 24
+
+
+# ---------------------------------------------------------------------------------------------------- kernels of GPUs
+
+
+def moved(gm) -> list[int]:
+    return [kernel.moved for kernel in gpu_kernels(gm).values()]
+
+
+def test_on_gpus_what_two_read_is_computed_by_each_and_not_written() -> None:
+    """-x is read by two of one size, which share a kernel: x once, and both results."""
+    draw = Drawing()
+    x = draw.neg(draw.input(8))
+    assert moved(draw.done(draw.neg(x), draw.call(_aten.abs.default, x))) == [32 + 2 * 32]
+
+
+def test_on_gpus_what_reads_more_than_four_tensors_is_written_for_two() -> None:
+    """The sum of five is written, and read where it is not made: the second result is of half the size."""
+    draw = Drawing()
+    total = draw.input(8)
+    for _ in range(4):
+        total = draw.call(_aten.add.Tensor, total, draw.input(8))
+    half = draw.call(_aten.sum.dim_IntList, draw.call(_aten.view.default, total, [2, 4]), [0])
+    assert moved(draw.done(draw.neg(total), half)) == [5 * 32 + 2 * 32, 32 + 16]
+
+
+def test_on_gpus_a_kernel_goes_on_behind_a_reduction_along_rows() -> None:
+    """Softmax without its exponential: x is read once, and sums are in no memory."""
+    draw = Drawing()
+    x = draw.input(4, 2)
+    total = draw.call(_aten.sum.dim_IntList, x, [1], True)
+    assert moved(draw.done(draw.call(_aten.div.Tensor, x, total))) == [32 + 32]
+
+
+def test_on_gpus_a_kernel_joins_none_that_ran_before_its_inputs_were_there() -> None:
+    draw = Drawing()
+    x = draw.input(2, 2)
+    first = draw.neg(x)
+    product = draw.call(_aten.mm.default, first, first)
+    assert moved(draw.done(draw.call(_aten.add.Tensor, x, product))) == [32, 16 * 2, 48]
+
+
+def test_on_gpus_a_step_s_writes_are_one_kernel() -> None:
+    """A weight and a momentum, read and written, and a gradient; what is computed between them is in registers."""
+    draw = Drawing()
+    weight, momentum, grad = (draw.input(4) for _ in range(3))
+    draw.call(_aten.mul_.Tensor, momentum, 0.9)
+    draw.call(_aten.add_.Tensor, momentum, grad)
+    draw.call(_aten.add_.Tensor, weight, draw.neg(momentum))
+    gm = draw.done(weight)
+    (kernel,) = fused_step(gm, set()).values()
+    assert kernel.moved == 3 * 16 + 2 * 16
+    assert play(Played(gm, Half.STEP, eager=True, fused=True), machine=replace(ROUND, device="cuda")).seconds == 10
+
+
+def test_products_take_longer_beside_a_collective_that_holds_multiprocessors() -> None:
+    """Of 4 multiprocessors 2 are held for 10 s: 5 s of work are done then, and the rest at full rate."""
+    machine = replace(ROUND, device="cuda", processors=4, collective_processors=2)
+    wires = _Wires()
+    player = _Player(machine, {}, {}, None)
+    player._wires = wires
+    wires.issue(_Sent(None, "", "a", 0, 0.0, 10.0, 0.0, 0.0))
+    player._compute("product", "product", 8.0, slower=2.0)
+    assert (player.now, player.busy) == (13.0, 13.0)
+
+
+def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> None:
+    """As many as the kernels launch: three a step, the last of them once a tensor; beside NCCL they take longer."""
+    h100 = load_machine("h100")
+    draw = Drawing()
+    values = [draw.input(256, 512), draw.input(512, 1024)]
+    node = draw.graph.call_function(
+        torch.ops.muon_zero.newton_schulz.default,
+        (values, [2.0, -1.5, 0.5] * 3, "standard", "bfloat16", 1e-7, 1.0, [], "triton", 2**30),
+    )
+    node.meta["val"] = [value.meta["val"] for value in values]
+    listed = list_launches(node, h100)
+    assert [launch.part for launch in listed] == ["XXᵀ", "bR + cR², and aI", "FX, or QX"] * 2 + [
+        "XXᵀ", "bR + cR², and aI", "the last X", "the last X",
+    ]  # fmt: skip
+    assert launches(node, h100) == len(listed) + 4
+    assert kernel_seconds([node], h100) > sum(each.seconds(h100.tiles, h100.processors) for each in listed)
+    assert newton_schulz_beside(node, h100) > 1.05
 
 
 # ------------------------------------------------------------------------------------------------------------ memory

@@ -1,0 +1,158 @@
+"""What the planner says of the steps that were measured on one H100, as they ran then, and of today's defaults.
+
+    python benchmarks/plan_h100.py                     # about 5 minutes of a core, no GPU
+    python benchmarks/plan_h100.py --json plan_h100.json
+
+Reads results/h100_step_1b_*.json (seconds, shape, settings) and results/h100_products.json (products of the same day).
+The steps ran with earlier kernels, of which the graphs of today know nothing:
+
+- lists whose tiles on diagonals were as wide as others and whose loops were not flattened;
+- tiles as estimated: rate and cost of a tile of each kind of product as the squares of ``h100_products.json`` show;
+- 56.5 bytes of a Muon element, where 48 are moved today (docs/reference/host-time.md);
+- chunks of 1 GiB.
+
+Nothing here is fitted to the two steps. Of today's lists ``between`` of kernels/gpu/tiles.json, seconds between tiles,
+was set by the Muon step, which it cannot be judged by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, Shape
+from torch._subclasses import FakeTensorMode
+
+from compile_muon.config import FrameOptions, load_config
+from compile_muon.kernels.gpu.model import busiest
+from compile_muon.kernels.gpu.tiles import Table
+from compile_muon.planning import capture_step
+from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.capture import Captured
+from compile_muon.planning.machine import Machine, load_machine
+from compile_muon.planning.simulate.cost import list_launches
+
+RESULTS = Path(__file__).parent / "results"
+BAR = 0.05
+#: bytes of a Muon element that the earlier step moved beside those of today
+EARLIER_BYTES = 56.5 - 48
+EARLIER_LIMIT = 2**30
+#: that show the rate of a tile and what it costs beside
+SQUARES = (2048, 8192)
+#: which square product shows the rate of a part of a list
+SHOWN_BY = {"XXᵀ": "X Xᵀ", "bR + cR², and aI": "bA + cA²", "FX, or QX": "aX + BX", "the last X": "aX + BX"}
+
+
+def measured(kind: str) -> tuple[dict[str, Any], float]:
+    """The record of a run and the median of its steps."""
+    record = json.loads((RESULTS / f"h100_step_1b_{kind}.json").read_text())
+    (row,) = [sample for sample in record["samples"] if sample["contender"] == f"ours-{kind}"]
+    return record, statistics.median(row["step_s"])
+
+
+def captured(shape: Shape, kind: str, settings: dict[str, Any], machine: Machine) -> Captured:
+    """A step of one rank at stage 0 in bfloat16."""
+    rates = {"muon_lr": 0.02, "adam_lr": 3e-4} if kind == "muon" else {"lr": 3e-4}
+    optimizer = {"type": {"muon": "Muon", "adamw": "AdamW"}[kind], "params": rates | settings}
+    config = load_config({"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "optimizer": optimizer})
+
+    def model() -> GPT:
+        with FakeTensorMode():
+            return GPT(shape)
+
+    tokens = torch.zeros(shape.batch, shape.context, dtype=torch.long)
+    options = FrameOptions(codegen="inductor")
+    config = planned_for(config, machine, "h100")
+    return capture_step(model, (tokens, tokens), world=1, rank=0, config=config, options=options)
+
+
+def earlier_tables(table: Table, processors: int) -> dict[str, Table]:
+    """By part of a list: the rate of a tile's loop and what a tile costs beside it, by two squares of that day.
+
+    One tile of a square of 2048 runs on a multiprocessor, and several of 8192: two equations, two unknowns.
+    """
+    rows = json.loads((RESULTS / "h100_products.json").read_text())["rows"]
+    found = {}
+    for part, product in SHOWN_BY.items():
+        took = {row["size"]: row["ms"] / 1e3 for row in rows if row["product"] == product}
+        triangle = product != "aX + BX"
+        tile = (table.symmetric if triangle else table.product)[0]
+        each = []
+        for size in SQUARES:
+            operations, tiles = busiest(tile, ((1, size, size, size),), processors, triangle=triangle)
+            each.append((operations / tiles, (took[size] - table.device.launch) / tiles))
+        (few, short), (many, long) = each
+        rate = (many - few) / (long - short)
+        beside = short - few / rate
+        device = replace(table.device, rate=rate, overhead=beside, between=beside, between_flattened=beside)
+        found[part] = replace(table, device=device)
+    return found
+
+
+def newton_schulz(step: Captured, machine: Machine, *, earlier: bool) -> float:
+    """Seconds of the products of all lists."""
+    assert machine.tiles is not None
+    tables = earlier_tables(machine.tiles, machine.processors) if earlier else {}
+    op = torch.ops.muon_zero.newton_schulz.default
+    calls = [node for played in step.graphs for node in played.gm.graph.find_nodes(op="call_function", target=op)]
+    return sum(
+        replace(launch, halves=not earlier).seconds(tables.get(launch.part, machine.tiles), machine.processors)
+        for call in calls
+        for launch in list_launches(call, machine) or ()
+    )
+
+
+def muon_elements(shape: Shape) -> int:
+    """Of the hidden matrices."""
+    return shape.layers * 12 * shape.width**2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="fewer than were measured, to see that it works")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    machine = load_machine("h100")
+    adamw_record, adamw_took = measured("adamw")
+    record, muon_took = measured("muon")
+    assert adamw_record["shape"] == record["shape"]
+    shape = Shape(**record["shape"])
+    if options.layers:
+        shape = replace(shape, layers=options.layers)
+    settings = {
+        "ns_method": record["options"]["ns_method"],
+        "ns_dtype": "bfloat16",  # "auto" of that day
+        "ns_memory_limit": EARLIER_LIMIT,
+    }
+    adamw = captured(shape, "adamw", {}, machine).simulated(machine).seconds
+    step = captured(shape, "muon", settings, machine)
+    was = newton_schulz(step, machine, earlier=True)
+    moved = EARLIER_BYTES * muon_elements(shape) / (machine.memory_bandwidth * machine.memory_fraction)
+    muon = step.simulated(machine).seconds - newton_schulz(step, machine, earlier=False) + was + moved
+    today = captured(shape, "muon", {}, machine)
+    now = today.simulated(machine).seconds
+    rows = [
+        ("AdamW", adamw_took, adamw),
+        ("Muon, as it ran", muon_took, muon),
+        ("the difference", muon_took - adamw_took, muon - adamw),
+    ]
+    print("| | measured, ms | planned, ms | off | |\n|---|---|---|---|---|")
+    for name, took, said in rows:
+        off = said / took - 1
+        print(f"| {name} | {took * 1e3:.1f} | {said * 1e3:.1f} | {off:+.1%} | {'' if abs(off) <= BAR else 'MISSED'} |")
+    print(f"| Muon by today's defaults | | {now * 1e3:.1f} | | {now / adamw - 1:+.0%} over AdamW |")
+    print(f"\nproducts of Newton-Schulz: {was * 1e3:.1f} ms as it ran, ", end="")
+    print(f"{newton_schulz(today, machine, earlier=False) * 1e3:.1f} today")
+    if options.json:
+        found = {name: {"measured_s": took, "planned_s": said} for name, took, said in rows}
+        found["Muon by today's defaults"] = {"planned_s": now}
+        options.json.write_text(json.dumps({"shape": record["shape"], "steps": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
