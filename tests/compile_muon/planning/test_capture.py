@@ -270,7 +270,7 @@ def test_ranks_of_a_step_are_played_together() -> None:
     plays = {rank: lambda others, each=each: each.simulated(SLOW, others=others) for rank, each in enumerate(steps)}
     found = simulate_together(plays)
     for rank, timeline in found.items():
-        assert timeline.busy == alone[rank].busy
+        assert timeline.busy == pytest.approx(alone[rank].busy)  # of the same kernels, summed in another order
         assert timeline.seconds >= max(each.seconds for each in alone) * (1 - 1e-9)
         (issued,) = timeline.issued.values()
         assert [name for name, _ in issued] == [name for name, _ in next(iter(found[0].issued.values()))]
