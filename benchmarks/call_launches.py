@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from gpt import GPT, PRESETS
@@ -21,13 +20,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Node
 
 from compile_muon.config import FrameOptions, load_config
-from compile_muon.kernels.call_plan import Plan
 from compile_muon.kernels.gpu.grouped import orthogonalize_list
-from compile_muon.kernels.gpu.launch import Launch
+from compile_muon.kernels.gpu.launch import noting
 from compile_muon.kernels.gpu.newton_schulz import Products
 from compile_muon.kernels.gpu.tiles import load_tables
+from compile_muon.kernels.ops import plan_of
 from compile_muon.passes.pipeline import tensor_value
-from compile_muon.passes.spec import decode_dtype
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.machine import load_machine
@@ -56,27 +54,14 @@ def calls_of(preset: str, settings: dict[str, str | int], bucket_bytes: int) -> 
     return [node for played in step.graphs for node in played.gm.graph.find_nodes(op="call_function", target=op)]
 
 
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Launches are counted by kernel, and not run."""
-    found: Counter[str] = Counter()
-    run = Launch.run
-    Launch.run = lambda launch: found.update([launch.kernel.fn.__name__])  # type: ignore[method-assign]
-    try:
-        yield found
-    finally:
-        Launch.run = run  # type: ignore[method-assign]
-
-
 def launches(call: Node) -> Counter[str]:
     """Of one call, by kernel."""
-    xs, coefficients, method, dtype, eps, safety, restarts, _, limit = call.args
-    triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
-    plan = Plan(triples, method, decode_dtype(dtype), eps, safety, tuple(restarts), "triton", limit)
+    xs, *asked = call.args
+    plan = replace(plan_of(tuple(asked)), backend="triton")
     values = [torch.empty(tensor_value(x).shape, dtype=tensor_value(x).dtype) for x in xs]
-    with counted() as found:
+    with noting(torch.device("cpu")) as noted:
         orthogonalize_list(values, plan, Products(load_tables()["sm_90"], 132))
-    return found
+    return Counter(launch.kernel.fn.__name__ for launch in noted)
 
 
 def setting(text: str) -> tuple[str, str | int]:

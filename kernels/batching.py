@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .call_plan import Plan
 
-__all__ = ["Implementation", "Stack", "batch_bytes", "chunked", "one_batch_per_shape", "one_by_one"]
+__all__ = ["Implementation", "Stack", "batch_bytes", "chunked", "one_batch_per_shape", "one_by_one", "wide"]
 
 # One matrix [m, n] or a batch [b, m, n], never empty, to a new contiguous tensor of that shape.
 Implementation = Callable[[Tensor, Plan], Tensor]
@@ -139,3 +139,9 @@ def _matrices_of(x: Tensor, plan: Plan, implementation: Implementation) -> Tenso
 
 def _empty(x: Tensor, plan: Plan) -> Tensor:
     return torch.empty(x.shape, dtype=plan.dtype, device=x.device)
+
+
+def wide(x: Tensor) -> Tensor:
+    """[..., m, n] as [b, k, l] with k ≤ l."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x.mT if x.shape[1] > x.shape[2] else x

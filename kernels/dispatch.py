@@ -192,7 +192,7 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     results.update(zip(rest, one_batch_per_shape([xs[i] for i in rest], plan, _on_aten), strict=True))
     for method in ("standard", "gram"):
         of_plan = replace(plan, method=method)
-        chosen = [i for i in range(len(xs)) if served[i] and _with_method(xs[i], plan, symmetric=True) == of_plan]
+        chosen = [i for i in range(len(xs)) if served[i] and plans[i] == of_plan]
         if gpu is not None and chosen:
             lists = importlib.import_module(".gpu.grouped", __package__)
             mine = [xs[i] for i in chosen]

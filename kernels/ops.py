@@ -39,20 +39,13 @@ def newton_schulz_op(
     memory_limit: int,
 ) -> list[Tensor]:
     """See the module's docstring."""
-    return orthogonalize(xs, plan_of(coefficients, method, dtype, eps, safety, restarts, backend, memory_limit))
+    values = (list(coefficients), method, dtype, eps, safety, list(restarts), backend, memory_limit)
+    return orthogonalize(xs, plan_of(values))
 
 
-def plan_of(
-    coefficients: Sequence[float],
-    method: str,
-    dtype: str,
-    eps: float,
-    safety: float,
-    restarts: Sequence[int],
-    backend: str,
-    memory_limit: int,
-) -> Plan:
+def plan_of(values: OpArguments) -> Plan:
     """The plan that :func:`arguments` makes these of."""
+    coefficients, method, dtype, eps, safety, restarts, backend, memory_limit = values
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
     limit = MEMORY_LIMIT if memory_limit == AUTO_LIMIT else memory_limit
     return Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts), backend, limit)

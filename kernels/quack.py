@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .batching import Stack, chunked
+from .batching import Stack, chunked, wide
 from .call_plan import Plan
 from .gpu.arena import work_bytes
 from .iterations import FORMS
@@ -242,7 +242,7 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: Products) -> 
         New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
     """
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
-    pairs = [(_wide(x), _wide(result)) for x, result in zip(xs, results, strict=True)]
+    pairs = [(wide(x), wide(result)) for x, result in zip(xs, results, strict=True)]
     alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
     for x, out in pairs:
         alike.setdefault((x.shape[1], x.shape[2]), []).append((x, out))
@@ -267,9 +267,3 @@ def _normalized(parts: Sequence[tuple[Tensor, Tensor]], plan: Plan) -> Parts:
         else:
             slot.copy_(reference.normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety))
     return (batch,)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """[..., m, n] as [b, k, l] with k ≤ l."""
-    x = x.reshape(-1, *x.shape[-2:])
-    return x.mT if x.shape[1] > x.shape[2] else x

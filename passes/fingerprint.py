@@ -54,6 +54,8 @@ def _signed(word: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FACTOR = _signed(0xBF58476D1CE4E5B9)
+#: the formula's numbers, as the kernel takes them
+_FORMULA = {"columns": _P, "golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
 
 
 def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -105,7 +107,7 @@ def by_kernel(xs: Sequence[Tensor]) -> Tensor | None:
 
     if not all(map(gpu.takes, xs)):
         return None
-    return gpu.fingerprint(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
+    return gpu.fingerprint(xs, **_FORMULA)
 
 
 @torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
@@ -114,7 +116,7 @@ def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         from compile_muon.kernels.gpu import fingerprint as gpu
 
         if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.takes, xs)):
-            return gpu.examine(xs, columns=_P, golden=_GOLDEN % 2**64, factor=_FACTOR % 2**64)
+            return gpu.examine(xs, **_FORMULA)
     return _fingerprint(xs), squares(xs)
 
 

@@ -14,22 +14,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-__all__ = ["returns_views", "taking_shards", "with_shards"]
+__all__ = ["called", "example_value", "returns_views", "taking_shards", "with_shards"]
 
 
-def _value(node: Node) -> Any:
+def example_value(node: Node) -> Any:
+    """What Dynamo has traced a node of its graph with."""
     return node.meta.get("example_value")
 
 
+def called(node: Node) -> str:
+    """The name of what a node of Dynamo's graph calls: of a method of DTensors, or as torch 2.11 and 2.12 trace it of a
+    function of Dynamo's own."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _is_to_local(node: Node) -> bool:
-    """A method, or as torch 2.11 and 2.12 trace it a function of Dynamo's own."""
-    return "to_local" in (node.target if isinstance(node.target, str) else getattr(node.target, "__name__", ""))
+    return "to_local" in called(node)
 
 
 def returns_views(gm: GraphModule) -> bool:
     """Whether two results of a graph of Dynamo share memory."""
     (results,) = gm.graph.output_node().args
-    values = [_value(node) for node in dict.fromkeys(results) if isinstance(node, Node)]
+    values = [example_value(node) for node in dict.fromkeys(results) if isinstance(node, Node)]
     held = [x.untyped_storage()._cdata for x in values if isinstance(x, Tensor) and not isinstance(x, DTensor)]
     return len(set(held)) < len(held)
 
@@ -40,9 +46,9 @@ def with_shards(gm: GraphModule) -> list[int]:
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
         local = [user for user in users if _is_to_local(user) and user.args == (node,)]
-        if not isinstance(_value(node), DTensor) or not users or len(local) < len(users):
+        if not isinstance(example_value(node), DTensor) or not users or len(local) < len(users):
             continue
-        node.meta = {**node.meta, "example_value": _value(local[0])}
+        node.meta = {**node.meta, "example_value": example_value(local[0])}
         for user in local:
             user.replace_all_uses_with(node)
             gm.graph.erase_node(user)

@@ -49,6 +49,7 @@ from compile_muon.config.settings import (
     MuonConfig,
     NSConfig,
     SequenceParallelConfig,
+    matches_adamw,
 )
 from compile_muon.config.sources import as_mapping
 from compile_muon.errors import ConfigError, config_error, printable, raise_all, shown, warn_user
@@ -246,7 +247,7 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in _SHARED:
             _put(given, PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
-    if "lr" in params and "adamw_lr" not in given.values and not _matches_adamw(params.get("adjust_lr")):
+    if "lr" in params and "adamw_lr" not in given.values and not matches_adamw(params.get("adjust_lr")):
         given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
     for key in _SHARED:
         if key in params:
@@ -256,10 +257,6 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
                 for argument in (key, f"adamw_{key}"):
                     if argument not in given.values:
                         given.put(argument, value, path)
-
-
-def _matches_adamw(adjust_lr: object) -> bool:
-    return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
 
 
 def _one_rate(path: str, value: object, remedy: str = "write a list of the two") -> str:

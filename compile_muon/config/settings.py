@@ -100,6 +100,11 @@ def _check_limit(field: str, value: object) -> int | str:
     return "auto" if value == "auto" else check_integer(field, value, low=0)
 
 
+def matches_adamw(adjust_lr: object) -> bool:
+    """Whether updates that are scaled so have AdamW's root mean square, or a multiple of it, whatever their shape."""
+    return adjust_lr == "match_rms_adamw" or (isinstance(adjust_lr, int | float) and not isinstance(adjust_lr, bool))
+
+
 def _check_scale(field: str, value: object) -> str | float:
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return check_real(field, value, positive=True)
@@ -176,7 +181,7 @@ class MuonConfig(Checked):
     @property
     def matches_adamw(self) -> bool:
         """Whether updates have the same root mean square whatever the shape, as AdamW's have."""
-        return self.adjust_lr == "match_rms_adamw" or isinstance(self.adjust_lr, float)
+        return matches_adamw(self.adjust_lr)
 
 
 @dataclass(frozen=True)

@@ -511,9 +511,8 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
         accounts: by the parameter that the model still holds.
     """
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
-    cache: dict[
-        tuple[type, tuple[str, ...], bool], type
-    ] = {}  # equal modules share a class, and so their compiled code
+    # Equal modules share a class, and so their compiled code.
+    cache: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in model.modules():
         own = {name: param for name, param in module._parameters.items() if param is not None}
         for name, param in own.items():

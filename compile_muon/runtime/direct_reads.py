@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from compile_muon.errors import UnsupportedModelError
+from compile_muon.passes.local_inputs import called, example_value
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.runtime.account import Account, account_of
 from compile_muon.runtime.shards import edits_of
@@ -42,7 +43,7 @@ def read_whole(gm: GraphModule, inputs: Sequence[Any]) -> None:
         return
     by_param = {id(account.param): account for account in ledger.accounts if not account.spec.layout.everyone.alone}
     direct = {node: by_param[id(value)] for node, value in nodes.items() if id(value) in by_param and _direct(node)}
-    direct = {node: account for node, account in direct.items() if not edits_of(_value(node))}
+    direct = {node: account for node, account in direct.items() if not edits_of(example_value(node))}
     made = _computed_of(direct)
     shards = any(account.distributed for account in direct.values())
     if not direct or (_treats_dtensors(made, direct) if shards else not _meets_data(made, direct)):
@@ -51,22 +52,14 @@ def read_whole(gm: GraphModule, inputs: Sequence[Any]) -> None:
     for node, account in direct.items():
         _put_marker(gm, node, account, states.get(account))
     for node in made:
-        if isinstance(_value(node), DTensor):
+        if isinstance(example_value(node), DTensor):
             del node.meta["example_value"]
     gm.recompile()
 
 
-def _value(node: Node) -> Any:
-    return node.meta.get("example_value")
-
-
-def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
 def _of_dtensors(node: Node) -> bool:
     """Whether this is a function of DTensors, as a method or as Dynamo's own."""
-    return any(word in _name(node) for word in _OF_DTENSORS)
+    return any(word in called(node) for word in _OF_DTENSORS)
 
 
 def _direct(node: Node) -> list[Node]:
@@ -80,28 +73,28 @@ def _direct(node: Node) -> list[Node]:
     ]
 
 
-def _computed_of(roots: Iterable[Node]) -> dict[Node, None]:
-    """All that is computed of these directly, in order."""
-    made: dict[Node, None] = {}
+def _computed_of(roots: Iterable[Node]) -> set[Node]:
+    """All that is computed of these directly."""
+    made = set[Node]()
     waiting = [user for root in roots for user in _direct(root)]
     while waiting:
         node = waiting.pop()
         if node not in made and node.op != "output":
-            made[node] = None
+            made.add(node)
             waiting += node.users
     return made
 
 
-def _others(made: dict[Node, None], roots: dict[Node, Account]) -> list[Any]:
+def _others(made: set[Node], roots: dict[Node, Account]) -> list[Any]:
     """Values, beside what is made of the roots, that it is made of."""
-    return [_value(arg) for node in made for arg in node.all_input_nodes if arg not in made and arg not in roots]
+    return [example_value(arg) for node in made for arg in node.all_input_nodes if arg not in made and arg not in roots]
 
 
-def _treats_dtensors(made: dict[Node, None], roots: dict[Node, Account]) -> bool:
+def _treats_dtensors(made: set[Node], roots: dict[Node, Account]) -> bool:
     return any(map(_of_dtensors, made)) or any(isinstance(value, DTensor) for value in _others(made, roots))
 
 
-def _meets_data(made: dict[Node, None], roots: dict[Node, Account]) -> bool:
+def _meets_data(made: set[Node], roots: dict[Node, Account]) -> bool:
     return any(isinstance(value, Tensor) and value.ndim for value in _others(made, roots))
 
 

@@ -250,13 +250,13 @@ class Recorded:
         for group in step.optimizer.param_groups:
             method, moving = step.method(group), _moving(step.method(group))
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in moving]
-        address, states = self.address, step.optimizer.state
+        address = self.address
         for account in (*step.muon, *step.rest):
             kind += (account.text, address(account.local), address(account.momentum))
             if (grad := account.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
-            kind += [address(local_tensor(state)) for state in states[account.param].values()]
+            kind += map(address, _states(step, account))
             if (made := used.get(account.name)) is not None:
                 kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
             if account.replica is not None:

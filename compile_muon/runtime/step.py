@@ -717,15 +717,18 @@ class Step:
         beside = [a for a in self.muon if a.name in names and a.momentum.numel()]
         wrong = not_finite([account.momentum for account in beside]).tolist() if beside else []
         mine = {account.name for account, flag in zip(beside, wrong, strict=True) if flag}
-        return gather_objects(mine, self.group) if names and together and self.group is not None else [mine]
+        return self._of_ranks(mine, together=together and bool(names))
 
     def _finite(self, names: Sequence[str]) -> frozenset[str]:
         """Those of these gradients that hold no inf on any rank; collective."""
         named = {account.name: account for account in (*self.muon, *self.rest)}
         held = [name for name in names if named[name].grad is not None]
         infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
-        everyone = gather_objects(infinite, self.group) if self.compares and self.group is not None else [infinite]
-        return frozenset(names).difference(*everyone)
+        return frozenset(names).difference(*self._of_ranks(infinite, together=self.compares))
+
+    def _of_ranks(self, mine: set[str], *, together: bool) -> list[set[str]]:
+        """These names of every rank, which is collective; of this one alone unless ``together``."""
+        return gather_objects(mine, self.group) if together and self.group is not None else [mine]
 
     def commit(
         self,

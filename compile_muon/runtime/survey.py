@@ -25,6 +25,7 @@ from compile_muon.passes.methods import METHODS
 from compile_muon.passes.norms import not_finite, squares
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.speculation import Speculation
 
 __all__ = ["Survey"]
@@ -205,7 +206,7 @@ class Survey:
         if self._facts:
             self._names += [(what, name) for what, name, _ in self._facts]
             if facts is None:
-                host = torch.tensor(self.facts, pin_memory=self.device.type == "cuda")
+                host = pinned_numbers(self.facts, torch.float32, self.device)
                 facts = host.to(self.device, non_blocking=True)
             self._values.append(facts)
             self._facts = []

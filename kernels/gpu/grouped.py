@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..batching import Stack, chunked
+from ..batching import Stack, chunked, wide
 from ..call_plan import Plan
 from ..iterations import FORMS
 from ..stability import Triple
@@ -119,8 +119,8 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz
         New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
     """
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
-    inputs = [_wide(x) for x in xs]
-    outputs = [_wide(result) for result in results]
+    inputs = [wide(x) for x in xs]
+    outputs = [wide(result) for result in results]
     how = (plan.method, len(plan.steps), len(plan.restarts))
     each = [list_bytes(x.shape[1], x.shape[2], *how, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
     stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, each, strict=True)]
@@ -180,9 +180,3 @@ def _normalized(pairs: list[Pair], out: Matrices, plan: Plan) -> Matrices:
     for (x, _), part in zip(pairs, wide.parts(out.results), strict=True):
         normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part)
     return wide
-
-
-def _wide(x: Tensor) -> Tensor:
-    """[..., m, n] as [b, k, l] with k ≤ l."""
-    x = x.reshape(-1, *x.shape[-2:])
-    return x.mT if x.shape[1] > x.shape[2] else x

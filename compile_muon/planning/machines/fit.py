@@ -80,16 +80,9 @@ def completed(machine: Machine, base: Machine) -> Machine:
     Of links what joins ranks of one node was measured, or none where there was one rank.
     """
     alone = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
-    kept = {
-        name: getattr(base, name)
-        for name in ("fill_entries", "architecture", "processors", "collective_processors")
-        if not getattr(machine, name)
-    }
-    kept |= {
-        name: getattr(base, name)
-        for name in ("host_seconds", "host_bandwidth", "disk_bandwidth")
-        if not getattr(machine, name)
-    }
+    fields = ["fill_entries", "architecture", "processors", "collective_processors"]
+    fields += ["host_seconds", "host_bandwidth", "disk_bandwidth"]
+    kept = {name: getattr(base, name) for name in fields if not getattr(machine, name)}
     if alone:
         kept |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}
     elif base.node is not None and machine.node is None:

@@ -205,7 +205,7 @@ def list_launches(node: Node, machine: Machine) -> list[Launched] | None:
     found: list[Launched] = []
     for form, tensors in groups.items():
         how = Steps(form, call.triples, tuple(call.restarts), call.dtype == "float16", call.itemsize, call.limit)
-        found += launches_of(tensors, how)
+        found += launches_of(tuple(tensors), how)
     return found
 
 

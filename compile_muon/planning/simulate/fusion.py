@@ -18,11 +18,11 @@ from torch.fx import GraphModule, Node
 from compile_muon.passes.aliases import base, is_free, mutated, nbytes
 from compile_muon.passes.pipeline import tensor_value
 
-__all__ = ["LOOKUPS", "function_entries", "is_pointwise", "kernels", "moved_bytes", "tagged"]
+__all__ = ["function_entries", "is_pointwise", "kernels", "moved_bytes", "read_bytes", "tagged"]
 
 _aten = torch.ops.aten
 #: of a table they read no more than they return
-LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
+_LOOKUPS = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
 #: made in registers by whatever reads them, or one pass over memory like pointwise ops, though they are not so tagged
 _ALSO_POINTWISE = {
     _aten._to_copy,
@@ -34,7 +34,7 @@ _ALSO_POINTWISE = {
     _aten.scalar_tensor,
     _aten.constant_pad_nd,
     torch.ops.prims.iota,
-    *LOOKUPS,
+    *_LOOKUPS,
 }
 #: of a few instructions an entry, where other pointwise ops have one
 _FUNCTIONS = {
@@ -107,6 +107,13 @@ def kernels(gm: GraphModule, codegen: str) -> dict[Node, list[Node]]:
 
 def moved_bytes(members: list[Node]) -> int:
     """What a kernel of these nodes reads and writes: each input once, and the result of the last."""
+    last = members[-1]
+    written = mutated(last)
+    return read_bytes(members) + (sum(nbytes(node) for node in written) if written else nbytes(last))
+
+
+def read_bytes(members: list[Node]) -> int:
+    """What a kernel of these nodes reads, each input once: of what they make themselves, nothing."""
     own = {base(node) for node in members}
     inputs: dict[Node, int] = {}
     for node in members:
@@ -116,12 +123,10 @@ def moved_bytes(members: list[Node]) -> int:
             if memory in own:
                 continue
             size = min(nbytes(source), nbytes(memory))
-            if packet in LOOKUPS and place == 0:
+            if packet in _LOOKUPS and place == 0:
                 size = min(size, nbytes(node))
             inputs[memory] = max(inputs.get(memory, 0), size)
-    last = members[-1]
-    written = mutated(last)
-    return sum(inputs.values()) + (sum(nbytes(node) for node in written) if written else nbytes(last))
+    return sum(inputs.values())
 
 
 def function_entries(members: list[Node]) -> int:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from compile_muon.passes.aliases import base, is_free, mutated, nbytes, tensors
 from compile_muon.passes.collectives import is_collective, is_wait
-from compile_muon.planning.simulate.fusion import LOOKUPS, is_pointwise, tagged
+from compile_muon.planning.simulate.fusion import is_pointwise, read_bytes, tagged
 
 __all__ = ["Kernel", "fused_step", "gpu_kernels"]
 
@@ -230,20 +230,8 @@ def _outside(gm: GraphModule, inlined: set[Node], of: dict[Node, _Group]) -> set
 
 def _kernel(group: _Group, inlined: set[Node], outside: set[Node]) -> Kernel:
     nodes = list(dict.fromkeys(member for node in group.written for member in _members(node, inlined)))
-    own = {base(node) for node in nodes} | set(nodes)
-    inputs: dict[Node, int] = {}
-    for node in nodes:
-        packet = getattr(node.target, "overloadpacket", None)
-        for place, source in enumerate(node.all_input_nodes):
-            memory = base(source)
-            if memory in own or _maker(source) in own:
-                continue
-            size = min(nbytes(source), nbytes(memory))
-            if packet in LOOKUPS and place == 0:
-                size = min(size, nbytes(node))
-            inputs[memory] = max(inputs.get(memory, 0), size)
     results = 0
     for node in group.written:
         changed = mutated(node)
         results += sum(map(nbytes, changed)) if changed else nbytes(node) * (node in outside)
-    return Kernel(nodes, sum(inputs.values()) + results)
+    return Kernel(nodes, read_bytes(nodes) + results)

@@ -7,8 +7,9 @@ small ones of one shape, by the kernels for one shape. The time of each is ``ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from compile_muon.kernels.batching import Stack, chunked
 from compile_muon.kernels.gpu.arena import SMALL, Layout, list_bytes
@@ -88,12 +89,14 @@ class Steps:
     limit: int
 
 
-def launches(tensors: Sequence[tuple[Matrices, int]], steps: Steps) -> Iterator[Launched]:
+@lru_cache(maxsize=256)  # a plan asks several times for each call, and layers have the same ones
+def launches(tensors: tuple[tuple[Matrices, int], ...], steps: Steps) -> tuple[Launched, ...]:
     """Of the products of these matrices.
 
     Args:
         tensors: and bytes of an entry of each.
     """
+    found: list[Launched] = []
     how = (steps.form, len(steps.triples), len(steps.restarts))
     stacks = [Stack(b, list_bytes(k, w, *how, given, steps.itemsize)) for (b, k, w), given in tensors]
     for chunk in chunked(stacks, steps.limit):
@@ -110,7 +113,8 @@ def launches(tensors: Sequence[tuple[Matrices, int]], steps: Steps) -> Iterator[
         noted = _Noted(layout, results, listed=len(results) > 1)
         folding = noted if steps.folds else None
         FORMS[steps.form](False, steps.triples, steps.restarts, noted, out=True, folding=folding)
-        yield from noted.launched
+        found += noted.launched
+    return tuple(found)
 
 
 @dataclass
