@@ -395,7 +395,8 @@ class _Player:
         self._wires.advance(self.now)
         while math.isfinite(change := self._wires.until_next()) and change < seconds * slower:
             seconds -= change / slower
-            self.now += change
+            # By rounding something may be left that is less than one step of the clock.
+            self.now = max(self.now + change, math.nextafter(self.now, math.inf))
             self._wires.advance(self.now)
         self.now += seconds * slower if math.isfinite(change) else seconds
 

@@ -610,6 +610,15 @@ def test_products_take_longer_beside_a_collective_that_holds_multiprocessors() -
     assert (player.now, player.busy) == (13.0, 13.0)
 
 
+def test_a_collective_of_which_less_than_a_step_of_the_clock_is_left_ends() -> None:
+    machine = replace(ROUND, device="cuda", processors=4, collective_processors=2)
+    player = _Player(machine, {}, {}, None)
+    player.now = player._wires.now = 1e3
+    player._wires.issue(_Sent(None, "", "a", 0, 0.0, 1e-20, 1e3, 0.0))
+    player._compute("product", "product", 8.0, slower=2.0)
+    assert player.now == pytest.approx(1e3 + 8)
+
+
 def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> None:
     """As many as the kernels launch: three a step, the last of them once a tensor; beside NCCL they take longer."""
     h100 = load_machine("h100")
