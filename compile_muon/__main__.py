@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner.add_argument("--machine", required=True, help="a name, or a file that calibrate wrote")
     planner.add_argument("--tokens", type=int, required=True, help="of a rank and micro-batch")
     planner.add_argument("--sequence", type=int, help="tokens of a sequence (default: all of them are one)")
+    planner.add_argument(
+        "--price", type=int, nargs="+", default=[], metavar="TOKENS", help="of a rank and step: Muon's price by these"
+    )
     planner.add_argument("--html", type=Path, help="page to write, with charts")
     planner.add_argument("--json", type=Path, help="file to write the numbers to")
     planner.add_argument("--trace", type=Path, help="file to write timelines to, for Perfetto")

@@ -7,6 +7,7 @@ here patches torch beyond the ``with`` block of a documented ``config.patch``.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -277,11 +278,13 @@ def fake_group(rank: int, world: int) -> Iterator[None]:
     """Inside this block the default process group is one of ``world`` ranks, whose collectives send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # each group puts "[rank0]: " in front of a traceback, also when it is gone
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        sys.excepthook = hook
 
 
 def flattened(mesh: DeviceMesh) -> torch.distributed.ProcessGroup:

@@ -608,3 +608,16 @@ def test_models_of_the_mesh_tables_have_as_many_weights_as_they_are_named_for(be
     counts = {name: sum(weight.numel for weight in model.weights) for name, model in models.items()}
     assert counts["8b"] == pytest.approx(8.03e9, rel=1e-3)
     assert counts["16b"] == pytest.approx(15.96e9, rel=1e-3)
+
+
+@pytest.mark.full
+def test_the_price_of_muon(tmp_path: Path) -> None:
+    output = tmp_path / "price.json"
+    done = run("price.py", "--models", "1B", "--worlds", "8", "--layers", "1", "--json", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(output.read_text())["simulated"]
+    shares = [price["share"] for price in row["prices"]]
+    assert shares == sorted(shares, reverse=True) and shares[-1] > 0
+    for price in row["prices"]:
+        assert price["share"] == pytest.approx(price["computed_share"] + price["exposed_share"])
+    assert "<svg" in output.with_suffix(".svg").read_text()

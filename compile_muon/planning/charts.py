@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["check_charts", "memory_chart", "time_chart", "timeline_chart"]
+__all__ = ["check_charts", "memory_chart", "price_chart", "time_chart", "timeline_chart"]
 
 #: of text and axes while it is drawn; becomes the page's colour
 _INK = "#010203"
@@ -75,6 +75,20 @@ def time_chart(world: World) -> str:
         bars.append({name: seconds * 1e3 for name, seconds in parts.items()})
     marks = [f.adamw_seconds * 1e3 for f in world.candidates]
     return _stacked(world.candidates, bars, "ms of a step; | with AdamW alone", marks=marks)
+
+
+def price_chart(worlds: Sequence[World]) -> str:
+    """Percent of AdamW's step that Muon adds, over tokens: a line for each number of ranks, dashed what is exposed."""
+    figure, axes = _axes(3.2)
+    for number, world in enumerate(world for world in worlds if world.prices):
+        tokens = [price.tokens for price in world.prices]
+        colour = f"C{number}"
+        axes.plot(tokens, [100 * p.share for p in world.prices], "o-", color=colour, label=f"{world.ranks} ranks")
+        axes.plot(tokens, [100 * p.exposed_share for p in world.prices], "--", color=colour, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    axes.set_xlabel("tokens of a rank and step; % of AdamW's step, dashed: of it exposed")
+    return _svg(figure, axes)
 
 
 def timeline_chart(timeline: Timeline) -> str:

@@ -63,7 +63,12 @@ def _question(chosen: Namespace) -> Question:
     config = planned_for(load_config(chosen.config), machine, chosen.machine)
     options = read_options(config.compile.options())
     subject = load_subject(chosen.model, batch)
-    return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)))
+    price = sorted(set(chosen.price))
+    for tokens in price:
+        if tokens < batch.tokens or tokens % batch.tokens:
+            problem = f"is no whole number of micro-batches of {batch.tokens} tokens"
+            raise config_error("--price", tokens, problem, f"use a multiple of {batch.tokens}, or another --tokens")
+    return Question(subject, batch, config, options, machine, list(dict.fromkeys(chosen.world)), price)
 
 
 def traces(plan: Plan) -> dict[str, Any]:

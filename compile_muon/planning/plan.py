@@ -17,6 +17,7 @@ from compile_muon.errors import MuonZeroError, config_error
 from compile_muon.planning.candidates import Candidate, candidates, meshes, with_adamw
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.models import Batch, Subject, first_line
+from compile_muon.planning.price import Price, prices, with_micro_batches
 from compile_muon.planning.simulate import Timeline
 from compile_muon.planning.simulate.engine import LENT
 from compile_muon.planning.trace import Target, Trace, trace_step
@@ -45,6 +46,7 @@ class Question:
         options: of torch.compile.
         machine: that every rank has.
         worlds: numbers of ranks.
+        price: tokens of a rank and step that Muon's price is asked for, multiples of the batch's.
     """
 
     subject: Subject
@@ -53,6 +55,7 @@ class Question:
     options: FrameOptions
     machine: Machine
     worlds: Sequence[int]
+    price: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,14 @@ class World:
     Args:
         choice: which of them to take; None if none fits.
         why: that one, in a sentence.
+        prices: of the candidate shown, by tokens of a step.
     """
 
     ranks: int
     candidates: Sequence[Figures]
     choice: int | None
     why: str
+    prices: Sequence[Price] = ()
 
     @property
     def shown(self) -> int:
@@ -163,6 +168,8 @@ class Plan:
         """What ``--json`` writes; ``simulated`` is always true."""
         found = {"simulated": True, **asdict(self)}
         del found["timelines"]
+        for written, world in zip(found["worlds"], self.worlds, strict=True):
+            written["prices"] = [price.to_json() for price in world.prices]
         return found
 
 
@@ -182,11 +189,12 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
     began = time.perf_counter()
     config, machine = question.config, question.machine
     chosen = {world: candidates(config, world, machine) for world in question.worlds}
-    traced = cache(partial(_traced, question, progress))
+    several = cache(partial(_traced, question, progress))
+    traced = partial(several, config.zero.micro_batches)
     worlds, timelines = [], []
-    for world, several in chosen.items():
+    for world, compared in chosen.items():
         played: list[tuple[Figures, Timeline]] = []
-        for candidate in several:
+        for candidate in compared:
             known = next((both for both in played if _same_step(candidate, both[0], config)), None)
             figures, timeline = known or _simulated(traced(candidate.sharing), question, candidate, world)
             figures = replace(figures, stage=candidate.stage, asked=candidate.asked)
@@ -196,8 +204,10 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
         unshared = config.sequence_parallel.size == 1
         if answer.choice is None and unshared and (shared := _shared(traced, question, world)):
             answer = replace(answer, why=f"{answer.why}; {shared}")
+        if question.price and config.algorithm == "muon":
+            answer = replace(answer, prices=_prices(several, question, compared[answer.shown], answer, progress))
         worlds.append(answer)
-        timelines.append(played[worlds[-1].shown][1])
+        timelines.append(played[answer.shown][1])
     return Plan(
         model=question.subject.name,
         machine=machine.name,
@@ -212,15 +222,41 @@ def make_plan(question: Question, progress: Callable[[str], None] = lambda text:
     )
 
 
-def _traced(question: Question, progress: Callable[[str], None], sharing: int) -> Trace:
-    """The model's trace, with so many ranks that share a sequence.
+def _prices(
+    traced: Callable[[int, int], Trace],
+    question: Question,
+    candidate: Candidate,
+    world: World,
+    progress: Callable[[str], None],
+) -> list[Price]:
+    """Of the candidate shown, resident."""
+    backend = "nccl" if question.machine.device == "cuda" else "gloo"
+    target = Target(world.ranks, candidate.config(question.config), candidate.axes, backend)
+    counts = [tokens // question.batch.tokens for tokens in question.price]
+    found = []
+    for price in prices(
+        lambda count: traced(count, candidate.sharing),
+        target,
+        question.machine,
+        rank=world.candidates[world.shown].rank,
+        tokens=question.batch.tokens,
+        counts=counts,
+    ):
+        found.append(price)
+        progress(f"{world.ranks} ranks, {price.tokens:,} tokens a step: {price.share:+.1%} over AdamW, simulated")
+    return found
+
+
+def _traced(question: Question, progress: Callable[[str], None], micro_batches: int, sharing: int) -> Trace:
+    """The model's trace, of a step of so many micro-batches, with so many ranks that share a sequence.
 
     Raises:
         ConfigError: it cannot be traced.
     """
     began, subject = time.perf_counter(), question.subject
     try:
-        trace = trace_step(subject.build, subject.batch, question.config, question.options, sharing=sharing)
+        config = with_micro_batches(question.config, micro_batches)
+        trace = trace_step(subject.build, subject.batch, config, question.options, sharing=sharing)
     except MuonZeroError:
         raise
     except Exception as error:  # whatever the model or the compiler raises

@@ -6,9 +6,9 @@ import json
 from html import escape
 from string import Template
 
-from compile_muon.planning.charts import memory_chart, time_chart, timeline_chart
+from compile_muon.planning.charts import memory_chart, price_chart, time_chart, timeline_chart
 from compile_muon.planning.plan import Plan, World
-from compile_muon.planning.report_table import COLUMNS, LEGEND, WORDS, headline, rows
+from compile_muon.planning.report_table import COLUMNS, LEGEND, PRICE, WORDS, headline, price_rows, rows
 
 __all__ = ["page"]
 
@@ -43,6 +43,7 @@ figure { margin: 1.2rem 0; }
 <p>$headline.</p>
 <p class="legend">$legend</p>
 $worlds
+$prices
 <script type="application/json" id="plan">$numbers</script>
 </body>
 </html>
@@ -57,6 +58,7 @@ def page(plan: Plan) -> str:
         headline=escape(headline(plan)),
         legend=escape(LEGEND),
         worlds="\n".join(_world(world, timeline_chart(timeline)) for world, timeline in worlds),
+        prices=_prices(plan),
         numbers=json.dumps(plan.to_json()).replace("<", "\\u003c"),
     )
 
@@ -75,6 +77,23 @@ def _world(world: World, timeline: str) -> str:
 <p class="legend">{escape(_intermediates(world))}</p>
 <figure><figcaption>Time of a step</figcaption>{time_chart(world)}</figure>
 <figure><figcaption>A step of {escape(world.candidates[world.shown].name)}</figcaption>{timeline}</figure>
+</section>"""
+
+
+def _prices(plan: Plan) -> str:
+    found = price_rows(plan)
+    if not found:
+        return ""
+    titles, *texts = found
+    cells = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in texts)
+    return f"""<section>
+<h2>Price of Muon</h2>
+<p class="legend">{escape(PRICE)}</p>
+<div class="scroll"><table>
+<tr>{"".join(f"<th>{escape(title)}</th>" for title in titles)}</tr>
+{cells}
+</table></div>
+<figure><figcaption>What Muon adds to AdamW's step</figcaption>{price_chart(plan.worlds)}</figure>
 </section>"""
 
 

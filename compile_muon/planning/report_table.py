@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from compile_muon.planning.plan import Figures, Plan, World, gib, mesh_text
+from compile_muon.planning.price import Price
 
-__all__ = ["COLUMNS", "WORDS", "headline", "report", "rows"]
+__all__ = ["COLUMNS", "PRICE", "WORDS", "headline", "price_rows", "price_text", "report", "rows"]
 
 #: title of a column, and its text
 COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
@@ -34,6 +35,8 @@ LEGEND = (
     "* what the config says. ! does not fit. GB sent: by a rank, per axis. NS: Newton-Schulz, of the step. owners: the "
     "most that one orthogonalizes, over the mean. over AdamW: what the step takes more than with AdamW alone."
 )
+#: title of the table of prices
+PRICE = "What Muon adds to AdamW's step, by tokens of a rank and step (simulated); in brackets what it adds to waits"
 
 
 def _by_size(values: Mapping[str, int], text: Callable[[float], str]) -> str:
@@ -55,6 +58,20 @@ def rows(world: World) -> list[list[str]]:
     return [[text(figures) for _, text in COLUMNS] for figures in world.candidates]
 
 
+def price_rows(plan: Plan) -> list[list[str]]:
+    """A row of titles, and one for each number of ranks; nothing where no prices were asked for."""
+    priced = [world for world in plan.worlds if world.prices]
+    if not priced:
+        return []
+    titles = ["ranks", *(f"{price.tokens:,}" for price in priced[0].prices)]
+    return [titles, *([str(world.ranks), *map(price_text, world.prices)] for world in priced)]
+
+
+def price_text(price: Price) -> str:
+    """A cell of that table."""
+    return f"{price.share:+.1%} ({price.exposed_share:+.1%})" + " !" * (not price.fits)
+
+
 def report(plan: Plan) -> RenderableType:
     """All of a plan."""
     parts: list[RenderableType] = [Text(headline(plan))]
@@ -66,4 +83,11 @@ def report(plan: Plan) -> RenderableType:
             table.add_row(*cells, style="bold" if place == world.choice else "")
         warnings = [Text(f"  {warning}", style="yellow") for warning in world.candidates[world.shown].warnings]
         parts += [table, Text(f"→ {world.why}"), *warnings, Text("")]
+    if found := price_rows(plan):
+        table = Table(title=PRICE, title_justify="left")
+        for title in found[0]:
+            table.add_column(title, justify="right")
+        for cells in found[1:]:
+            table.add_row(*cells)
+        parts += [table, Text("")]
     return Group(*parts, Text(LEGEND, style="dim"))

@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,9 @@ from compile_muon.planning.charts import check_charts
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
 from compile_muon.planning.plan import Figures, Plan, Question, World, make_plan
+from compile_muon.planning.price import Price
 from compile_muon.planning.report_html import page
-from compile_muon.planning.report_table import rows
+from compile_muon.planning.report_table import price_text, rows
 from compile_muon.planning.simulate import Event, Held, Timeline
 from compile_muon.planning.trace import Target, trace_step
 
@@ -54,7 +55,7 @@ def config_file(tmp_path: Path) -> Path:
 def arguments(file: Path, **changes: str) -> list[str]:
     given = {"config": str(file), "world": "2", "machine": "h100", "tokens": "16", "sequence": "8", **changes}
     model = given.pop("model", "tiny_gpt:GPT")
-    return ["plan", model, *(part for name, value in given.items() for part in (f"--{name}", value))]
+    return ["plan", model, *(part for name, value in given.items() for part in (f"--{name}", *value.split()))]
 
 
 # ----------------------------------------------------------------------------------------------------------- numbers
@@ -135,6 +136,31 @@ def test_stages_1_and_2_are_one_step_if_there_is_one_micro_batch() -> None:
         assert (first.seconds == second.seconds) == (first.peak == second.peak) == (count == 1)
 
 
+@pytest.mark.full
+def test_a_price_is_that_of_as_many_micro_batches() -> None:
+    """Two of three are a step of two, and five take what a step of five takes."""
+    asked = replace(question(world=4), price=(16, 32, 80))
+    found = make_plan(asked)
+    (world,) = found.worlds
+    shown = world.candidates[world.shown]
+    assert (world.prices[0].seconds, world.prices[0].adamw_seconds) == (shown.step_seconds, shown.adamw_seconds)
+    assert world.prices[0].exposed_share * shown.adamw_seconds == pytest.approx(shown.price_exposed_seconds)
+    for price, count in zip(world.prices, (1, 2, 5), strict=True):
+        config = config_from_kwargs(stage=shown.stage, gradient_accumulation_steps=count)
+        config = planned_for(config, asked.machine, "h100")
+        step, plain = (
+            trace_step(asked.subject.build, asked.subject.batch, trained, asked.options)
+            .captured(Target(4, trained, shown.mesh, "nccl"), rank=shown.rank)
+            .simulated(asked.machine)
+            for trained in (config, with_adamw(config))
+        )
+        assert (price.tokens, price.fits) == (16 * count, True)
+        exact = count <= 3
+        assert price.seconds == pytest.approx(step.seconds, rel=0 if exact else 1e-3)
+        assert price.adamw_seconds == pytest.approx(plain.seconds, rel=0 if exact else 1e-3)
+    assert found.to_json()["worlds"][0]["prices"][2]["share"] == world.prices[2].share
+
+
 def figures(stage: int, milliseconds: float, peak: int, limit: int = 100) -> Figures:
     return Figures(
         stage=stage, mesh={"shard": 8}, asked=False, rank=0, fits=peak <= limit, peak_bytes=peak * 2**30,
@@ -204,6 +230,20 @@ class Page(HTMLParser):
             self.script += data
 
 
+def worlds_of(written: dict[str, Any]) -> list[World]:
+    """What the JSON file says, with prices less the shares that follow from their seconds."""
+    return [
+        World(
+            **{
+                **world,
+                "candidates": [Figures(**f) for f in world["candidates"]],
+                "prices": [Price(**{f.name: p[f.name] for f in fields(Price)}) for p in world["prices"]],
+            }
+        )
+        for world in written["worlds"]
+    ]
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one call of the command leaves."""
@@ -214,7 +254,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.syspath_prepend(str(Path(__file__).parent))
-        assert cli.main(arguments(config, **{kind: str(path) for kind, path in files.items()})) == 0
+        given = {kind: str(path) for kind, path in files.items()}
+        assert cli.main(arguments(config, **given, price="16 32")) == 0
     (folder / "printed").write_text(printed.getvalue())
     return files | {"printed": folder / "printed"}
 
@@ -225,7 +266,7 @@ def test_the_command_writes_one_plan_in_four_ways(written: dict[str, Path]) -> N
         "simulated", "model", "machine", "parameters", "tokens", "sequence", "micro_batches", "memory_bytes",
         "took_seconds", "worlds",
     }  # fmt: skip
-    world = World(**{**found["worlds"][0], "candidates": [Figures(**f) for f in found["worlds"][0]["candidates"]]})
+    (world,) = worlds_of(found)
     assert [f.asked for f in world.candidates] == [False, False, True, False]
 
     text = written["html"].read_text()
@@ -235,8 +276,9 @@ def test_the_command_writes_one_plan_in_four_ways(written: dict[str, Path]) -> N
     assert all(value.startswith("#") for _, name, value in parsed.attributes if name.endswith("href"))
     assert ("script", "type", "application/json") in parsed.attributes
     assert json.loads(parsed.script) == found
-    assert parsed.cells == [cell for row in rows(world) for cell in row]
-    assert text.count("<svg") == 3
+    priced = [str(world.ranks), *map(price_text, world.prices)]
+    assert parsed.cells == [cell for row in rows(world) for cell in row] + priced
+    assert text.count("<svg") == 4
     assert "fill: currentColor" in text
     assert "prefers-color-scheme: dark" in text
 
@@ -258,7 +300,7 @@ def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
     assert ran.returncode == 0 and ran.stdout, ran.stderr
     shown = json.loads(ran.stdout)
     assert shown["requests"] == [written["html"].as_uri()]
-    assert len(shown["drawings"]) == 3
+    assert len(shown["drawings"]) == 4
     assert all(width > 600 and height > 100 for width, height in shown["drawings"])
     assert shown["cut"] == [0], "the table is wider than the page"
     assert shown["cells"] == Page(written["html"].read_text()).cells
@@ -269,7 +311,8 @@ def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
 
 def test_names_are_escaped(written: dict[str, Path]) -> None:
     found = json.loads(written["json"].read_text())
-    worlds = [World(**{**w, "candidates": [Figures(**f) for f in w["candidates"]]}) for w in found.pop("worlds")]
+    worlds = worlds_of(found)
+    del found["worlds"]
     del found["simulated"]
     timeline = Timeline(1.0, 1.0, {}, (Event("<i>", "product", "compute", 0.0, 1.0),), Traffic(), Held(), {})
     plan = Plan(**{**found, "model": "</script><b>&"}, worlds=worlds, timelines=[timeline])
@@ -295,6 +338,7 @@ def test_names_are_escaped(written: dict[str, Path]) -> None:
         ({"tokens": "0"}, "--tokens = 0", "is not positive"),
         ({"sequence": "0"}, "--sequence = 0", "is not positive"),
         ({"world": "0"}, "--world = 0", "at least 1"),
+        ({"price": "24"}, "--price = 24", "no whole number of micro-batches of 16 tokens"),
         ({"json": "/no/such/folder/plan.json"}, "--json", "folder that exists"),
         ({"config": "/no/such.json"}, "config", "/no/such.json"),
     ],

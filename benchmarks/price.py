@@ -1,0 +1,180 @@
+"""What Muon adds to AdamW's step, simulated: by model, GPUs, and tokens of a GPU and step.
+
+    python benchmarks/price.py                        # an hour of a core, no GPU: results/price.json and price.svg
+    python benchmarks/price.py --models 1B --worlds 1 8 --layers 2 --json /tmp/price.json
+
+H100s in nodes of eight, `optimizer.type` "Muon" and `bf16`, defaults otherwise; micro-batches of 4,096 tokens. 1 B is
+the preset "1b" of train_step.py, 8 B and 70 B are the shapes of Llama 3.1, without activation checkpointing. Stages are
+the lowest that fit. The measured point is `results/h100_step_1b_*.json`, of the kernels of that day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import GPT, PRESETS
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from compile_muon.config import FrameOptions, load_config
+from compile_muon.planning.candidates import planned_for
+from compile_muon.planning.machine import load_machine
+from compile_muon.planning.models import Batch, load_subject
+from compile_muon.planning.price import Price, prices, with_micro_batches
+from compile_muon.planning.trace import Target, Trace, trace_step
+
+RESULTS = Path(__file__).parent / "results"
+MICRO_BATCH = 4096
+COUNTS = (1, 2, 4, 8, 16, 32)
+WORLDS = (1, 8, 64, 512)
+#: ranks that weights are sharded over, at most: more are replicas
+SHARDED = 64
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 8,
+}
+#: stage, ranks at least, and shape
+MODELS: dict[str, tuple[int, int, Mapping[str, int] | None]] = {
+    "1B": (1, 1, None),
+    "8B": (1, 8, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
+    "70B": (
+        3,
+        64,
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
+}  # fmt: skip
+
+
+def subject(name: str, layers: int | None) -> tuple[Callable[[], nn.Module], Any]:
+    """What builds the model, and its batch."""
+    shape = MODELS[name][2]
+    if shape is None:
+        gpt = replace(PRESETS["1b"], **({"layers": layers} if layers else {}))
+        tokens = torch.zeros(MICRO_BATCH // gpt.context, gpt.context, dtype=torch.long)
+
+        def build() -> nn.Module:
+            with FakeTensorMode():
+                return GPT(gpt)
+
+        return build, (tokens, tokens)
+    written = {**LLAMA, **shape} | ({"num_hidden_layers": layers} if layers else {})
+    folder = tempfile.mkdtemp()
+    (Path(folder) / "config.json").write_text(json.dumps(written))
+    found = load_subject(folder, Batch(MICRO_BATCH, MICRO_BATCH))
+    return found.build, found.batch
+
+
+def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, list[Price]]:
+    """Of a model, by GPUs."""
+    stage, least, _ = MODELS[name]
+    build, batch = subject(name, layers)
+    machine = load_machine("h100")
+    config = planned_for(
+        load_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "optimizer": {"type": "Muon"}}),
+        machine,
+        "h100",
+    )
+    options = FrameOptions(codegen="inductor")
+
+    @cache
+    def traced(count: int) -> Trace:
+        return trace_step(build, batch, with_micro_batches(config, count), options)
+
+    found = {}
+    for world in worlds:
+        if world < least:
+            continue
+        axes = {"shard": world} if world <= SHARDED else {"replicate": world // SHARDED, "shard": SHARDED}
+        target = Target(world, config, axes, "nccl")
+        owned = traced(1).owner_work(target)
+        rank = max(range(world), key=owned.__getitem__)
+        found[world] = []
+        for price in prices(traced, target, machine, rank=rank, tokens=MICRO_BATCH, counts=COUNTS):
+            found[world].append(price)
+            print(f"{name}, {world} GPUs, {price.tokens:,} tokens: {price.share:+.1%}", flush=True)
+    return found
+
+
+def measured() -> dict[str, Any]:
+    """The point that has been timed: 1 B on one H100."""
+    took = {}
+    for kind in ("muon", "adamw"):
+        record = json.loads((RESULTS / f"h100_step_1b_{kind}.json").read_text())
+        (row,) = [sample for sample in record["samples"] if sample["contender"] == f"ours-{kind}"]
+        took[kind] = statistics.median(row["step_s"])
+    tokens = record["shape"]["batch"] * record["shape"]["context"]
+    return {"model": "1B", "gpus": 1, "tokens": tokens, "share": took["muon"] / took["adamw"] - 1}
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """As Markdown: what is added, and in brackets what of it is waited for."""
+    lines = ["| model | stage | GPUs | " + " | ".join(f"{MICRO_BATCH * count:,}" for count in COUNTS) + " |"]
+    lines.append("|" + "---|" * (3 + len(COUNTS)))
+    for row in rows:
+        cells = (
+            f"{p['share']:+.1%} ({p['exposed_share']:+.1%})" if p["fits"] else "does not fit" for p in row["prices"]
+        )
+        lines.append(f"| {row['model']} | {row['stage']} | {row['gpus']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: Path) -> None:
+    """A panel for each model, a line for each number of GPUs."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for axes, model in zip(panels, models, strict=True):
+        for row in (row for row in rows if row["model"] == model):
+            fitting = [price for price in row["prices"] if price["fits"]]
+            shown = [100 * price["share"] for price in fitting]
+            colour = f"C{WORLDS.index(row['gpus'])}"
+            axes.plot([p["tokens"] for p in fitting], shown, "o-", color=colour, label=f"{row['gpus']} GPUs")
+        if model == point["model"]:
+            axes.plot([point["tokens"]], [100 * point["share"]], "k*", markersize=11, label="measured, 1 GPU")
+        tokens = [MICRO_BATCH * count for count in COUNTS]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens, [f"{count // 1024}k" for count in tokens])
+        axes.set_title(f"{model}, simulated")
+        axes.set_xlabel("tokens of a GPU and step")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    panels[0].set_ylabel("% added to AdamW's step")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--worlds", nargs="+", type=int, default=list(WORLDS), choices=WORLDS)
+    parser.add_argument("--layers", type=int, help="fewer, to see that it works")
+    parser.add_argument("--json", type=Path, default=RESULTS / "price.json", help="and the picture beside it, as SVG")
+    options = parser.parse_args()
+    rows = [
+        {"model": name, "stage": MODELS[name][0], "gpus": world, "prices": [price.to_json() for price in found]}
+        for name in options.models
+        for world, found in priced(name, options.worlds, options.layers).items()
+    ]
+    point = measured()
+    options.json.write_text(json.dumps({"simulated": rows, "measured": point}, indent=1) + "\n")
+    picture(rows, point, options.json.with_suffix(".svg"))
+    print(f"\n{table(rows)}\n\nmeasured: {point['share']:+.1%} at {point['tokens']:,} tokens on one H100")
+
+
+if __name__ == "__main__":
+    main()
