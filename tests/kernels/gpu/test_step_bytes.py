@@ -34,8 +34,9 @@ class _Reads(TorchDispatchMode):
         return result
 
 
-def test_a_muon_element_costs_a_step_26_bytes(device, monkeypatch):
-    """The gradient once for its norm and its fingerprint, and the writes: 4 + 22."""
+def test_a_muon_element_costs_34_bytes_beside_its_momentum(device, monkeypatch):
+    """The gradient once for its norm and its fingerprint, and the writes: 4 + 22. In backward, behind what the compiler
+    makes, the gradient's fingerprint, and the division of the update by a norm that is known: 4 + 4."""
     from compile_muon.kernels.gpu.launch import Launch
 
     launched: Counter[str] = Counter()
@@ -53,7 +54,10 @@ def test_a_muon_element_costs_a_step_26_bytes(device, monkeypatch):
     optimizer = compile_muon.MuonZero(model, update="backward", ns_dtype="bfloat16")
     compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     for step in range(3):
+        launched.clear()
         compiled(torch.randn(4, COLS, device=device)).square().mean().backward()
+        beside = {name: count for name, count in launched.items() if "product" not in name and "symmetric" not in name}
+        assert beside == {"sums_kernel": 4, "columns_kernel": 0, "partial_norms_kernel": 0, "divide_kernel": 4}
         launched.clear()
         if step == 1:  # operators are seen, and kernels stay away
             with _Reads() as reads:
