@@ -167,12 +167,11 @@ def normalize(
         ``out``, or a new tensor like it.
     """
     matrices, rows, cols = x.shape
-    given = x if norms is None else norms
-    programs = min(_tiles(*given.shape[1:]), MOST_PARTIALS)
+    programs = min(_tiles(rows, cols), MOST_PARTIALS)
     partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
     if out is None:
         out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
-    partial_norms(given, partials).run()
+    partial_norms(x if norms is None else norms, partials).run()
     divide(x, partials, out, eps=eps, safety=safety).run()
     return out
 
