@@ -60,7 +60,8 @@ def launches(call: Node) -> Counter[str]:
     plan = replace(plan_of(tuple(asked)), backend="triton")
     values = [torch.empty(tensor_value(x).shape, dtype=tensor_value(x).dtype) for x in xs]
     with noting(torch.device("cpu")) as noted:
-        orthogonalize_list(values, plan, Products(load_tables()["sm_90"], 132))
+        norms = [value.new_empty(value.shape[:-1], dtype=torch.float32) for value in values] if asked[-1] else []
+        orthogonalize_list(values, plan, Products(load_tables()["sm_90"], 132), norms)
     return Counter(launch.kernel.fn.__name__ for launch in noted)
 
 

@@ -66,6 +66,16 @@ class CoefficientSet:
         precision = _HALF.get(dtype)
         return precision is None or survives_rounding(self.steps, self.safety, precision)
 
+    def is_all_or_nothing(self, dtype: torch.dtype) -> bool:
+        """Whether all entries of a result in ``dtype`` are finite, or none is.
+
+        What is not finite makes all of a matrix NaN: by its norm, or, of an inf as torch.optim.Muon normalizes it (the
+        other entries are zero, and it is NaN), by the first XXᵀ that a step has a use for. Finite entries stay finite,
+        for no singular value leaves what the schedule contracts; where one may, single entries may overflow.
+        """
+        bounded = survives_rounding(self.steps, self.safety, _HALF.get(dtype, FLOAT32))
+        return bounded and any(b or c for _, b, c in self.steps)
+
     def gram_is_stable(self, dtype: torch.dtype) -> bool:
         """Whether no rounding in ``dtype`` makes the gram form diverge, as far as is known (see ``stability``)."""
         precision = _HALF.get(dtype)

@@ -166,7 +166,7 @@ def check_backend(backend: str, dtype: torch.dtype, device: torch.device | str) 
         raise ValueError(f"backend={backend!r}: {problem}, or {remedy}")
 
 
-def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+def orthogonalize(xs: Sequence[Tensor], plan: Plan, norms: Sequence[Tensor] = ()) -> list[Tensor]:
     """Newton-Schulz of every matrix of a list.
 
     On CPUs each matrix by itself on aten. On GPUs in half precision, on the architectures of ``gpu/tiles.json`` and
@@ -177,6 +177,7 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     Args:
         xs: tensors [..., m, n] on one device, unmodified.
         plan: what to do with each.
+        norms: of the rows of each, [..., m] in float32, or none; Triton's kernels take them, others their own.
     Returns:
         New contiguous tensors of the inputs' shapes in ``plan.dtype``.
     """
@@ -195,9 +196,9 @@ def orthogonalize(xs: Sequence[Tensor], plan: Plan) -> list[Tensor]:
         chosen = [i for i in range(len(xs)) if served[i] and plans[i] == of_plan]
         if gpu is not None and chosen:
             lists = importlib.import_module(".gpu.grouped", __package__)
-            mine = [xs[i] for i in chosen]
+            mine, theirs = [xs[i] for i in chosen], [norms[i] for i in chosen] if norms else []
             products = gpu.products_on(mine[0].device)
-            results.update(zip(chosen, lists.orthogonalize_list(mine, of_plan, products), strict=True))
+            results.update(zip(chosen, lists.orthogonalize_list(mine, of_plan, products, theirs), strict=True))
     return [results[i] for i in range(len(xs))]
 
 

@@ -87,7 +87,7 @@ def newton_schulz_list(
         _check(x, xs[0].device)
     _check_eps(eps)
     triples, form, name, safety, restarts = _constants(method, coefficients, steps, dtype, xs[0].device, backend)
-    return newton_schulz_op(list(xs), triples, form, name, eps, safety, restarts, backend, memory_limit)
+    return newton_schulz_op(list(xs), triples, form, name, eps, safety, restarts, backend, memory_limit, [])
 
 
 def make_plan(

@@ -1,10 +1,12 @@
 """``muon_zero::newton_schulz``: Newton-Schulz of a list of matrices as one operator, opaque to compilers.
 
     newton_schulz(Tensor[] xs, float[] coefficients, str method, str dtype, float eps, float safety, int[] restarts,
-                  str backend, int memory_limit) -> Tensor[]
+                  str backend, int memory_limit, Tensor[] norms) -> Tensor[]
 
 xs are [..., m, n] of floating dtypes on one device, any strides, unmodified. ``coefficients`` is a, b, c of every step,
-flat. ``method`` and the rest are the fields of ``plan.Plan``, ``memory_limit`` also ``AUTO_LIMIT``. Results are new
+flat. ``method`` and the rest are the fields of ``plan.Plan``, ``memory_limit`` also ``AUTO_LIMIT``. ``norms`` are those
+of the rows of each of xs, [..., m] in float32, where whoever made xs has them, else none: Triton's kernels then read
+xs once less. A norm that is infinite there makes its matrix NaN. Results are new
 contiguous tensors of the inputs' shapes in ``dtype``. There is no derivative. Inductor may not fuse or reassociate what
 happens inside: inlined bfloat16 steps drift from eager ones by about 5e-3 after four steps.
 """
@@ -23,7 +25,7 @@ from .operations import gram_flops, standard_flops
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
 
-OpArguments = tuple[list[float], str, str, float, float, list[int], str, int]
+OpArguments = tuple[list[float], str, str, float, float, list[int], str, int, list[Tensor]]
 
 
 @torch.library.custom_op("muon_zero::newton_schulz", mutates_args=())
@@ -37,30 +39,31 @@ def newton_schulz_op(
     restarts: Sequence[int],
     backend: str,
     memory_limit: int,
+    norms: Sequence[Tensor],
 ) -> list[Tensor]:
     """See the module's docstring."""
-    values = (list(coefficients), method, dtype, eps, safety, list(restarts), backend, memory_limit)
-    return orthogonalize(xs, plan_of(values))
+    values = (list(coefficients), method, dtype, eps, safety, list(restarts), backend, memory_limit, list(norms))
+    return orthogonalize(xs, plan_of(values), norms)
 
 
 def plan_of(values: OpArguments) -> Plan:
     """The plan that :func:`arguments` makes these of."""
-    coefficients, method, dtype, eps, safety, restarts, backend, memory_limit = values
+    coefficients, method, dtype, eps, safety, restarts, backend, memory_limit, _ = values
     triples = zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True)
     limit = MEMORY_LIMIT if memory_limit == AUTO_LIMIT else memory_limit
     return Plan(tuple(triples), method, DTYPES[dtype], eps, safety, tuple(restarts), backend, limit)
 
 
 @newton_schulz_op.register_fake
-def _(xs, coefficients, method, dtype, eps, safety, restarts, backend, memory_limit):  # type: ignore[no-untyped-def]
+def _(xs, coefficients, method, dtype, eps, safety, restarts, backend, memory_limit, norms):  # type: ignore[no-untyped-def]
     return [torch.empty(x.shape, dtype=DTYPES[dtype], device=x.device) for x in xs]
 
 
 @newton_schulz_op.register_vmap
 def _(info, in_dims, xs, *plan):  # type: ignore[no-untyped-def]
-    """A mapped dimension is one more dimension of a stack."""
+    """A mapped dimension is one more dimension of a stack; norms are taken anew."""
     stacks = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims[0], strict=True)]
-    return newton_schulz_op(stacks, *plan), [None if dim is None else 0 for dim in in_dims[0]]
+    return newton_schulz_op(stacks, *plan[:-1], []), [None if dim is None else 0 for dim in in_dims[0]]
 
 
 @register_flop_formula(torch.ops.muon_zero.newton_schulz)
@@ -88,7 +91,7 @@ def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int
 
 
 def arguments(plan: Plan) -> OpArguments:
-    """The op's arguments after ``xs``, as floats, ints and strings."""
+    """The op's arguments after ``xs``, as floats, ints and strings, and no norms."""
     flat = [value for triple in plan.steps for value in triple]
     name = str(plan.dtype).removeprefix("torch.")
-    return flat, plan.method, name, plan.eps, plan.safety, list(plan.restarts), plan.backend, plan.memory_limit
+    return flat, plan.method, name, plan.eps, plan.safety, list(plan.restarts), plan.backend, plan.memory_limit, []

@@ -66,6 +66,10 @@ def _jobs(values: list[Tensor], runs: Callable[[list[Tensor]], object]) -> list[
 
 #: and what launches their kernels, of tensors on "meta"
 _OPERATORS: Mapping[Any, Callable[..., object]] = {
-    torch.ops.muon_zero.newton_schulz.default: lambda xs, arguments: orthogonalize(xs, plan_of(arguments)),
+    torch.ops.muon_zero.newton_schulz.default: lambda xs, arguments: orthogonalize(
+        xs,
+        plan_of(arguments),
+        [x.new_empty(x.shape[:-1], dtype=torch.float32) for x in xs] if arguments[-1] else [],
+    ),
     FINGERPRINT: lambda xs, arguments: by_kernel(xs),
 }

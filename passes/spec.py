@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
+from compile_muon.kernels.coefficients import CoefficientSet
 
 from .layout import Axis, Layout
 from .views import Part, View
@@ -82,6 +83,13 @@ class MuonSpec:
         if self.view is None:
             return ((self.batch, self.rows, self.cols),)
         return self.view.shapes(self.rows, self.cols)
+
+    @cached_property
+    def all_or_nothing(self) -> bool:
+        """Whether a direction that Newton-Schulz makes of a matrix is finite in all entries or in none."""
+        flat = self.coefficients
+        triples = tuple(zip(flat[0::3], flat[1::3], flat[2::3], strict=True))
+        return CoefficientSet("", triples, self.safety).is_all_or_nothing(decode_dtype(self.dtype))
 
     @property
     def kernel_settings(self) -> tuple[object, ...]:

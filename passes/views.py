@@ -242,6 +242,10 @@ class Part:
             return self.segment.of(tensor)
         return tensor if self.stack else tensor.flatten(1).unsqueeze(0)
 
+    def corners(self, tensor: Tensor) -> Tensor:
+        """One entry of each matrix that a piece has a part of, ``[n]``, or ``[0]``: the same memory."""
+        return self.of(tensor)[:, :1, :1].flatten()
+
     def of_rows(self, state: Tensor) -> Tensor:
         """A state of the piece's rows, as ``[n, r, 1]``: the same memory."""
         if self.segment is not None:

@@ -15,7 +15,6 @@ from compile_muon.passes import Half
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
-from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_mode_of
 from compile_muon.passes.work import Category, Work
@@ -24,6 +23,7 @@ from compile_muon.planning.lent import fetches, noting_lends
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.replicas import Refresh, gathers
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
@@ -63,7 +63,7 @@ def step_graphs(
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
                 for v in step.visits
             ]
-            found.append(_check(survey, {account.name: directions[account.name] for account in late}))
+            found.append(_check(survey, late, [directions[account.name] for account in late]))
         for account in trained:
             state = optimizer.state[account.param]
             for slot, value in state.items():
@@ -101,10 +101,11 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
     return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._ledger.checks_later)
 
 
-def _check(survey: Survey, late: dict[str, Tensor]) -> Played:
+def _check(survey: Survey, late: Sequence[Account], directions: Sequence[Tensor]) -> Played:
     """What a step asks of the directions that it has made itself."""
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 1)):
-        survey.add("direction", list(late), not_finite(list(late.values())))
+        wrong = directions_not_finite([account.spec for account in late], directions)
+        survey.add("direction", [account.name for account in late], wrong)
         survey.reduce()
     return _played(graph.done(), "survey", counted=False)
 

@@ -37,6 +37,7 @@ from compile_muon.passes.norms import not_finite
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.decision import Decision, Facts, decide, over
+from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.ledger import Ledger
@@ -580,7 +581,8 @@ class Step:
         grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
         with self.ledger.range("step directions", payload=len(accounts)):
             results, traffic = self.step_graphs.orthogonalize(accounts, grads, self.ledger.options)
-        survey.add("direction", [account.name for account in accounts], not_finite(results))
+        wrong = directions_not_finite([account.spec for account in accounts], results)
+        survey.add("direction", [account.name for account in accounts], wrong)
         return {account.name: result for account, result in zip(accounts, results, strict=True)}, traffic
 
     def _made_of(self, muon: Sequence[Account], used: Mapping[str, Speculation]) -> None:

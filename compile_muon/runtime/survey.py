@@ -22,8 +22,9 @@ from torch import Tensor
 from compile_muon.errors import ranks_named
 from compile_muon.passes.fingerprint import EXAMINE
 from compile_muon.passes.methods import METHODS
-from compile_muon.passes.norms import not_finite, squares
+from compile_muon.passes.norms import squares
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.speculation import Speculation
@@ -164,7 +165,8 @@ class Survey:
             ready: this rank's directions, by name.
         """
         present = [account for account in accounts if account.name in ready]
-        wrong = not_finite([ready[account.name].direction for account in present]) if present else None
+        directions = [ready[account.name].direction for account in present]
+        wrong = directions_not_finite([account.spec for account in present], directions) if present else None
         self._spread("direction", accounts, present, wrong)
 
     def held(self) -> frozenset[str]:

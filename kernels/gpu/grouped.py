@@ -22,7 +22,8 @@ from .tiles import choose
 
 __all__ = ["GroupedProducts", "orthogonalize_list"]
 
-Pair = tuple[Tensor, Tensor]  # matrices [b, k, l] with k ≤ l, and what takes their results
+# matrices [b, k, l] with k ≤ l, what takes their results, and norms of their parts, [b, 1, n], where these are known
+Given = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class GroupedProducts:
             view.diagonal(dim1=-2, dim2=-1).add_(a)
 
 
-def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz.Products) -> list[Tensor]:
+def orthogonalize_list(
+    xs: Sequence[Tensor], plan: Plan, products: newton_schulz.Products, norms: Sequence[Tensor] = ()
+) -> list[Tensor]:
     """Newton-Schulz of every matrix of a list. Allocates and launches only, so a CUDA graph can capture it, once it
     has run on matrices of these shapes and the tables of ``schedule`` are on the device.
 
@@ -115,43 +118,47 @@ def orthogonalize_list(xs: Sequence[Tensor], plan: Plan, products: newton_schulz
         plan: with method "standard" or "gram", dtype float16 or bfloat16. Matrices are worked on in chunks that stay
             under its ``memory_limit``; one matrix that exceeds it by itself is a chunk.
         products: of the device.
+        norms: of the rows of each of xs, [..., m] in float32, contiguous; none where they are not known.
     Returns:
         New contiguous tensors of the inputs' shapes in ``plan.dtype``, none sharing memory with another.
     """
     results = [torch.empty(x.shape, dtype=plan.dtype, device=x.device) for x in xs]
     inputs = [wide(x) for x in xs]
     outputs = [wide(result) for result in results]
+    known = {i: norm.view(len(inputs[i]), 1, -1) for i, norm in enumerate(norms)}
     how = (plan.method, len(plan.steps), len(plan.restarts))
     each = [list_bytes(x.shape[1], x.shape[2], *how, x.dtype.itemsize, plan.dtype.itemsize) for x in inputs]
     stacks = [Stack(len(x), nbytes) for x, nbytes in zip(inputs, each, strict=True)]
     for chunk in chunked(stacks, plan.memory_limit):
-        pairs = [(inputs[i][piece], outputs[i][piece]) for i, piece in chunk]
-        _orthogonalize_chunk(pairs, plan, products)
+        given = [(inputs[i][piece], outputs[i][piece], known[i][piece] if known else None) for i, piece in chunk]
+        _orthogonalize_chunk(given, plan, products)
     return results
 
 
-def _orthogonalize_chunk(pairs: list[Pair], plan: Plan, products: newton_schulz.Products) -> None:
-    alike: dict[Hashable, list[Pair]] = {}
-    for i, (x, out) in enumerate(pairs):
+def _orthogonalize_chunk(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
+    alike: dict[Hashable, list[Given]] = {}
+    for i, (x, out, norms) in enumerate(given):
         small = x.shape[1] * x.shape[2] <= SMALL
-        alike.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out))
+        alike.setdefault((x.shape[1:], x.dtype, _turned(out)) if small else i, []).append((x, out, norms))
     together = [_together(same) if len(same) > 1 else same[0] for same in alike.values()]
     if len(together) == 1:
         # Nothing to fill a launch with: the kernels that know their one shape when they are compiled.
         newton_schulz.orthogonalize_into(*together[0], plan, products)
     else:
-        _orthogonalize_pairs(together, plan, products)
-    for same, (_, stack) in zip(alike.values(), together, strict=True):
+        _orthogonalize_several(together, plan, products)
+    for same, (_, stack, _) in zip(alike.values(), together, strict=True):
         if len(same) > 1:
-            torch._foreach_copy_([out for _, out in same], list(stack.split([len(x) for x, _ in same])))
+            torch._foreach_copy_([out for _, out, _ in same], list(stack.split([len(x) for x, *_ in same])))
 
 
-def _together(pairs: list[Pair]) -> Pair:
-    """Pairs of one shape as a single one: a copy of the inputs, and room for their results."""
-    turned = _turned(pairs[0][1])
-    x = torch.cat([x.mT if turned else x for x, _ in pairs])
-    out = torch.empty(x.shape, dtype=pairs[0][1].dtype, device=x.device)
-    return (x.mT, out.mT) if turned else (x, out)
+def _together(given: list[Given]) -> Given:
+    """Matrices of one shape as one tensor: a copy of the inputs, and room for their results."""
+    turned = _turned(given[0][1])
+    x = torch.cat([x.mT if turned else x for x, *_ in given])
+    out = torch.empty(x.shape, dtype=given[0][1].dtype, device=x.device)
+    known = [norms for *_, norms in given if norms is not None]
+    norms = torch.cat(known) if known else None
+    return (x.mT, out.mT, norms) if turned else (x, out, norms)
 
 
 def _turned(x: Tensor) -> bool:
@@ -159,24 +166,24 @@ def _turned(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
-def _orthogonalize_pairs(pairs: list[Pair], plan: Plan, products: newton_schulz.Products) -> None:
+def _orthogonalize_several(given: list[Given], plan: Plan, products: newton_schulz.Products) -> None:
     # Tiles with the longest sums first: when only short ones are left, programs end at nearly the same time.
-    pairs = sorted(pairs, key=lambda pair: (-pair[0].shape[2], -pair[0].shape[1]))
+    given = sorted(given, key=lambda each: (-each[0].shape[2], -each[0].shape[1]))
     matrices: dict[tuple[int, int], int] = {}
-    for x, _ in pairs:
+    for x, *_ in given:
         b, *shape = x.shape
         matrices[shape[0], shape[1]] = matrices.get((shape[0], shape[1]), 0) + b
     layout = Layout(tuple((b, *shape) for shape, b in matrices.items()))
-    out = Matrices(layout, None, square=False, results=tuple(out for _, out in pairs))
+    out = Matrices(layout, None, square=False, results=tuple(out for _, out, _ in given))
     grouped = GroupedProducts(products)
     with record_function(f"newton_schulz {plan.method} {sum(matrices.values())} matrices of {len(matrices)} shapes"):
         # No name holds the normalized matrices: their memory is free again after the first step.
         folds = newton_schulz.folding(grouped, plan)
-        FORMS[plan.method](_normalized(pairs, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folds)
+        FORMS[plan.method](_normalized(given, out, plan), plan.steps, plan.restarts, grouped, out=out, folding=folds)
 
 
-def _normalized(pairs: list[Pair], out: Matrices, plan: Plan) -> Matrices:
+def _normalized(given: list[Given], out: Matrices, plan: Plan) -> Matrices:
     wide = out.layout.new(plan.dtype, out.results[0].device, square=False, zero=True)
-    for (x, _), part in zip(pairs, wide.parts(out.results), strict=True):
-        normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part)
+    for (x, _, norms), part in zip(given, wide.parts(out.results), strict=True):
+        normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, out=part, norms=norms)
     return wide

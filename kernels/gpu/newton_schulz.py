@@ -117,12 +117,13 @@ def serves(xs: Sequence[Tensor], plan: Plan) -> list[bool]:
     return [pays.get(i, False) for i in range(len(xs))]
 
 
-def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -> None:
+def orthogonalize_into(x: Tensor, out: Tensor, norms: Tensor | None, plan: Plan, products: Products) -> None:
     """out ← Newton-Schulz of x. Allocates and launches only, so a CUDA graph can capture it.
 
     Args:
         x: [b, k, l] with k ≤ l in float16, bfloat16 or float32, any strides, unmodified.
         out: of x's shape in ``plan.dtype``, any strides, no memory shared with x.
+        norms: as for ``normalize``.
         plan: with method "standard" or "gram", dtype float16 or bfloat16.
         products: of x's device.
     """
@@ -130,7 +131,7 @@ def orthogonalize_into(x: Tensor, out: Tensor, plan: Plan, products: Products) -
     with record_function(f"newton_schulz {plan.method} {shape}"):  # an NVTX range under emit_nvtx()
         # No name holds the normalized matrices: their memory is free again after the first step.
         FORMS[plan.method](
-            _normalized(x, plan), plan.steps, plan.restarts, products, out=out, folding=folding(products, plan)
+            _normalized(x, norms, plan), plan.steps, plan.restarts, products, out=out, folding=folding(products, plan)
         )
 
 
@@ -139,5 +140,5 @@ def folding(products: M, plan: Plan) -> M | None:
     return products if plan.dtype == torch.float16 else None
 
 
-def _normalized(x: Tensor, plan: Plan) -> Tensor:
-    return normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety)
+def _normalized(x: Tensor, norms: Tensor | None, plan: Plan) -> Tensor:
+    return normalize(x, dtype=plan.dtype, eps=plan.eps, safety=plan.safety, norms=norms)

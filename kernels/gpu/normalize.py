@@ -142,7 +142,15 @@ def divide(x: Tensor, partials: Tensor, out: Tensor, *, eps: float, safety: floa
     )
 
 
-def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: Tensor | None = None) -> Tensor:
+def normalize(
+    x: Tensor,
+    *,
+    dtype: torch.dtype,
+    eps: float,
+    safety: float,
+    out: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> Tensor:
     """X / (safety · max(‖X‖, eps)), ‖·‖ the Frobenius norm of each matrix.
 
     Zeros stay zeros, also with eps = 0; a NaN or an infinite entry turns its whole matrix into NaN. No host
@@ -154,6 +162,7 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: 
         eps: smallest norm.
         safety: multiplies the norm.
         out: takes the result; of x's shape and ``dtype`` with unit last stride, no memory shared with x.
+        norms: [b, 1, n] in float32, of n parts that each matrix is made of, whose norm is the matrix's; else x is read.
     Returns:
         ``out``, or a new tensor like it.
     """
@@ -162,7 +171,7 @@ def normalize(x: Tensor, *, dtype: torch.dtype, eps: float, safety: float, out: 
     partials = torch.empty(matrices, 2, programs, dtype=torch.float32, device=x.device)
     if out is None:
         out = empty_matrices(matrices, rows, cols, like=x, dtype=dtype)
-    partial_norms(x, partials).run()
+    partial_norms(x if norms is None else norms, partials).run()
     divide(x, partials, out, eps=eps, safety=safety).run()
     return out
 

@@ -30,7 +30,7 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     layout = specs[0].layout
     replicas = layout.replica_group.serving(Category.EXCHANGE)
     if replicas.alone:
-        return _here(updates, specs)
+        return _here(updates, specs, fresh=True)
     count = replicas.size
     first = [owner // layout.owner_group.size for owner in owners or [0] * len(updates)]
     parts = [part for update in updates for part in update.tensor_split(count)]
@@ -42,8 +42,8 @@ def local(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     return [torch.cat(found[i * count : (i + 1) * count]).view(u.shape) for i, u in enumerate(updates)]
 
 
-def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]:
-    """Directions of matrices that lie whole on this rank, all made by it."""
+def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec], *, fresh: bool = False) -> list[Tensor]:
+    """Directions of matrices that lie whole on this rank, all made by it; ``fresh`` as for :func:`.orthogonalized`."""
     muon = specs[0].muon_settings
     seen, views = [], []
     for update, spec in zip(updates, specs, strict=True):
@@ -57,7 +57,7 @@ def _here(updates: Sequence[Tensor], specs: Sequence[ParamSpec]) -> list[Tensor]
             seen.append(update.reshape(-1, settings.rows, settings.cols) if stack else as_matrices(update, settings))
         views.append(view)
     present = [i for i, x in enumerate(seen) if x.numel() > 0]
-    made = orthogonalized([seen[i] for i in present], muon, [views[i] for i in present])
+    made = orthogonalized([seen[i] for i in present], muon, [views[i] for i in present], fresh=fresh)
     found = dict(zip(present, made, strict=True))
     # A rank past the last expert has nothing to orthogonalize.
     return [

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compile_muon.kernels.dispatch import symmetric_kernels
+
 from ..methods import matrix_method
 from ..spec import MuonSpec, decode_dtype
 from ..views import View
@@ -29,22 +31,41 @@ def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
     return flat.reshape(muon.rows, muon.cols) if muon.batch == 1 else flat.reshape(muon.batch, muon.rows, muon.cols)
 
 
-def orthogonalized(matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None]) -> list[Tensor]:
+#: of a matrix, under which float32 may lose squares of entries that count
+_LEAST_NORM = 1e-12
+
+
+def orthogonalized(
+    matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None], *, fresh: bool = False
+) -> list[Tensor]:
     """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
     opaque op, and what a method has around it.
 
     Args:
         views: what of each is a matrix by itself.
+        fresh: whether this graph makes the matrices where they are: a compiler then takes the norms of their rows with
+            what makes them, and Triton's kernels need not read them for it.
     """
     if not matrices:
         return []
     parts = [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
     whole = matrix_method(settings.algorithm).whole
+    flat = [part for several in parts for part in several]
+    norms: list[Tensor] = []
+    if fresh and whole is None and _norms_wanted(settings, flat[0].device) and not any(views):
+        norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in flat]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
-        return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings)
+        return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, norms)
 
-    flat = [part for several in parts for part in several]
     made = iter(run(flat) if whole is None else whole(flat, run))
     found = [[next(made) for _ in several] for several in parts]
     return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
+
+
+def _norms_wanted(settings: MuonSpec, device: torch.device) -> bool:
+    """Whether kernels that take them are to be expected."""
+    on_triton = settings.backend != "quack" and symmetric_kernels(
+        decode_dtype(settings.dtype), device, settings.backend
+    )
+    return on_triton and settings.eps >= _LEAST_NORM

@@ -22,7 +22,9 @@ __all__ = ["ADAMUON"]
 def _before(
     grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    return averaged(grad, momentum, beta, nesterov, out_dtype).sign()
+    update = averaged(grad, momentum, beta, nesterov, out_dtype)
+    # The sign of NaN is 0 and that of inf is 1: what is not finite must show in the direction.
+    return torch.where(update.isfinite(), update.sign(), math.nan)
 
 
 def _after(piece: Piece) -> After:

@@ -269,6 +269,17 @@ def test_nothing_that_is_not_finite_is_committed(update, spoil, named, early):
     lab.assert_unchanged(before)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_signs_hide_no_momentum_that_is_not_finite(bad):
+    lab = Lab(method="adamuon")
+    lab.optimizer.state[lab.params["b.weight"]]["momentum_buffer"][0, 0] = bad
+    lab.loss().backward()
+    before = lab.frozen()
+    with pytest.raises(NonFiniteError, match=r"^momentum of b\.weight = inf or nan"):
+        lab.optimizer.step()
+    lab.assert_unchanged(before)
+
+
 def diverge(lab, monkeypatch):
     """Newton-Schulz of the step graph does not end near one."""
     made = lab.optimizer._steps.step_graphs.orthogonalize

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype
+from compile_muon.kernels.coefficients import resolve_coefficients
 from compile_muon.kernels.dispatch import admissible_method, cheaper_method
 
 JORDAN = (3.4445, -4.7750, 2.0315)
@@ -211,15 +212,28 @@ def test_float16_is_normalized_before_the_cast():
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_fills_its_matrix_and_no_other(method, dtype, bad):
-    if bad == float("inf") and dtype == "bfloat16" and method == "standard":
-        pytest.skip("torch.optim.Muon's arithmetic, tested bitwise")
-    x = matrices((2, 12, 30))
-    x[0, 3, 4] = bad
-    out = newton_schulz(x, method=method, dtype=dtype)
-    assert out[0].isnan().all()
-    assert torch.equal(out[1], newton_schulz(x[1], method=method, dtype=dtype))
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("coefficients", ["jordan", "deepseek_v4", (1.5, -0.5, 0.0)], ids=str)
+def test_nan_fills_its_matrix_and_no_other(method, dtype, bad, coefficients):
+    """``step()`` reads one entry of a direction, whichever of the update's was not finite."""
+    settings = {"method": method, "dtype": dtype, "coefficients": coefficients, "steps": None}
+    for shape in ((3, 12, 30), (3, 30, 12), (3, 9, 9)):
+        x = matrices(shape)
+        x[0, 3, 4] = bad
+        x[1] = 0
+        x[1, 7, 2] = bad
+        out = newton_schulz(x, **settings)
+        assert out[:2].isnan().all()
+        assert torch.equal(out[2], newton_schulz(x[2], **settings))
+
+
+def test_where_one_entry_may_overflow_alone():
+    """What diverges need not do so everywhere, and a step that multiplies by a number spreads nothing."""
+    half, single = torch.float16, torch.float32
+    assert all(COEFFICIENTS[name].is_all_or_nothing(single) for name in SETS)
+    assert not COEFFICIENTS["cans"].is_all_or_nothing(half)
+    for coefficients in ((3.4445, -4.7750, 5.0), (1.0, 0.0, 0.0)):
+        assert not resolve_coefficients(coefficients).is_all_or_nothing(single)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 3, 0)])

@@ -230,19 +230,24 @@ def _tensors(node: Node) -> Iterator[tuple[int, int, int, int, bool]]:
 
 def _beside_products(node: Node, machine: Machine) -> Iterator[int]:
     """Bytes of each kernel of a call of Triton's that is no product: norms, divisions, copies of small matrices."""
-    itemsize = _Call(node, machine).itemsize
-    copied: dict[tuple[int, int, int, bool], list[int]] = {}
+    call = _Call(node, machine)
+    itemsize = call.itemsize
+    copied: dict[tuple[int, int, int, bool], list[tuple[int, int]]] = {}
     for b, k, width, given, tall in _tensors(node):
         entries = b * k * width
+        measured = 4 * b * (width if tall else k) if call.norms else given * entries
         if k * width <= SMALL:
-            copied.setdefault((k, width, given, tall), []).append(entries)
+            copied.setdefault((k, width, given, tall), []).append((entries, measured))
         else:
-            yield from (given * entries, (given + itemsize) * entries)
+            yield from (measured, (given + itemsize) * entries)
     for (_, _, given, _), sizes in copied.items():
-        entries = sum(sizes)
+        entries = sum(size for size, _ in sizes)
+        measured = sum(size for _, size in sizes)
         if len(sizes) > 1:
             yield from (2 * given * entries, 2 * itemsize * entries)
-        yield from (given * entries, (given + itemsize) * entries)
+            if call.norms:
+                yield 2 * measured
+        yield from (measured, (given + itemsize) * entries)
 
 
 def _stacks(node: Node, machine: Machine) -> Iterator[tuple[int, int, int, int]]:
@@ -264,15 +269,17 @@ class _Call:
         symmetric: Triton makes it, or quack: one triangle of symmetric products.
         by_shape: quack makes it: of all matrices of a form those of a shape together.
         limit: bytes that it may hold beside inputs and results.
+        norms: whether it is given norms of rows.
     """
 
     def __init__(self, node: Node, machine: Machine) -> None:
-        _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, limit, *_ = node.args
+        _, coefficients, self.method, self.dtype, _, _, self.restarts, backend, limit, norms = node.args
         self.limit: int = MEMORY_LIMIT if limit == AUTO_LIMIT else limit
         self.triples = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
         self.symmetric = machine.device == "cuda" and self.dtype in _HALF and backend != "aten"
         self.by_shape = self.symmetric and backend == "quack"
         self.itemsize: int = getattr(torch, self.dtype).itemsize
+        self.norms = bool(norms)
 
     def form(self, rows: int, cols: int) -> str:
         """ "standard" or "gram", of matrices of a shape."""

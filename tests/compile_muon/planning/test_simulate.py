@@ -436,7 +436,7 @@ def test_functions_take_time_beside_their_bytes() -> None:
 def newton_schulz(shape, method, dtype="float32", backend="auto"):
     draw = Drawing()
     coefficients = [2.0, -1.5, 0.5] * 3
-    arguments = ([draw.input(*shape)], coefficients, method, dtype, 1e-7, 1.0, [1], backend, 2**30)
+    arguments = ([draw.input(*shape)], coefficients, method, dtype, 1e-7, 1.0, [1], backend, 2**30, [])
     node = draw.graph.call_function(torch.ops.muon_zero.newton_schulz.default, arguments)
     node.meta["val"] = [torch.zeros(shape)]
     return draw.done(node)
@@ -626,7 +626,7 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
     values = [draw.input(256, 512), draw.input(512, 1024)]
     node = draw.graph.call_function(
         torch.ops.muon_zero.newton_schulz.default,
-        (values, [2.0, -1.5, 0.5] * 3, "standard", "bfloat16", 1e-7, 1.0, [], "triton", 2**30),
+        (values, [2.0, -1.5, 0.5] * 3, "standard", "bfloat16", 1e-7, 1.0, [], "triton", 2**30, []),
     )
     node.meta["val"] = [value.meta["val"] for value in values]
     listed = list_launches(node, h100)
@@ -634,7 +634,13 @@ def test_newton_schulz_on_a_known_gpu_goes_by_the_launches_of_its_lists() -> Non
         "XXᵀ", "bR + cR², and aI", "the last X", "the last X",
     ]  # fmt: skip
     assert launches(node, h100) == len(listed) + 4
-    assert kernel_seconds([node], h100) > sum(each.seconds(h100.tiles, h100.processors) for each in listed)
+    seconds = kernel_seconds([node], h100)
+    assert seconds > sum(each.seconds(h100.tiles, h100.processors) for each in listed)
+    node.args = (*node.args[:-1], [draw.input(256), draw.input(512)])
+    assert launches(node, h100) == len(listed) + 4
+    shapes = ((256, 512), (512, 1024))
+    read = sum(h100.move_seconds(4 * rows * cols) - h100.move_seconds(4 * rows) for rows, cols in shapes)
+    assert kernel_seconds([node], h100) == pytest.approx(seconds - read)
     assert newton_schulz_beside(node, h100) > 1.05
 
 

@@ -42,5 +42,5 @@ def orthogonalize(x: Tensor, plan: Plan, products: Products) -> Tensor:
     batch, out = (y if y.ndim == 3 else y[None] for y in (x, result))
     if x.shape[-2] > x.shape[-1]:
         batch, out = batch.mT, out.mT
-    orthogonalize_into(batch, out, plan, products)
+    orthogonalize_into(batch, out, None, plan, products)
     return result

@@ -218,6 +218,11 @@ def test_a_list_is_each_of_its_tensors_by_itself(name, method, products, device)
         alone = orthogonalize(x.flatten(0, -3) if x.ndim > 2 else x, plan, products).view(x.shape)
         assert torch.equal(ours, alone) and ours.is_contiguous() and ours.dtype == plan.dtype
         check_error(x, ours, plan)
+    of_rows = [x.float().norm(dim=-1) for x in xs]
+    for x, ours in zip(xs, orthogonalize_list(xs, plan, products, of_rows), strict=True):
+        check_error(x, ours, plan)
+    doubled = orthogonalize_list(xs, plan, products, [2 * norm for norm in of_rows])
+    assert not any(map(torch.equal, doubled, results)), "they are what is divided by"
     assert all(torch.equal(x, was) for x, was in zip(xs, before, strict=True))
     assert len({result.untyped_storage().data_ptr() for result in results}) == len(xs)
 

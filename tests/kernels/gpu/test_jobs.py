@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if triton.knobs.runtime.interpret:
@@ -63,9 +64,9 @@ def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plan = arguments(make_plan("auto", "jordan", 5, "bfloat16", "cpu", 1e-7))
 
-    def graph(device: str) -> GraphModule:
+    def graph(device: str, plan: Any = plan) -> GraphModule:
         graph = Graph()
-        inputs = []
+        inputs: list[Node] = []
         for shape in ((1024, 4096), (1024, 1024), (4096, 1024), (1024, 4096)):
             inputs.append(graph.placeholder(f"x{len(inputs)}"))
             with torch._subclasses.FakeTensorMode():
@@ -78,6 +79,8 @@ def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: py
     names = {job.name for job in jobs}
     assert {"grouped_symmetric_kernel", "grouped_product_kernel", "product_kernel", "divide_kernel"} < names
     assert {"partial_norms_kernel", "sums_kernel", "columns_kernel"} < names
+    with_norms = [job.name for job in ahead.kernels_of(graph("cuda", (*plan[:-1], ["norms"]))) if job not in jobs]
+    assert with_norms == ["partial_norms_kernel"]
     assert len(jobs) <= 16 and all(job.target == TARGET and job.cache == tmp_path for job in jobs)
     assert not ahead.kernels_of(graph("cpu"))
     for job in jobs:

@@ -6,6 +6,7 @@ up to which bfloat16 has every integer: the interpreter truncates where a GPU ro
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -159,8 +160,9 @@ def test_normalization(layout, shape, dtype, device):
     elif layout == "strided":
         x = torch.stack([x, x + 1], dim=-1)[..., 0]
     expected = x.double() / (1.02 * x.double().flatten(1).norm(dim=1)[:, None, None])
-    for out_dtype in HALVES:
-        out = normalize.normalize(x, dtype=out_dtype, eps=1e-7, safety=1.02)
+    of_rows = x.float().norm(dim=-1)[:, None]
+    for out_dtype, norms in itertools.product(HALVES, (None, of_rows)):
+        out = normalize.normalize(x, dtype=out_dtype, eps=1e-7, safety=1.02, norms=norms)
         assert out.shape == x.shape and out.stride(-1) == 1
         error = (out.double() - expected).abs() / expected.abs().clamp(min=2**-14)
         assert error.max() <= ROUNDING[out_dtype] * 1.01  # and the float32 arithmetic before it
@@ -186,8 +188,9 @@ def test_normalization_of_zeros_and_of_less_than_eps(device):
 def test_normalization_spreads_what_is_not_finite_within_its_matrix(bad, device):
     x = torch.ones(3, 40, 300, device=device)
     x[1, 17, 200] = bad
-    out = normalize.normalize(x, dtype=torch.bfloat16, eps=1e-7, safety=1.0)
-    assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
+    for norms in (None, x.norm(dim=-1)[:, None]):
+        out = normalize.normalize(x, dtype=torch.bfloat16, eps=1e-7, safety=1.0, norms=norms)
+        assert out[1].isnan().all() and out[0].isfinite().all() and out[2].isfinite().all()
 
 
 # --- the whole iteration ---------------------------------------------------------------------------------------------

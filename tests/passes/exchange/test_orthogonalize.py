@@ -17,6 +17,7 @@ from compile_muon.passes.exchange.orthogonalize import STRATEGIES, orthogonalize
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
+from compile_muon.passes.views import View
 
 JORDAN = (3.4445, -4.7750, 2.0315) * 5
 HYPER = torch.tensor([0.05, 0.95])
@@ -245,6 +246,34 @@ def test_float16_matrices_travel_in_bfloat16_whatever_their_size(exchange, size,
     for directions, specs, sent in threads(3, body):
         assert sent == ([] if exchange == "local" else [torch.bfloat16, torch.float16])
         assert all(map(torch.equal, directions, shards(expected, specs)))
+
+
+def test_norms_of_rows_come_with_what_makes_the_rows(monkeypatch):
+    """Where Triton's kernels are to be expected, and float32 has room for the squares."""
+    seen = []
+    op = torch.ops.muon_zero.newton_schulz
+
+    def noted(*args):
+        seen.append(args[-1])
+        return op(*args)
+
+    monkeypatch.setattr(torch.ops.muon_zero, "newton_schulz", noted)
+    own = spec((6, 4), exchange="local", dtype="float16")
+    grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    cases = (
+        {},
+        {"dtype": "float32"},
+        {"eps": 0.0},
+        {"backend": "aten"},
+        {"backend": "quack"},
+        {"view": View.of(6, heads=2)},
+        {"exchange": "owner"},
+    )
+    for changed in cases:
+        made([grad], [torch.zeros(6, 4)], [replace(own, muon=replace(own.muon_settings, **changed))])
+    assert [len(norms) for norms in seen] == [1, *[0] * 6]
+    update = torch.zeros(6, 4).lerp(grad, 0.05)
+    torch.testing.assert_close(seen[0][0], grad.lerp(update, 0.95).norm(dim=1), rtol=4e-3, atol=0)
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4])
