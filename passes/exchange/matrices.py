@@ -52,8 +52,7 @@ def orthogonalized(
     whole = matrix_method(settings.algorithm).whole
     flat = [part for several in parts for part in several]
     norms: list[Tensor] = []
-    by_rows = all(view is None or view.dim == 0 for view in views)
-    if fresh and whole is None and by_rows and _norms_wanted(settings, flat[0].device):
+    if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
         columns = [torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in matrices]
         norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
 
@@ -67,6 +66,11 @@ def orthogonalized(
 
 def _parts(matrices: Sequence[Tensor], views: Sequence[View | None]) -> list[list[Tensor]]:
     return [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
+
+
+def _in_rows(view: View | None) -> bool:
+    """Whether matrices are whole rows, one behind the other: those that take turns are copied together."""
+    return view is None or (view.dim == 0 and all(len(block.runs) == 1 for block in view.blocks))
 
 
 def _norms_wanted(settings: MuonSpec, device: torch.device) -> bool:
