@@ -48,12 +48,13 @@ def orthogonalized(
     """
     if not matrices:
         return []
-    parts = [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
+    parts = _parts(matrices, views)
     whole = matrix_method(settings.algorithm).whole
     flat = [part for several in parts for part in several]
     norms: list[Tensor] = []
-    if fresh and whole is None and _norms_wanted(settings, flat[0].device) and not any(views):
-        norms = [torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32) for x in flat]
+    if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
+        columns = [torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in matrices]
+        norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:
         return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, norms)
@@ -61,6 +62,15 @@ def orthogonalized(
     made = iter(run(flat) if whole is None else whole(flat, run))
     found = [[next(made) for _ in several] for several in parts]
     return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
+
+
+def _parts(matrices: Sequence[Tensor], views: Sequence[View | None]) -> list[list[Tensor]]:
+    return [[x] if view is None else view.cut(x) for x, view in zip(matrices, views, strict=True)]
+
+
+def _in_rows(view: View | None) -> bool:
+    """Whether matrices are whole rows, one behind the other: those that take turns are copied together."""
+    return view is None or (view.dim == 0 and all(len(block.runs) == 1 for block in view.blocks))
 
 
 def _norms_wanted(settings: MuonSpec, device: torch.device) -> bool:

@@ -266,14 +266,18 @@ def test_norms_of_rows_come_with_what_makes_the_rows(monkeypatch):
         {"eps": 0.0},
         {"backend": "aten"},
         {"backend": "quack"},
-        {"view": View.of(6, heads=2)},
+        {"view": View.of(4, heads=2, dim=1)},
         {"exchange": "owner"},
+        {"view": View.of(6, split=[4, 2], groups=2)},
+        {"view": View.of(6, split=[4, 2])},
     )
     for changed in cases:
         made([grad], [torch.zeros(6, 4)], [replace(own, muon=replace(own.muon_settings, **changed))])
-    assert [len(norms) for norms in seen] == [1, *[0] * 6]
-    update = torch.zeros(6, 4).lerp(grad, 0.05)
-    torch.testing.assert_close(seen[0][0], grad.lerp(update, 0.95).norm(dim=1), rtol=4e-3, atol=0)
+    assert [len(norms) for norms in seen] == [1, *[0] * 7, 2]
+    expected = grad.lerp(torch.zeros(6, 4).lerp(grad, 0.05), 0.95).norm(dim=1)
+    torch.testing.assert_close(seen[0][0], expected, rtol=4e-3, atol=0)
+    for norms, rows in zip(seen[-1], ([0, 1, 2, 3], [4, 5]), strict=True):
+        torch.testing.assert_close(norms, expected[rows][None], rtol=4e-3, atol=0)
 
 
 @pytest.mark.parametrize("experts", [2, 3, 4])
