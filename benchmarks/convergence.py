@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
@@ -250,11 +250,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--data", type=Path, help="a text file, or a folder of text files")
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="of a run, short ones take a quarter; default: the preset's")
     parser.add_argument("--codegen", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--json", type=Path, help="default: convergence_PRESET.json in benchmarks/results")
     options = parser.parse_args(argv)
-    if options.seeds < 1:
-        parser.error(f"--seeds is {options.seeds}, but must be at least 1")
+    for name, least in (("seeds", 1), ("steps", 4)):
+        if (given := getattr(options, name)) is not None and given < least:
+            parser.error(f"--{name} is {given}, but must be at least {least}")
     options.json = options.json or _RESULTS / f"convergence_{options.preset}.json"
     return options
 
@@ -262,6 +264,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     began, options, console = time.perf_counter(), parse(argv), Console(soft_wrap=True, highlight=False)
     preset, device = PRESETS[options.preset], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.steps:
+        preset = replace(preset, steps=options.steps, short=options.steps // 4)
     text = Text(preset.shape.vocabulary, preset.shape.context, preset.text, options.data, device)
     trainees = {algorithm: Trainee(algorithm, preset, text, device, options.codegen) for algorithm in TURNS}
     summary = trainees["Muon"].summary
