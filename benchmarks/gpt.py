@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,17 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY = 256
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of the model and of one rank's batch; a rank takes `context * batch` tokens a step."""
+    """Size of the model and of one rank's batch; a rank takes `context * batch` tokens a step.
+
+    `tied`: the head is the table of tokens, as in GPT-2.
+    """
 
     layers: int
     width: int
     heads: int
     context: int
     batch: int
+    vocabulary: int = VOCABULARY
+    tied: bool = False
 
 
 PRESETS = {
@@ -65,20 +72,25 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.token_embed = nn.Embedding(VOCABULARY, shape.width)
+        self.token_embed = nn.Embedding(shape.vocabulary, shape.width)
         self.position_embed = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape.width, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.lm_head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.lm_head.weight = self.token_embed.weight
         self.apply(_initialize)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[batch, context, vocabulary], in the dtype of the weights."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embed(tokens) + self.position_embed(positions)
         for block in self.blocks:
             x = block(x)
-        logits = self.lm_head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.lm_head(self.norm(x))
 
 
 def _initialize(module: nn.Module) -> None:
@@ -95,10 +107,10 @@ def muon_names(model: nn.Module) -> list[str]:
     ]
 
 
-def read_corpus(limit: int = 4 << 20) -> Tensor:
-    """The first `limit` bytes of the standard library's sources in name order, as uint8."""
+def read_corpus(limit: int = 4 << 20, files: Iterable[Path] | None = None) -> Tensor:
+    """The first `limit` bytes of files, as uint8; by default of the standard library's sources in name order."""
     text = bytearray()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+    for path in sorted(STANDARD_LIBRARY.glob("*.py")) if files is None else files:
         text += path.read_bytes()
         if len(text) >= limit:
             break
@@ -110,6 +122,23 @@ def sample_batch(corpus: Tensor, shape: Shape, generator: torch.Generator) -> tu
     starts = torch.randint(len(corpus) - shape.context - 1, (shape.batch,), generator=generator)
     windows = torch.stack([corpus[start : start + shape.context + 1] for start in starts.tolist()]).long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def training(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> Iterator[Tensor]:
+    """Train a step on each batch; yields its loss, detached, on the model's device."""
+    for tokens, targets in batches:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        yield loss.detach()
 
 
 def losses_of(
@@ -127,13 +156,5 @@ def losses_of(
         schedule: of the rates, if they change.
     """
     corpus, generator = read_corpus(), torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
-        loss = model(*sample_batch(corpus, shape, generator))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-        losses.append(loss.item())
-    return losses
+    batches = (sample_batch(corpus, shape, generator) for _ in range(steps))
+    return [loss.item() for loss in training(model, batches, optimizer, schedule)]

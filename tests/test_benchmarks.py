@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import random
 import re
@@ -554,6 +555,94 @@ def test_ns_training(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     first = [row for row in rows if row["differences"] == [0.0]]
     assert len(rows) == 10 and {"jordan", "you", "polar_express"} == {row["coefficients"] for row in first}
+
+
+# --- Muon beside AdamW ------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_reaches_a_loss_between_its_points(benchmark) -> None:
+    convergence = benchmark("convergence")
+    muon = [[0, 0.0, 6.0], [10, 2.0, 4.0], [20, 4.0, 3.0], [30, 6.0, 3.5], [40, 8.0, 2.0]]
+    assert convergence.reached(muon, 3.25) == [17.5, 3.5], "the first time"
+    assert convergence.reached(muon, 1.9) is None
+    adamw = [[tokens, seconds / 2, loss + 1.25] for tokens, seconds, loss in muon]
+    runs = [{"seed": 5, "algorithm": name, "curve": of} for name, of in (("AdamW", adamw), ("Muon", muon))]
+    (row,) = convergence.compare(runs, 4)
+    assert row == {"seed": 5, "adamw": 3.25, "muon": 2.0, "tokens": 17.5 / 40, "seconds": 3.5 / 4, "step": 2.0}
+    (row,) = convergence.compare([runs[0] | {"curve": adamw[:3]}, runs[1]], 4)
+    assert row == {"seed": 5, "adamw": None, "muon": 2.0, "tokens": None, "seconds": None, "step": None}, "it diverged"
+
+
+@pytest.mark.parametrize(
+    ("peak", "diverges", "best", "at_edge"),
+    [(2, 9, 2, False), (0.5, 9, 0.5, False), (64, 99, 16, True), (4, 4, 2, False)],
+)
+def test_a_grid_grows_until_its_best_is_inside(benchmark, peak, diverges, best, at_edge) -> None:
+    convergence = benchmark("convergence")
+
+    class Trainee:
+        algorithm = "Muon"
+
+        def run(self, seed: int, steps: int, points: int, rate: float, rest: float) -> Any:
+            yield [0, 0.0, 9.0]
+            if rate < diverges:
+                yield [1, 1.0, abs(math.log2(rate / peak))]
+
+    preset = SimpleNamespace(rates={"Muon": (1.0, 2.0, 4.0)}, short=1)
+    grid = convergence.choose(Trainee(), preset, 0, 0.0, lambda text: None)
+    assert (grid["best"], grid["at_edge"]) == (best, at_edge)
+    assert len(grid["losses"]) <= convergence.MOST_RATES and set(grid["losses"]) >= {"1", "2", "4"}
+
+
+def test_words_spell_the_text_and_a_tenth_of_it_is_held_out(benchmark, tmp_path: Path) -> None:
+    text, gpt = benchmark("text"), benchmark("gpt")
+    written = "def α(x_1):\n\n    return  12345 + x_1  # 'α'\n".encode() * 100
+    spelled = text.commonest(written, 264)
+    tokens = text.encode(written, spelled)
+    assert b"".join(spelled[token] for token in tokens.tolist()) == written
+    assert len(spelled) == 264 and b" return" in spelled and len(tokens) < 0.7 * len(written)
+    (tmp_path / "site-packages").mkdir()
+    for name in ("b.py", "a.txt", "c.so", "site-packages/d.py"):
+        (tmp_path / name).write_bytes(name[0].encode() * 100)
+    found = text.Text(256, 4, 1 << 20, tmp_path, torch.device("cpu"))
+    assert bytes(found.held.tolist()) == b"b" * 20 and bytes(found.train.tolist()) == b"a" * 100 + b"b" * 80
+    with pytest.raises(ValueError, match="200 bytes are too few for windows of 20 tokens"):
+        text.Text(256, 20, 1 << 20, tmp_path, torch.device("cpu"))
+    with torch.device("meta"):
+        model = gpt.GPT(benchmark("convergence").PRESETS["124m"].shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(124.4e6, rel=1e-3)
+
+
+def test_the_page_has_the_tables_of_the_curves(benchmark) -> None:
+    convergence = benchmark("convergence")
+    record = json.loads((BENCHMARKS / "results" / "convergence_small.json").read_text())
+    rows = convergence.compare(record["runs"], record["preset"]["points"])
+    assert rows == record["rows"] and len(rows) == 2
+    page = (BENCHMARKS.parent / "docs" / "reference" / "benchmarks.md").read_text()
+    assert convergence.tables(record) in page and f"`{record['command']}`" in page
+
+
+@pytest.mark.full
+def test_convergence(benchmark, monkeypatch, tmp_path: Path) -> None:
+    convergence, output = benchmark("convergence"), tmp_path / "result.json"
+    shape = convergence.Shape(layers=1, width=32, heads=2, context=16, batch=4)
+    rates = {"AdamW": (0.004, 0.008), "Muon": (0.01, 0.02)}
+    preset = convergence.Preset(shape, steps=8, short=2, points=2, rates=rates, text=1 << 18)
+    monkeypatch.setitem(convergence.PRESETS, "small", preset)
+    monkeypatch.setattr(convergence, "MOST_RATES", 2)
+    assert convergence.main(["--codegen", "eager", "--steps", "4", "--json", str(output)]) == 0
+    record = json.loads(output.read_text())
+    starts = {(run["algorithm"], run["seed"]): run["curve"][0][2] for run in record["runs"]}
+    assert starts["AdamW", 0] == starts["Muon", 0] != starts["AdamW", 1] == starts["Muon", 1]
+    for run in record["runs"]:
+        (_, _, first), _, (tokens, seconds, last) = run["curve"]
+        assert tokens == 4 * 16 * 4 and seconds > 0 and last < first
+    assert record["grids"]["Muon"]["at_edge"] and len(record["rows"]) == 2
+    assert output.with_suffix(".png").stat().st_size > 1000
+    text = convergence.Text(256, shape.context, preset.text, None, torch.device("cpu"))
+    trainee = convergence.Trainee("Muon", preset, text, torch.device("cpu"), "eager")
+    runs = [list(trainee.run(0, 4, 2, 0.02, 0.01)) for _ in range(2)]
+    assert [point[2] for point in runs[0]] == [point[2] for point in runs[1]], "a run leaves nothing to the next"
 
 
 # --- the example's learning rates -------------------------------------------------------------------------------------
