@@ -26,6 +26,7 @@ class Shape:
 
 PRESETS = {
     "1b": Shape(layers=20, width=2048, heads=16, context=1024, batch=8),  # for one GPU: 1.01 G parameters
+    "1b-65k": Shape(layers=20, width=2048, heads=16, context=1024, batch=64),  # as many tokens as people train with
     "full": Shape(layers=12, width=256, heads=8, context=512, batch=16),
     "medium": Shape(layers=6, width=384, heads=6, context=256, batch=2),
     "small": Shape(layers=4, width=256, heads=8, context=256, batch=4),
@@ -79,6 +80,12 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.lm_head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def fresh(shape: Shape, device: torch.device) -> GPT:
+    """Made where it trains: a billion weights are drawn on one core for longer than they are trained here."""
+    with device:
+        return GPT(shape)
 
 
 def _initialize(module: nn.Module) -> None:

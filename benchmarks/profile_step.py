@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, PRESETS, read_corpus, sample_batch
+from gpt import PRESETS, fresh, read_corpus, sample_batch
 
 import compile_muon
 from compile_muon.passes.ranges import COLORS, DOMAIN
@@ -134,7 +134,7 @@ def main() -> int:
     }
     torch.manual_seed(0)
     shape = PRESETS[options.preset]
-    model, optimizer = compile_muon.initialize(GPT(shape).to(device), config)
+    model, optimizer = compile_muon.initialize(fresh(shape, torch.device(device)), config)
     corpus, generator = read_corpus(), torch.Generator().manual_seed(rank)
 
     def step() -> None:

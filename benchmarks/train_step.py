@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE
+from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE, VARIANTS
 from gpt import PRESETS
 from launch import RankFailed, Ranks, Trial, record_of
 from links import UNLIMITED, bytes_per_second, enter, limit, problem
@@ -53,7 +53,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stages", type=int, nargs="+", default=list(ALL_STAGES), choices=ALL_STAGES)
     chosen = [name for name in CONTENDERS if name != EARLIER]
-    parser.add_argument("--contenders", nargs="+", default=chosen, choices=chosen)
+    usual = [name for name in chosen if name not in VARIANTS]
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=chosen)
     parser.add_argument("--earlier", type=Path, help="compare with the version in this folder (pip install --target)")
     parser.add_argument("--preset", default="full", choices=list(PRESETS))
     parser.add_argument("--ranks", type=int, default=2)
@@ -71,6 +72,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--together", action="store_true", help="all stages take turns, not only those of one stage")
     parser.add_argument("--memory", action="store_true", help="weigh each alone; times are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one step")
+    parser.add_argument("--caches", type=Path, help="Inductor's are kept in this folder; first steps are not cold then")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
     parser.add_argument(
         "--links", nargs="+", default=[UNLIMITED], help=f"rates of the loopback, 1600mbit or {UNLIMITED}"
@@ -175,7 +177,8 @@ class Heat:
             for trial in trials:
                 slug = _name(trial).replace(" ", "-")
                 folder = self._work / f"heat-{trial.heat}-{trial.repeat}" / slug
-                ranks = Ranks(trial, folder, self._work / "inductor" / slug, self._options.threads)
+                caches = (self._options.caches or self._work / "inductor").resolve()
+                ranks = Ranks(trial, folder, caches / slug, self._options.threads)
                 self._alive.append(stack.enter_context(ranks))
                 self._attempt(ranks, self._warm_up)
             links = self._options.links
@@ -257,7 +260,7 @@ def describe(options: argparse.Namespace) -> dict:
         "versions": versions,
         "shape": vars(PRESETS[options.preset]),
         # Which files were written where says something of one machine only.
-        "options": {k: v for k, v in vars(options).items() if k not in ("earlier", "json", "logs", "png")},
+        "options": {k: v for k, v in vars(options).items() if k not in ("caches", "earlier", "json", "logs", "png")},
     }
 
 
