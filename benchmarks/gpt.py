@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,6 +33,12 @@ PRESETS = {
     "mini": Shape(layers=2, width=128, heads=4, context=128, batch=4),
     "tiny": Shape(layers=2, width=64, heads=4, context=64, batch=4),
 }
+
+
+def shape_of(preset: str, layers: int | None = None) -> Shape:
+    """Of a preset, or with another number of layers."""
+    shape = PRESETS[preset]
+    return shape if layers is None else replace(shape, layers=layers)
 
 
 class Block(nn.Module):

@@ -38,6 +38,7 @@ from pathlib import Path
 
 from expected import compared
 from gpu_steps import PARTS, STEPS, Step
+from shared_nccl import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_S = 20  # for a step that is told to stop to write what it has
@@ -139,6 +140,12 @@ class Driver:
         missing = [module for module in step.needs if importlib.util.find_spec(module) is None]
         if missing:
             return Outcome(step.name, "skipped", f"{', '.join(missing)} is not installed", 0.0, shown, "", ())
+        several: dict[str, str] = {}
+        if step.several:
+            found = preloaded(self._environment, CACHES / "nccl")
+            if isinstance(found, str):
+                return Outcome(step.name, "skipped", found, 0.0, shown, "", ())
+            several = found
         if (left := self._deadline - time.monotonic()) < step.seconds:
             reason = f"{max(left, 0):.0f} s were left, and it may take {step.seconds:g}"
             return Outcome(step.name, "dropped", reason, 0.0, shown, "", ())
@@ -148,7 +155,8 @@ class Driver:
             command += ["--config", str(config)]
         folder = self._tuned if step.tuned else self._package
         path = os.pathsep.join(filter(None, (str(folder), self._environment.get("PYTHONPATH"))))
-        environment = self._environment | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
+        environment = self._environment | several
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
         shutil.rmtree(self._out / step.name, ignore_errors=True)  # else the example goes on from its end
         started = time.monotonic()
         with open(log, "w") as stream:

@@ -26,8 +26,26 @@ ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py"
 WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
 PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
 FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
+#: kernels of ranks that wait for each other share the GPU's time with those of all others
+FEW_FILES = ("-n", "4", "--dist", "loadfile") if PARALLEL else ()
 #: of tests/distributed: those that train where they are told to
 TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
+#: of those, and of others that do, what is to be seen over NCCL: stages and both updates, CUDA graphs; replicas of
+#: shards; tensor slices and experts; heads and rings; offload; checkpoints on other worlds; ranks that are lost, or
+#: differ
+NCCL = (
+    "tests/distributed/test_training.py",
+    "tests/distributed/test_meshes.py",
+    *(f"tests/distributed/test_model_parallel.py::test_shards_of_{what}" for what in ("tensor_slices", "experts")),
+    "tests/distributed/test_sequence.py::test_two_ranks_of_one_sequence_train_as_one",
+    "tests/distributed/test_sequence.py::test_keys_and_values_go_around",
+    "tests/distributed/test_offload.py",
+    "tests/distributed/test_checkpoint.py::test_a_run_goes_on_as_if_never_stopped",
+    "tests/distributed/test_checkpoint.py::test_any_world_and_stage_loads_what_another_saved",
+    "tests/distributed/test_failures.py::test_losing_a_rank_ends_the_others_within_the_timeout",
+    "tests/distributed/test_agreement.py::test_other_hyperparameters_on_one_rank",
+    "tests/distributed/test_agreement.py::test_blocks_in_another_order_on_one_rank",
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,7 @@ class Step:
         environment: added to the driver's.
         config: for the example: written to {out}/NAME.config.json, which is handed to it.
         tuned: run with the copy of the package whose tiles the step "tune" has written.
+        several: ranks share this GPU over NCCL, which has to let them: see shared_nccl.py.
         timed: nothing else may run beside it.
         numbers: what the device computes is compared, so that there is nothing to rehearse.
         rehearsed: added to the command where there is no GPU.
@@ -61,6 +80,7 @@ class Step:
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] | None = None
     tuned: bool = False
+    several: bool = False
     timed: bool = False
     numbers: bool = False
     rehearsed: tuple[str, ...] = ()
@@ -94,6 +114,10 @@ def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool 
     return Step(name, 600, tells, command, needs=("rich",), tuned=tuned, timed=True)
 
 
+#: of a step that two cores rehearse; the others are the same again
+_FEW_LAYERS = ("--layers", "2")
+
+
 def _one_billion(
     name: str,
     seconds: int,
@@ -111,7 +135,7 @@ def _one_billion(
     command += ("--contenders", *contenders, *more, "--json", "{out}/{name}.json")
     return Step(
         name, seconds, tells, command, part, expected, needs=("rich", "matplotlib"), tuned=tuned, timed=True,
-        rehearsed=("--timeout", "3000"),
+        rehearsed=("--timeout", "3000", *_FEW_LAYERS),
     )  # fmt: skip
 
 
@@ -154,14 +178,19 @@ STEPS = (
              Expected("a list dealt in waves, 16 held", held_times("in waves", 16), 1.0, 1.2, "times"),
              Expected("a list dealt in one wave, 16 held", held_times("list of 20", 16), 1.0, 2.0, "times"),
          ), timed=True),
-    _one_billion("step-65k", 180, "65,536 tokens a step: what Muon costs where people train",
+    Step("nccl", 210, "ranks over NCCL on this GPU train as one does on the host; who is lost, or differs, is named",
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FEW_FILES, *NCCL), 2,
+         needs=("pytest", "rich", "transformers"), several=True,
+         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "COMPILE_MUON_TEST_BACKEND": "nccl", "OMP_NUM_THREADS": "1"},
+         numbers=True),
+    _one_billion("step-65k", 170, "65,536 tokens a step: what Muon costs where people train",
                  ("ours-muon-auto", "ours-adamw"), "--micro-batches", "8", "--steps", "4", "--warmup", "1", part=2,
                  preset="1b-65k", expected=(
                      Expected("Muon / AdamW", price("ours-muon-auto", "ours-adamw"), 0.9, 1.1, ""),
                  )),
     Step("profile", 70, "where the step of 1 G parameters goes: ranges, and kernels by their time",
          ("benchmarks/profile_step.py", "--preset", "1b", "--json", "{out}/{name}.json", "--trace",
-          "{out}/{name}.trace.json"), 2, timed=True),
+          "{out}/{name}.trace.json"), 2, timed=True, rehearsed=_FEW_LAYERS),
     _one_billion("memory-1b", 120, "peak memory beside the plan",
                  ("ours-muon-auto", "ours-adamw", "plain-muon"), "--memory", "--steps", "1", part=2, expected=(
                      Expected("peak with Muon", peak_gb("ours-muon-auto"), 18.8, 19.6, "GB"),

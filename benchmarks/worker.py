@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Plan
-from gpt import PRESETS, fresh, muon_names, read_corpus, sample_batch
+from gpt import fresh, muon_names, read_corpus, sample_batch, shape_of
 from measure import disk_bytes, peak_bytes, socket_bytes_sent
 
 
@@ -33,7 +33,7 @@ class Rank:
     """A contender, built and ready to step."""
 
     def __init__(self, trial: dict, rank: int):
-        self._shape = PRESETS[trial["preset"]]
+        self._shape = shape_of(trial["preset"], trial.get("layers"))
         self._device = choose_device(trial["device"], rank)
         self._micro_batches = trial["micro_batches"]
         torch.manual_seed(0)  # the same initial weights on every rank and for every contender

@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import lzma
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -556,7 +558,10 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
         if "compile_muon" in step.command:
             continue
         scripts = [argument for argument in step.command if argument.startswith(("benchmarks/", "examples/", "tests/"))]
-        assert scripts and all((gpu.ROOT / script).exists() for script in scripts), step.name
+        for file, _, test in (script.partition("::") for script in scripts):
+            assert (gpu.ROOT / file).exists(), f"{step.name}: {file}"
+            assert not test or f"def {test}(" in (gpu.ROOT / file).read_text(), f"{step.name}: {test}"
+        assert scripts, step.name
     package = gpu.lay_out(tmp_path / "p", copy_kernels=True) / "compile_muon"
     assert (package / "__init__.py").samefile(gpu.ROOT / "compile_muon" / "__init__.py")
     assert (package / "passes").samefile(gpu.ROOT / "passes")
@@ -564,6 +569,55 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
     assert [(e.name, e.value) for e in backend.entry_points] == [("muon_zero", "compile_muon.backend:muon_zero")]
     tiles = package / "kernels" / "gpu" / "tiles.json"
     assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
+
+
+def fat_binary(payloads: list[tuple[int, int, bytes]]) -> bytes:
+    """Of (kind, architecture, payload)."""
+    entries = b"".join(
+        struct.pack("<HHIQ", kind, 0, 64, len(payload))
+        + bytes(12)
+        + struct.pack("<I", architecture)
+        + bytes(32)
+        + payload
+        for kind, architecture, payload in payloads
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+
+def test_a_small_nccl_keeps_machine_code_for_the_gpu_there_is(benchmark) -> None:
+    nccl = benchmark("shared_nccl")
+    kept, others = b"k" * 24, [b"o" * 16, b"p" * 8]
+    code = fat_binary([(2, 80, others[0]), (2, 90, kept)]) + bytes(8) + fat_binary([(1, 90, others[1])])
+    data = bytearray(b"head" * 4 + code + b"tail" + b"relocatable")
+    sections = (
+        f"  [ 1] .nv_fatbin  PROGBITS 0 {16:x} {len(code):x}\n"
+        f"  [ 2] __nv_relfatbin  PROGBITS 0 {20 + len(code):x} {len(b'relocatable'):x}\n"
+    )
+    assert nccl.only_for(data, sections, {90}) == len(kept)
+    assert kept in data and b"tail" in data and not any(gone in data for gone in (*others, b"relocatable"))
+    assert nccl.only_for(data, sections, {100}) == 0
+
+
+def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, tmp_path: Path) -> None:
+    nccl = benchmark("shared_nccl")
+    packed = tmp_path / "libnccl.so.2.xz"
+    packed.write_bytes(lzma.compress(b"library"))
+    said = ["2 29 7"]
+    seen: list[str] = []
+
+    def ran(command: list[str], env: dict[str, str], **how: Any) -> SimpleNamespace:
+        seen.append(env.get("LD_PRELOAD", ""))
+        return SimpleNamespace(returncode=0, stdout=said[0], stderr="")
+
+    monkeypatch.setattr(nccl.subprocess, "run", ran)
+    assert nccl.preloaded({}, tmp_path).startswith("NCCL 2.29.7 has one rank on a GPU, 2.30 may have several")
+    said[0] = "2 31 2"
+    assert nccl.preloaded({}, tmp_path) == {}
+    found = nccl.preloaded({"NCCL_LIBRARY": str(packed), "LD_PRELOAD": "other.so"}, tmp_path / "unpacked")
+    library = tmp_path / "unpacked" / "libnccl.so.2"
+    assert found == {"LD_PRELOAD": f"{library} other.so"} and library.read_bytes() == b"library"
+    assert seen == ["", "", f"{library} other.so"]
+    assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
 
 
 def test_without_a_gpu_the_driver_says_so() -> None:
