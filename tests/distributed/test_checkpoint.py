@@ -177,6 +177,7 @@ def save_for_others(folder: str, stage: int) -> None:
 def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], int]:
     run = Run(stage, seed=3)
     rank = world_and_rank()[1]
+    torch.rand(())  # the run that saved took some, but not where dropout is a GPU's
     before = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
