@@ -213,7 +213,7 @@ STEPS = (
     Step("tune", 270, "tiles and thresholds as measured in launches for lists; the checkout keeps its own",
          ("benchmarks/tune_tiles.py", "--lists", "--minutes", "4", "--write",
           "{tuned}/compile_muon/kernels/gpu/tiles.json", "--json", "{out}/tiles.json"), 4,
-         needs=("rich",), tuned=True, timed=True, rehearsed=("--minutes", "60")),
+         needs=("rich",), tuned=True, timed=True, rehearsed=("--minutes", "60", "--candidates", "3")),
     _lists("lists-tuned", "what the tuned tiles are worth", 4, tuned=True),
     _one_billion("step-8k-tuned", 110, "the step with them", ("ours-muon-auto", "ours-adamw"), part=4, tuned=True),
     Step("training", 480, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",

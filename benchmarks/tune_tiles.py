@@ -425,6 +425,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, nargs="?", const=_FILE, metavar="FILE", help="change tiles.json, or FILE")
     parser.add_argument("--lists", action="store_true", help="time launches for lists")
     parser.add_argument("--minutes", type=float, help="stop after so many, compiling included")
+    parser.add_argument("--candidates", type=int, help="of each kind, few to see that it works; default: all")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--json", type=Path, help="write the table alone into this file, too")
     options = parser.parse_args()
@@ -439,7 +440,7 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    tiles = {kind: shaped(kind, candidates(capability)) for kind in KINDS}
+    tiles = {kind: shaped(kind, candidates(capability))[: options.candidates] for kind in KINDS}
     say(f"{sum(map(len, tiles.values()))} candidates for {name}, compiled in {options.workers} processes")
     started = time.monotonic()
     found = {}
