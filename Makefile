@@ -5,6 +5,7 @@
 # make lint | bench | docs | clean
 # make rehearse                         the CUDA path without a GPU: torch's CUDA build (6 GB) on a device that computes nothing
 # make gpu                              all that only a GPU can tell, into runs/gpu/; installs nothing, needs no network
+# make gpu PART=1                       one of four parts, each under ten minutes, for whoever has a GPU for half an hour
 #
 # PYTHON=python3.12                     the interpreter that .venv is created from; for `make gpu`, the one to run with
 # RANKS=4                               how many processes `make train` starts
@@ -23,6 +24,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 LINK ?=
 GPU_ARGS ?=
+PART ?=
 REHEARSE_VENV ?= .venv-rehearse
 REHEARSE_ARGS ?=
 
@@ -92,7 +94,7 @@ bench: $(VENV)/.test
 
 # Nothing is installed: a bare machine with torch and Triton will do. PYTHON given by name comes before .venv.
 gpu:
-	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(GPU_ARGS)
+	$(if $(filter command,$(origin PYTHON)),$(PYTHON),$(firstword $(wildcard $(BIN)/python) $(PYTHON))) benchmarks/gpu.py $(if $(PART),--part $(PART)) $(GPU_ARGS)
 
 # Three equals signs ask for torch's build with CUDA. It runs without a driver; see rehearse/README.md.
 $(REHEARSE_VENV)/.rehearse: pyproject.toml

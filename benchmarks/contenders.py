@@ -9,7 +9,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,8 @@ class Plan:
     ns_dtype: str = "auto"  # of ours: float32 on CPU; torch.optim.Muon and DeepSpeed always take bfloat16
     reshard_after_forward: bool = True  # of ours and FSDP2 at stage 3; DeepSpeed keeps what fits its default limits
     offload: Mapping[str, Any] | None = None  # `offload_optimizer` of ours and DeepSpeed, as both take it
+    momentum_dtype: str | None = None  # of ours
+    cuda_graphs: bool = False  # of ours
 
     @classmethod
     def of(cls, trial: Mapping[str, Any], batch: int, device: torch.device) -> Plan:
@@ -122,13 +124,15 @@ def our_config(plan: Plan, algorithm: str) -> dict[str, object]:
             "ns_method": plan.ns_method,
             "ns_dtype": plan.ns_dtype,
         }
+        if plan.momentum_dtype:
+            params["momentum_dtype"] = plan.momentum_dtype
     else:
         params |= {"lr": plan.adamw_lr}
     zero: dict[str, object] = {"stage": plan.stage}
     if plan.offload:
         zero["offload_optimizer"] = dict(plan.offload)
     return {
-        "compile": {"reshard_after_forward": plan.reshard_after_forward},
+        "compile": {"reshard_after_forward": plan.reshard_after_forward, "cuda_graphs": plan.cuda_graphs},
         "optimizer": {"type": algorithm, "params": params},
         "zero_optimization": zero,
         "gradient_accumulation_steps": plan.micro_batches,
@@ -154,6 +158,11 @@ def ours(model: nn.Module, plan: Plan, algorithm: str, **more: object) -> Sessio
 
 def ours_muon(model: nn.Module, plan: Plan) -> Session:
     return ours(model, plan, "Muon")
+
+
+def ours_by(model: nn.Module, plan: Plan, **changes: Any) -> Session:
+    """Muon by ``ns_method="auto"``, which users have, and by these ``changes`` of the plan."""
+    return ours(model, replace(plan, ns_method="auto", **changes), "Muon")
 
 
 def ours_adamw(model: nn.Module, plan: Plan) -> Session:
@@ -340,7 +349,22 @@ EARLIER = "ours-muon-earlier"  # the same code over another version of the packa
 _FROM_SOURCE = "pip install -e . in this repository"
 _FROM_PYPI = "pip install deepspeed"
 
-CONTENDERS = {
+
+def _variant(name: str, **changes: Any) -> Contender:
+    return Contender(name, partial(ours_by, **changes), ALL_STAGES, "compile_muon", _FROM_SOURCE)
+
+
+#: ours by other settings, which take part where they are asked for
+VARIANTS = {
+    contender.name: contender
+    for contender in (
+        _variant("ours-muon-auto"),
+        _variant("ours-muon-graphs", cuda_graphs=True),
+        _variant("ours-muon-bfloat16", momentum_dtype="bfloat16"),
+        _variant("ours-muon-8bit", momentum_dtype="8bit"),
+    )
+}
+CONTENDERS = VARIANTS | {
     contender.name: contender
     for contender in (
         Contender("ours-muon", ours_muon, ALL_STAGES, "compile_muon", _FROM_SOURCE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,12 +33,19 @@ class Shape:
 
 PRESETS = {
     "1b": Shape(layers=20, width=2048, heads=16, context=1024, batch=8),  # for one GPU: 1.01 G parameters
+    "1b-65k": Shape(layers=20, width=2048, heads=16, context=1024, batch=64),  # as many tokens as people train with
     "full": Shape(layers=12, width=256, heads=8, context=512, batch=16),
     "medium": Shape(layers=6, width=384, heads=6, context=256, batch=2),
     "small": Shape(layers=4, width=256, heads=8, context=256, batch=4),
     "mini": Shape(layers=2, width=128, heads=4, context=128, batch=4),
     "tiny": Shape(layers=2, width=64, heads=4, context=64, batch=4),
 }
+
+
+def shape_of(preset: str, layers: int | None = None) -> Shape:
+    """Of a preset, or with another number of layers."""
+    shape = PRESETS[preset]
+    return shape if layers is None else replace(shape, layers=layers)
 
 
 class Block(nn.Module):
@@ -91,6 +98,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.lm_head(self.norm(x))
+
+
+def fresh(shape: Shape, device: torch.device) -> GPT:
+    """Made where it trains: a billion weights are drawn on one core for longer than they are trained here."""
+    with device:
+        return GPT(shape)
 
 
 def _initialize(module: nn.Module) -> None:

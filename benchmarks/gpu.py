@@ -1,14 +1,16 @@
 """Everything that only a GPU can tell, in the order that teaches most: each step a command, its log and results kept.
 
     make gpu                                     # all of it, results in runs/gpu/
-    python3 benchmarks/gpu.py --list             # the steps
+    make gpu PART=1                              # a part of half an hour: under ten minutes, results in one archive
+    python3 benchmarks/gpu.py --list             # the steps, and the parts that have them
     python3 benchmarks/gpu.py --only products    # one of them
     python benchmarks/gpu.py --rehearse          # without a GPU: whether the steps run to their ends (rehearse/)
 
 Needs torch, Triton and a CUDA device, no installation and no network: what other packages are missing costs the steps
 that need them. The package is taken from this checkout, laid out under build/ as it would be installed. Steps that time
-nothing run side by side. One that fails or takes too long does not keep the next from running. Ends with status 1 if
-one did, with 2 without a GPU.
+nothing run side by side. One that fails or takes too long does not keep the next from running; of a part, steps that
+would not end within it are dropped, and named. What a step measures is printed beside what is expected of an H100, with
+a mark where it is not that. Ends with status 1 if a step failed or took too long, with 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -18,141 +20,41 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from expected import compared
+from gpu_steps import PARTS, STEPS, Step
+from shared_nccl import preloaded
+
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 60  # for a step that is told to stop to write what it has
+GRACE_S = 20  # for a step that is told to stop to write what it has
+#: of compilers, which parts share
+CACHES = ROOT / "build" / "parts" / "caches"
+PART_S = 570  # of a part: with the grace, under ten minutes
+REHEARSED = 15  # times as long as on a GPU, where two cores stand in for it
 LOG_LINES = 12
-
-ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
-TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
-EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample-bytes", "50")
-# Also what the suite leaves to campaigns: a GPU takes no time for it.
-PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/kernels/gpu")
-# What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
-ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
-WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
-PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
-FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
-#: of tests/distributed: those that train where they are told to
-TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command of this interpreter, run in the checkout's root.
-
-    Args:
-        name: of the step, of its log and of its results.
-        minutes: that it may take.
-        tells: what is known afterwards.
-        command: arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package.
-        needs: modules beside torch and Triton.
-        environment: added to the driver's.
-        config: for the example: written to {out}/NAME.config.json, which is handed to it.
-        tuned: run with the copy of the package whose tiles the step "tune" has written.
-        timed: nothing else may run beside it.
-        numbers: what the device computes is compared, so that there is nothing to rehearse.
-    """
-
-    name: str
-    minutes: float
-    tells: str
-    command: tuple[str, ...]
-    needs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, object] | None = None
-    tuned: bool = False
-    timed: bool = False
-    numbers: bool = False
-
-
-def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RANK) -> Step:
-    compiled = {"eager": False, "graphs": {"cuda_graphs": True}}.get(how, True)
-    return Step(
-        f"train-{stage}-{how}",
-        5,
-        f"the example trains at stage {stage} in bfloat16: {how}",
-        (*launcher, *EXAMPLE, "--out", "{out}/{name}"),
-        needs=("rich", "matplotlib"),
-        environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
-        config={
-            "compile": compiled,
-            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}},
-            "zero_optimization": {"stage": stage},
-            "bf16": {"enabled": True},
-        },
-    )
-
-
-_SHAPES = ("square 1024", "square 2048", "square 4096", "square 8192", "8B gate, up", "8B key, value", "experts")
-_ALL_SHAPES = (*_SHAPES, "8B, all matrices")
-
-
-def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool = False) -> Step:
-    command = ("benchmarks/newton_schulz.py", "--shapes", *shapes, "--repeats", "3", "--json", "{out}/{name}.json")
-    return Step(name, 10, tells, command, needs=("rich",), tuned=tuned, timed=True)
-
-
-def _one_billion(name: str, tells: str, contenders: Sequence[str], *more: str) -> Step:
-    command = ("benchmarks/train_step.py", "--preset", "1b", "--device", "cuda", "--dtype", "bfloat16", "--ranks", "1")
-    command += ("--stages", "0", "--repeats", "1", "--timeout", "300", "--contenders", *contenders, *more)
-    return Step(name, 12, tells, (*command, "--json", "{out}/{name}.json"), needs=("rich", "matplotlib"), timed=True)
-
-
-STEPS = (
-    Step("products", 3, "the kernels launch, are right, and win from some size on",
-         ("benchmarks/products.py", "--json", "{out}/{name}.json"), timed=True),
-    Step("tests", 8, "everything else about the kernels",
-         (*PYTEST, *ON_GPU, *PARALLEL, "-k", "not sanitizer and not 32_bit"),
-         needs=("pytest", "rich"), numbers=True),
-    Step("training", 8, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
-         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
-          "tests/passes/exchange/test_partial_attention.py",
-          *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
-         needs=("pytest", "rich", "transformers"),
-         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
-    _train(0),
-    _train(0, "eager"),
-    _train(3),
-    _train(3, "eager"),
-    _train(3, "graphs"),
-    _train(3, "two-ranks", TWO_RANKS),
-    _newton_schulz("newton-schulz", "percent of peak, where cuBLAS and other libraries are faster", _ALL_SHAPES),
-    # Two side by side take some 55 GB.
-    _one_billion("muon-1b", "tokens per second with Muon, and of plain torch with its", ("ours-muon", "plain-muon")),
-    _one_billion("adamw-1b", "the same with AdamW: the price of Muon", ("ours-adamw", "plain-adamw")),
-    _one_billion("memory-1b", "peak memory of Muon", ("ours-muon", "plain-muon"), "--memory", "--steps", "1"),
-    Step("tune", 10, "tiles and thresholds as measured, in tiles.json; the checkout keeps its own",
-         ("benchmarks/tune_tiles.py", "--minutes", "8", "--write", "{tuned}/compile_muon/kernels/gpu/tiles.json",
-          "--json", "{out}/tiles.json"), needs=("rich",), tuned=True, timed=True),
-    _newton_schulz("newton-schulz-tuned", "what the tuned tiles are worth", _SHAPES, tuned=True),
-    Step("profile", 5, "NVTX ranges are pushed; the kernels of a step",
-         ("benchmarks/profile_step.py", "--json", "{out}/{name}.json", "--trace", "{out}/{name}.trace.json"),
-         timed=True),
-    # The caching allocator hides what is out of bounds within its blocks.
-    Step("sanitizer", 15, "no access out of bounds", (*PYTEST, "-k", "sanitizer"),
-         needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, numbers=True),
-    Step("offsets", 5, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"),
-         needs=("pytest", "rich"), numbers=True),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a step: `result` is "ok", "failed", "timed out" or "skipped"."""
+    """What came of a step: `result` is "ok", "failed", "timed out", "skipped" or "dropped".
+
+    `compared` are lines on what it measured, beside what was expected.
+    """
 
     name: str
     result: str
@@ -161,6 +63,7 @@ class Outcome:
     command: str
     log: str
     last_lines: tuple[str, ...]
+    compared: tuple[str, ...] = ()
 
 
 class Driver:
@@ -171,12 +74,20 @@ class Driver:
         environment: of the steps.
         package, tuned: folders that hold the package, as it is and with tiles to be tuned.
         say: takes a line for the reader.
+        deadline: by time.monotonic(): steps that may take longer than that are dropped.
     """
 
     def __init__(
-        self, out: Path, environment: Mapping[str, str], package: Path, tuned: Path, say: Callable[[str], None] = print
+        self,
+        out: Path,
+        environment: Mapping[str, str],
+        package: Path,
+        tuned: Path,
+        say: Callable[[str], None] = print,
+        deadline: float = math.inf,
     ):
         self._out = out
+        self._deadline = deadline
         self._environment = dict(environment)
         self._package = package
         self._tuned = tuned
@@ -195,13 +106,15 @@ class Driver:
         writing = threading.Lock()
 
         def run(step: Step) -> None:
-            self._say(f"[{numbers[step.name]}/{len(steps)}] {step.name}: {step.tells} (at most {step.minutes:g} min)")
+            self._say(f"[{numbers[step.name]}/{len(steps)}] {step.name}: {step.tells} (at most {step.seconds:g} s)")
             outcome = self._run(step)
             with writing:
                 self.outcomes.append(outcome)
                 self.outcomes.sort(key=lambda outcome: numbers[outcome.name])
                 why = f": {outcome.reason}" if outcome.reason else ""
                 self._say(f"      {step.name} {outcome.result}{why} ({outcome.seconds:.0f} s)")
+                for line in outcome.compared:
+                    self._say(f"      {line}")
                 report = {**about, "steps": [asdict(outcome) for outcome in self.outcomes]}
                 (self._out / "steps.json").write_text(json.dumps(report, indent=1) + "\n")
 
@@ -219,36 +132,47 @@ class Driver:
 
     def _run(self, step: Step) -> Outcome:
         # Relative where they can be: results name no folder of the machine that made them.
-        places = {"out": os.path.relpath(self._out, ROOT), "tuned": os.path.relpath(self._tuned, ROOT)}
-        places["name"] = step.name
+        folders = {"out": self._out, "tuned": self._tuned, "caches": CACHES}
+        places = {name: os.path.relpath(folder, ROOT) for name, folder in folders.items()} | {"name": step.name}
         command = [sys.executable, *(argument.format(**places) for argument in step.command)]
         log = self._out / f"{step.name}.log"
         shown = shlex.join(["python", *command[1:]])
         missing = [module for module in step.needs if importlib.util.find_spec(module) is None]
         if missing:
             return Outcome(step.name, "skipped", f"{', '.join(missing)} is not installed", 0.0, shown, "", ())
+        several: dict[str, str] = {}
+        if step.several:
+            found = preloaded(self._environment, CACHES / "nccl")
+            if isinstance(found, str):
+                return Outcome(step.name, "skipped", found, 0.0, shown, "", ())
+            several = found
+        if (left := self._deadline - time.monotonic()) < step.seconds:
+            reason = f"{max(left, 0):.0f} s were left, and it may take {step.seconds:g}"
+            return Outcome(step.name, "dropped", reason, 0.0, shown, "", ())
         if step.config is not None:
             config = self._out / f"{step.name}.config.json"
             config.write_text(json.dumps(step.config, indent=1) + "\n")
             command += ["--config", str(config)]
         folder = self._tuned if step.tuned else self._package
         path = os.pathsep.join(filter(None, (str(folder), self._environment.get("PYTHONPATH"))))
-        environment = self._environment | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
+        environment = self._environment | several
+        environment |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | dict(step.environment)
         shutil.rmtree(self._out / step.name, ignore_errors=True)  # else the example goes on from its end
         started = time.monotonic()
         with open(log, "w") as stream:
             stream.write(f"$ {shown}\n")
             stream.flush()
-            status = self._call(command, environment, stream, 60 * step.minutes)
+            status = self._call(command, environment, stream, step.seconds)
         seconds = time.monotonic() - started
         lines = tuple(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
         if status is None:
-            result, reason = "timed out", f"stopped after {step.minutes:g} min"
+            result, reason = "timed out", f"stopped after {step.seconds:g} s"
         elif status == 0 and "pytest" in step.command and " passed" not in lines[-1]:
             result, reason = "skipped", next((line for line in lines if line.startswith("SKIPPED")), lines[-1])
         else:
             result, reason = ("ok", "") if status == 0 else ("failed", f"status {status}")
-        return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines)
+        told = compared(step.expected, self._out / f"{step.name}.json") if result != "skipped" else []
+        return Outcome(step.name, result, reason, seconds, shown, places["out"] + f"/{log.name}", lines, tuple(told))
 
     def _call(self, command: Sequence[str], environment: Mapping[str, str], log: object, limit_s: float) -> int | None:
         """The exit status; None for a command that was stopped at the limit. Nothing that it started is left."""
@@ -328,6 +252,11 @@ def _rehearsed() -> dict[str, str]:
     return library.environment() | {"PYTHONPATH": str(ROOT / "rehearse" / "programs")}
 
 
+def _for_rehearsal(step: Step) -> Step:
+    """Alone, and with time for a few cores."""
+    return replace(step, timed=True, seconds=REHEARSED * step.seconds, command=step.command + step.rehearsed)
+
+
 def probe(environment: Mapping[str, str]) -> dict | str:
     """What the results depend on: versions, device, driver and clocks; or why nothing can run."""
     done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
@@ -350,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="show the steps, run none")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
+    parser.add_argument("--part", type=int, choices=PARTS, help="the steps of a part, within ten minutes")
     parser.add_argument("--out", type=Path, help="where logs and results go; default: runs/gpu, or runs/rehearsed")
     parser.add_argument("--rehearse", action="store_true", help="no GPU, and one step after the other")
     options = parser.parse_args(argv)
@@ -358,42 +288,54 @@ def main(argv: list[str] | None = None) -> int:
         if name not in known:
             parser.error(f"--only {name!r} is unknown; expected some of: {', '.join(known)}")
     steps = [step for step in STEPS if not options.only or step.name in options.only]
+    steps = [step for step in steps if options.part in (None, step.part)]
     if options.list:
         for step in steps:
-            print(f"{step.name:20} {step.minutes:4g} min  {step.tells}")
+            print(f"{step.name:20} {step.part or '-':>2} {step.seconds:4g} s  {step.tells}")
+        print("\n".join(f"part {part}: {tells}" for part, tells in PARTS.items()))
         return 0
+    began = time.monotonic()
     environment = dict(os.environ)
     if options.rehearse:
-        # Bytes that are sampled are numbers too.
-        steps = [
-            replace(step, timed=True, command=step.command + ("--sample-bytes", "0") * step.command.count(EXAMPLE[0]))
-            for step in steps
-            if not step.numbers
-        ]
+        steps = [_for_rehearsal(step) for step in steps if not step.numbers]
         environment |= _rehearsed()
     about = probe(environment)
     if isinstance(about, str):
         print(f"make gpu: {about}", file=sys.stderr)
         return 2
-    out = (ROOT / (options.out or ("runs/rehearsed" if options.rehearse else "runs/gpu"))).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    results = (ROOT / (options.out or ("runs/rehearsed" if options.rehearse else "runs/gpu"))).resolve()
+    out = results if options.part is None else ROOT / "build" / "parts" / str(options.part)
+    deadline = math.inf if options.part is None or options.rehearse else began + PART_S
+    for folder in (results, out, CACHES):
+        folder.mkdir(parents=True, exist_ok=True)
+    environment = {"TRITON_CACHE_DIR": str(CACHES / "triton")} | environment
     print(", ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     package, tuned = lay_out(ROOT / "build" / "gpu"), lay_out(ROOT / "build" / "gpu_tuned", copy_kernels=True)
-    driver = Driver(out, environment, package, tuned, lambda text: print(text, flush=True))
+    driver = Driver(out, environment, package, tuned, lambda text: print(text, flush=True), deadline)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
         driver.run(steps, about)
-    return summarize(driver.outcomes, len(steps), out)
+    if options.part is None:
+        return summarize(driver.outcomes, len(steps), out)
+    archive = results / f"part{options.part}.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(out, arcname=archive.name.partition(".")[0])
+    status = summarize(driver.outcomes, len(steps), archive)
+    print(f"part {options.part} took {time.monotonic() - began:.0f} s")
+    return status
 
 
 def summarize(outcomes: Sequence[Outcome], planned: int, out: Path) -> int:
     """Say what failed and where its log is; the exit status, also 1 where not all of `planned` steps had their turn."""
     bad = [outcome for outcome in outcomes if outcome.result in ("failed", "timed out")]
-    skipped = [outcome for outcome in outcomes if outcome.result == "skipped"]
-    fine = len(outcomes) - len(bad) - len(skipped)
+    left_out = [outcome for outcome in outcomes if outcome.result in ("skipped", "dropped")]
+    fine = len(outcomes) - len(bad) - len(left_out)
     print(f"\n{fine} of {planned} steps are ok; results: {os.path.relpath(out, ROOT)}")
-    for outcome in skipped:
-        print(f"skipped: {outcome.name}: {outcome.reason}")
+    for outcome in outcomes:
+        for line in outcome.compared:
+            print(f"{line[:2]}{outcome.name}: {line[2:]}")
+    for outcome in left_out:
+        print(f"{outcome.result}: {outcome.name}: {outcome.reason}")
     for outcome in bad:
         print(f"{outcome.result}: {outcome.name} ({outcome.reason}); log: {outcome.log}")
         print("".join(f"    {line}\n" for line in outcome.last_lines), end="")

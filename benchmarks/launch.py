@@ -44,6 +44,7 @@ class Trial:
     weigh: bool
     timeout_s: int
     package: str | None = None  # a folder that holds another version of compile_muon than the installed one
+    layers: int | None = None  # other than the preset's
     offload: dict[str, Any] | None = None  # `offload_optimizer`, as ours and DeepSpeed take it
 
 

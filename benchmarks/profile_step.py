@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpt import GPT, PRESETS, read_corpus, sample_batch
+from gpt import PRESETS, fresh, read_corpus, sample_batch, shape_of
 
 import compile_muon
 from compile_muon.passes.ranges import COLORS, DOMAIN
@@ -114,6 +114,7 @@ def draw(ranks: list[list[Event]], path: Path, title: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="full", choices=list(PRESETS))
+    parser.add_argument("--layers", type=int, help="other than the preset's: few, to see that it works")
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--json", type=Path, help="names and kernels of rank 0")
@@ -133,8 +134,8 @@ def main() -> int:
         "bf16": {"enabled": device == "cuda"},
     }
     torch.manual_seed(0)
-    shape = PRESETS[options.preset]
-    model, optimizer = compile_muon.initialize(GPT(shape).to(device), config)
+    shape = shape_of(options.preset, options.layers)
+    model, optimizer = compile_muon.initialize(fresh(shape, torch.device(device)), config)
     corpus, generator = read_corpus(), torch.Generator().manual_seed(rank)
 
     def step() -> None:

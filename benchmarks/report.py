@@ -15,6 +15,10 @@ from rich.table import Table
 _DEEPSPEED = ("deepspeed-muon", "deepspeed-muon-compiled")
 _COLOURS = {
     "ours-muon": "#0b6e4f",
+    "ours-muon-auto": "#117a65",
+    "ours-muon-graphs": "#138d75",
+    "ours-muon-bfloat16": "#16a085",
+    "ours-muon-8bit": "#45b39d",
     EARLIER: "#8fae9f",
     "ours-adamw": "#7fc8a9",
     "deepspeed-muon": "#b03a2e",

@@ -36,8 +36,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE
-from gpt import PRESETS
+from contenders import ALL_STAGES, CONTENDERS, EARLIER, NO_STAGE, VARIANTS
+from gpt import PRESETS, shape_of
 from launch import RankFailed, Ranks, Trial, record_of
 from links import UNLIMITED, bytes_per_second, enter, limit, problem
 from report import as_json, draw, judge, judge_memory, over_compute, print_report, summarize
@@ -53,9 +53,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--stages", type=int, nargs="+", default=list(ALL_STAGES), choices=ALL_STAGES)
     chosen = [name for name in CONTENDERS if name != EARLIER]
-    parser.add_argument("--contenders", nargs="+", default=chosen, choices=chosen)
+    usual = [name for name in chosen if name not in VARIANTS]
+    parser.add_argument("--contenders", nargs="+", default=usual, choices=chosen)
     parser.add_argument("--earlier", type=Path, help="compare with the version in this folder (pip install --target)")
     parser.add_argument("--preset", default="full", choices=list(PRESETS))
+    parser.add_argument("--layers", type=int, help="other than the preset's: few, to see that it works")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1, help="a rank's step is split into so many backwards")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and activations")
@@ -71,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--together", action="store_true", help="all stages take turns, not only those of one stage")
     parser.add_argument("--memory", action="store_true", help="weigh each alone; times are a slower allocator's")
     parser.add_argument("--timeout", type=int, default=1800, help="seconds for one step")
+    parser.add_argument("--caches", type=Path, help="Inductor's are kept in this folder; first steps are not cold then")
     parser.add_argument("--logs", type=Path, help="keep the ranks' logs in this folder")
     parser.add_argument(
         "--links", nargs="+", default=[UNLIMITED], help=f"rates of the loopback, 1600mbit or {UNLIMITED}"
@@ -140,6 +143,7 @@ def plan_heats(options: argparse.Namespace, console: Console) -> list[list[Trial
                     repeat=repeat,
                     ranks=options.ranks,
                     preset=options.preset,
+                    layers=options.layers,
                     micro_batches=options.micro_batches,
                     dtype=options.dtype,
                     device=options.device,
@@ -175,7 +179,8 @@ class Heat:
             for trial in trials:
                 slug = _name(trial).replace(" ", "-")
                 folder = self._work / f"heat-{trial.heat}-{trial.repeat}" / slug
-                ranks = Ranks(trial, folder, self._work / "inductor" / slug, self._options.threads)
+                caches = (self._options.caches or self._work / "inductor").resolve()
+                ranks = Ranks(trial, folder, caches / slug, self._options.threads)
                 self._alive.append(stack.enter_context(ranks))
                 self._attempt(ranks, self._warm_up)
             links = self._options.links
@@ -255,9 +260,9 @@ def describe(options: argparse.Namespace) -> dict:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,
-        "shape": vars(PRESETS[options.preset]),
+        "shape": vars(shape_of(options.preset, options.layers)),
         # Which files were written where says something of one machine only.
-        "options": {k: v for k, v in vars(options).items() if k not in ("earlier", "json", "logs", "png")},
+        "options": {k: v for k, v in vars(options).items() if k not in ("caches", "earlier", "json", "logs", "png")},
     }
 
 
@@ -285,7 +290,7 @@ def main(argv: list[str] | None = None) -> int:
             options.logs.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=options.logs)) if options.logs else Path(scratch)
         records = run_all(heats, options, console, work)
-    shape = PRESETS[options.preset]
+    shape = shape_of(options.preset, options.layers)
     rows = summarize(records, shape.context * shape.batch * options.ranks)
     verdicts = judge_memory(rows) if options.memory else judge(rows, records, options.ranks, about["cores"])
     parameters = next((r["parameters"] for r in records if not r["error"]), 0)

@@ -3,13 +3,14 @@
     python benchmarks/tune_tiles.py                     # prints the table it would write
     python benchmarks/tune_tiles.py --write             # and writes it
     python benchmarks/tune_tiles.py --minutes 5         # and takes no longer than that
+    python benchmarks/tune_tiles.py --lists             # by launches for lists, as steps have them, not for one matrix
 
 Candidates are compiled first, in as many processes as there are cores. One that spills, does not fit, or whose result
 differs from torch's is out. A tile is kept if it is the fastest at some size; the kept ones are listed from the largest
 to the smallest, each with its rate at the largest size. What a multiprocessor does in a second, of ours and of cuBLAS,
 replaces the estimates that the model of a launch starts from, and so does what a launch for a list spends between two
 tiles, with a summand and without: as many tiles of two depths, their time drawn on to depth 0. The model's other
-numbers stay as they are in the file.
+numbers stay as they are in the file. By lists, what lies between two tiles is taken out of their rates.
 
 Stopped by SIGINT, SIGTERM or --minutes it goes on with the sizes that it has timed all candidates at, the largest
 first; what it has nothing for stays as it is in the file.
@@ -38,8 +39,10 @@ from orthogonalizers import worst_block
 from rich.console import Console
 from torch import Tensor
 
-from compile_muon.kernels.gpu.arena import Layout
+from compile_muon.kernels.gpu.arena import Layout, Matrices
 from compile_muon.kernels.gpu.grouped_product import grouped_product
+from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
+from compile_muon.kernels.gpu.launch import Launch
 from compile_muon.kernels.gpu.model import Tile, busiest
 from compile_muon.kernels.gpu.operands import empty_matrices
 from compile_muon.kernels.gpu.product import product
@@ -48,7 +51,9 @@ from compile_muon.kernels.gpu.tiles import load_tables
 
 _FILE = Path(__file__).parents[1] / "kernels" / "gpu" / "tiles.json"
 KINDS = ("symmetric", "product")
-SIZES = (8192, 4096, 2048, 1024, 512)  # the first, the largest, says what rate a tile has
+#: size -> matrices of it in a launch; the first, the largest, says what rate a tile has
+SQUARES = {8192: 1, 4096: 1, 2048: 1, 1024: 1, 512: 1}
+IN_LISTS = {4096: 8, 2048: 20, 1024: 64}
 LISTS = ((8, 4096), (128, 1024))  # (matrices, size): as many tiles of any tile's size, of four times the depth
 
 
@@ -98,7 +103,13 @@ class Stop:
 # --- compiling ahead --------------------------------------------------------------------------------------------------
 
 
-def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype) -> str | int:
+def listed(kind: str, x: Matrices, out: Matrices, tile: Tile, processors: int) -> Launch:
+    """out ← x x + x of symmetric matrices of a list."""
+    make = grouped_symmetric if kind == "symmetric" else grouped_product
+    return make(x, x, out, tile.in_list, processors, plus=x, beta=1.0)
+
+
+def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch.dtype, in_list: bool) -> str | int:
     """Compile one launch without a GPU: why the tile is out, or how many fit on a multiprocessor.
 
     The result lands in Triton's cache on disk.
@@ -108,30 +119,37 @@ def problem_of(architecture: str, kind: str, tile: Tile, size: int, dtype: torch
     def matrices() -> Tensor:
         return empty_matrices(1, size, size, like=torch.empty(0), dtype=dtype)
 
-    make = symmetric_product if kind == "symmetric" else product
+    def launch() -> Launch:
+        if in_list:
+            arenas = [Layout(((2, size, size),)).new(dtype, torch.device("cpu"), square=True) for _ in range(2)]
+            return listed(kind, *arenas, tile, 1)
+        make = symmetric_product if kind == "symmetric" else product
+        return make(matrices(), matrices(), matrices(), tile, plus=matrices())
+
     try:
-        found = measure(architecture, "", make(matrices(), matrices(), matrices(), tile, plus=matrices()))
+        found = measure(architecture, "", launch())
         return found.problem or found.resident(tile.warps)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def compile_ahead(
-    architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int
+    architecture: str, tiles: Mapping[str, list[Tile]], stop: Stop, workers: int, *, lists: bool = False
 ) -> tuple[dict[tuple[str, Tile], str], dict[tuple[str, Tile], int]]:
-    """The tiles that are out, with the reason; and how many of the others fit on a multiprocessor.
+    """The tiles that are out, with the reason; and how many of the others fit on a multiprocessor, of the kernels for
+    ``lists`` or of those for one matrix.
 
     Those that stopping left uncompiled are compiled when they are timed.
     """
     out: dict[tuple[str, Tile], str] = {}
     resident: dict[tuple[str, Tile], int] = {}
     # Sizes that are no multiple of 16, and float16, are other kernels: a table has to do for them too.
-    settings = ((512, torch.bfloat16), (77, torch.bfloat16), (512, torch.float16), (77, torch.float16))
+    settings = [(size, dtype) for dtype in (torch.bfloat16, torch.float16) for size in ((512,) if lists else (512, 77))]
     # A fresh interpreter each: they tell Triton that there is no GPU. Interrupts are for the one that started them.
     context, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
     with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
         waiting = {
-            pool.submit(problem_of, architecture, kind, tile, *setting): (kind, tile)
+            pool.submit(problem_of, architecture, kind, tile, *setting, lists): (kind, tile)
             for setting in settings
             for kind in tiles
             for tile in tiles[kind]
@@ -177,18 +195,22 @@ class Gpu:
     def __init__(self) -> None:
         self.processors = torch.cuda.get_device_properties("cuda").multi_processor_count
         self._size = 0
-        self._x = self._out = torch.empty(0)
+        self._x = self._out = torch.empty(0)  # [matrices, size, size]
         self._exact = torch.empty(0)
 
     def _hold(self, size: int) -> None:
-        """The operand of a size, symmetric, and torch's result for it in float64: x x + x."""
+        """The operand of a size, symmetric, and torch's result for the last of it in float64: x x + x."""
         if size == self._size:
             return
-        x = torch.randn(1, size, size, device="cuda")
-        x = (x + x.mT).bfloat16()
-        wide = x[0].double()
+        self._size, (self._x, self._out) = size, self._operands(size)
+        x = torch.randn(self._x.shape, device="cuda")
+        self._x.copy_(x + x.mT)
+        wide = self._x[-1].double()
         self._exact = wide @ wide + wide
-        self._size, self._x, self._out = size, x, empty_matrices(1, size, size, like=x, dtype=x.dtype)
+
+    def _operands(self, size: int) -> tuple[Tensor, Tensor]:
+        x = torch.empty(1, size, size, device="cuda", dtype=torch.bfloat16)
+        return x, empty_matrices(1, size, size, like=x, dtype=x.dtype)
 
     def _launch(self, kind: str, tile: Tile, size: int) -> Callable[[], None]:
         self._hold(size)
@@ -203,7 +225,7 @@ class Gpu:
             torch.cuda.synchronize()
         except Exception as error:  # out of registers or shared memory: not a candidate here
             return f"{type(error).__name__}: {error}".splitlines()[0]
-        worst, limit = worst_block(self._out[0], self._exact), 4 * torch.finfo(torch.bfloat16).eps
+        worst, limit = worst_block(self._out[-1], self._exact), 4 * torch.finfo(torch.bfloat16).eps
         if worst > limit:
             return f"differs from torch by {worst:.2g} in a block, bound {limit:.2g}"
         return None
@@ -224,6 +246,20 @@ class Gpu:
         return _bench(grouped_product(x, x, out, tile.in_list, self.processors, plus=plus, beta=1.0).run)
 
 
+class Lists(Gpu):
+    """As Gpu, of launches for a list: `IN_LISTS` matrices of a size."""
+
+    def _operands(self, size: int) -> tuple[Tensor, Tensor]:
+        layout = Layout(((IN_LISTS[size], size, size),))
+        self._arenas = [layout.new(torch.bfloat16, torch.device("cuda"), square=True) for _ in range(2)]
+        x, out = (arena.views[0] for arena in self._arenas)
+        return x, out
+
+    def _launch(self, kind: str, tile: Tile, size: int) -> Callable[[], None]:
+        self._hold(size)
+        return listed(kind, *self._arenas, tile, self.processors).run
+
+
 def _bench(run: Callable[[], object]) -> float:
     import triton
 
@@ -238,10 +274,21 @@ class Tuning:
         tiles: candidates of each kind; one whose result is wrong once is out at every size.
         stop: asked before every tile.
         say: takes a line for the reader.
+        matrices: of each size in a launch, `SQUARES` or `IN_LISTS`.
     """
 
-    def __init__(self, device: Device, tiles: Mapping[str, list[Tile]], stop: Stop, say: Callable[[str], None]):
+    def __init__(
+        self,
+        device: Device,
+        tiles: Mapping[str, list[Tile]],
+        stop: Stop,
+        say: Callable[[str], None],
+        matrices: Mapping[int, int] = SQUARES,
+    ):
         self._device = device
+        self._sizes = tuple(matrices)
+        self._result = (matrices[self._sizes[0]], *[self._sizes[0]] * 3)  # the launch that says what rate a tile has
+        self._in_lists = matrices is IN_LISTS
         self._tiles = {kind: list(tiles[kind]) for kind in KINDS}
         self._stop = stop
         self._say = say
@@ -251,7 +298,7 @@ class Tuning:
         self.rejected: dict[tuple[str, Tile], str] = {}
 
     def run(self) -> None:
-        for size in SIZES:  # both kinds of a size, then the next: stopped early, either has the largest sizes
+        for size in self._sizes:  # both kinds of a size, then the next: stopped early, either has the largest sizes
             for kind in KINDS:
                 times = self._time_all(kind, size)
                 if times is None:
@@ -261,7 +308,7 @@ class Tuning:
                 if times:
                     winner = min(times, key=lambda tile: times[tile])
                     self._say(f"{kind} {size}: {times[winner]:.4f} ms, {winner}")
-        self._cublas = self._device.cublas_milliseconds(SIZES[0])
+        self._cublas = self._device.cublas_milliseconds(self._sizes[0])
         for summand in (True, False):
             if self._stop or not self.kept()["product"]:
                 return
@@ -297,7 +344,7 @@ class Tuning:
         complete = [
             # A tile is out once it was wrong, also where it was right before.
             {tile: ms for tile, ms in self._times[kind, size].items() if (kind, tile) not in self.rejected}
-            for size in SIZES
+            for size in self._sizes
             if (kind, size) in self._times
         ]
         complete = [times for times in complete if times]
@@ -314,10 +361,11 @@ class Tuning:
         ]
 
     def _rate(self, kind: str, tile: Tile, milliseconds: float) -> float:
-        """Operations a second of a multiprocessor at the largest size."""
-        result = (1, SIZES[0], SIZES[0], SIZES[0])
-        operations, _ = busiest(tile, [result], self._device.processors, triangle=kind == "symmetric")
-        return 1e3 * operations / milliseconds
+        """Operations a second of a multiprocessor at the largest size, between tiles of a list not counted."""
+        tile = tile.in_list if self._in_lists else tile
+        operations, tiles = busiest(tile, [self._result], self._device.processors, triangle=kind == "symmetric")
+        between = tiles * self._between.get(True, 0.0) if self._in_lists else 0.0
+        return 1e3 * operations / max(milliseconds - between, 0.1 * milliseconds)
 
     def table(self, source: str, before: Mapping) -> dict | None:
         """An entry of tiles.json: what is known, else what the file had. None if that leaves a kind without tiles.
@@ -330,8 +378,8 @@ class Tuning:
         if not any(kept.values()) or not all(tiles.values()):
             return None
         measured: dict[str, object] = {}
-        if ("product", SIZES[0]) in self._times and kept["product"]:
-            times = self._times["product", SIZES[0]]
+        if ("product", self._sizes[0]) in self._times and kept["product"]:
+            times = self._times["product", self._sizes[0]]
             rates = {t: self._rate("product", t, ms) for t, ms in times.items() if ("product", t) not in self.rejected}
             fastest = max(rates.values())
             names = {True: "between", False: "between_flattened"}
@@ -339,7 +387,9 @@ class Tuning:
             measured["device"] = before["device"] | {"rate": round(fastest, -9)} | between
             if self._cublas is not None:
                 top = max(before["cublas"], key=lambda tile: tile["rate"])
-                theirs = self._rate("product", Tile(top["rows"], top["cols"]), self._cublas)
+                tile = Tile(top["rows"], top["cols"])
+                operations, _ = busiest(tile, [self._result], self._device.processors, triangle=False)
+                theirs = 1e3 * operations / self._cublas
                 scale = theirs / fastest / top["rate"]
                 cublas = [tile | {"rate": round(tile["rate"] * scale, 3)} for tile in before["cublas"]]
                 measured["cublas"] = cublas
@@ -373,7 +423,9 @@ def formatted(tables: Mapping[str, Mapping]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, nargs="?", const=_FILE, metavar="FILE", help="change tiles.json, or FILE")
+    parser.add_argument("--lists", action="store_true", help="time launches for lists")
     parser.add_argument("--minutes", type=float, help="stop after so many, compiling included")
+    parser.add_argument("--candidates", type=int, help="of each kind, few to see that it works; default: all")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
     parser.add_argument("--json", type=Path, help="write the table alone into this file, too")
     options = parser.parse_args()
@@ -388,19 +440,24 @@ def main() -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    tiles = {kind: shaped(kind, candidates(capability)) for kind in KINDS}
+    tiles = {kind: shaped(kind, candidates(capability))[: options.candidates] for kind in KINDS}
     say(f"{sum(map(len, tiles.values()))} candidates for {name}, compiled in {options.workers} processes")
     started = time.monotonic()
-    out, resident = compile_ahead(name, tiles, stop, options.workers)
-    for (kind, tile), problem in out.items():
-        tiles[kind].remove(tile)
-        say(f"{kind} {tile} is out: {problem}")
-    tiles = {
-        kind: [dataclasses.replace(tile, resident=resident.get((kind, tile), 1)) for tile in tiles[kind]]
-        for kind in KINDS
-    }
+    found = {}
+    for lists in (False, True) if options.lists else (False,):
+        out, found[lists] = compile_ahead(name, tiles, stop, options.workers, lists=lists)
+        for (kind, tile), problem in out.items():
+            tiles[kind].remove(tile)
+            say(f"{kind} {tile} is out: {problem}")
+
+    def with_residents(kind: str, tile: Tile) -> Tile:
+        one, several = (found.get(lists, {}).get((kind, tile), 1 - lists) for lists in (False, True))
+        return dataclasses.replace(tile, resident=one, resident_in_list=several if several != one else 0)
+
+    tiles = {kind: [with_residents(kind, tile) for tile in tiles[kind]] for kind in KINDS}
     say(f"compiled in {time.monotonic() - started:.0f} s; {sum(map(len, tiles.values()))} are left")
-    tuning = Tuning(Gpu(), tiles, stop, say)
+    given = (Lists(), tiles, stop, say, IN_LISTS) if options.lists else (Gpu(), tiles, stop, say, SQUARES)
+    tuning = Tuning(*given)
     tuning.run()
     if stop:
         say("stopped: what follows is what there is")

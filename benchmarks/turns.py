@@ -61,8 +61,8 @@ class Timings:
         result = run()  # compiles
         if self._graph:
             del result
-            _release(self._device)
-            run, result = _capture(run)
+            release(self._device)
+            run, result = capture(run)
         complaint = check(result)
         if complaint is None:
             self._run = run
@@ -77,10 +77,10 @@ class Timings:
     def drop(self) -> None:
         """Free what a case took."""
         self._run = None
-        _release(self._device)
+        release(self._device)
 
 
-def _capture(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
+def capture(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
     """`run` as the replay of a CUDA graph, and its result, which every replay writes."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -95,7 +95,7 @@ def _capture(run: Callable[[], object]) -> tuple[Callable[[], object], object]:
     return replay, result
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, Plan
-from gpt import GPT, PRESETS, muon_names, read_corpus, sample_batch
+from gpt import fresh, muon_names, read_corpus, sample_batch, shape_of
 from measure import disk_bytes, peak_bytes, socket_bytes_sent
 
 
@@ -33,11 +33,11 @@ class Rank:
     """A contender, built and ready to step."""
 
     def __init__(self, trial: dict, rank: int):
-        self._shape = PRESETS[trial["preset"]]
+        self._shape = shape_of(trial["preset"], trial.get("layers"))
         self._device = choose_device(trial["device"], rank)
         self._micro_batches = trial["micro_batches"]
         torch.manual_seed(0)  # the same initial weights on every rank and for every contender
-        model = GPT(self._shape).to(self._device)
+        model = fresh(self._shape, self._device)
         self._parameters = sum(p.numel() for p in model.parameters())
         expected = len(muon_names(model))
         plan = Plan.of(trial, self._shape.batch, self._device)

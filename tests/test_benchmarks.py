@@ -6,10 +6,12 @@ import dataclasses
 import importlib
 import importlib.metadata
 import json
+import lzma
 import math
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -464,6 +466,20 @@ def test_compiling_that_is_stopped_ends(tune, monkeypatch) -> None:
     assert not out and 1 <= len(resident) < 6
 
 
+def test_rates_of_lists_leave_out_what_lies_between_tiles(tune) -> None:
+    one, several = (
+        tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None, matrices)
+        for matrices in (tune.SQUARES, tune.IN_LISTS)
+    )
+    for tuning in (one, several):
+        tuning.run()
+    tile = several.kept()["product"][0]
+    operations, tiles = tune.busiest(tile.in_list, [(8, 4096, 4096, 4096)], FakeGpu.processors, triangle=False)
+    milliseconds = 10 * tiles * 0.005
+    assert several._rate("product", tile, milliseconds) == pytest.approx(1e3 * operations / (9 * tiles * 0.005))
+    assert one._rate("product", tile, 5.0) == pytest.approx(2e3 * 8192**3 / FakeGpu.processors / 5.0)
+
+
 def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) -> None:
     tuning = tune.Tuning(FakeGpu(), tiles_of(tune), tune.Stop(), lambda text: None)
     tuning.run()
@@ -481,10 +497,10 @@ def test_a_tuned_table_is_read_back_and_the_others_stay(tune, tmp_path: Path) ->
 
 
 def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, capsys) -> None:
-    gpu = benchmark("gpu")
+    gpu, expected = benchmark("gpu"), benchmark("expected")
 
     def step(name: str, code: str, **settings: Any) -> Any:
-        return gpu.Step(name, settings.pop("minutes", 1), "-", ("-c", code), **settings)
+        return gpu.Step(name, settings.pop("seconds", 60), "-", ("-c", code), **settings)
 
     write = (
         "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps([os.environ['PYTHONPATH'], os.environ['X']]))"
@@ -496,27 +512,34 @@ def test_the_driver_goes_on_and_names_what_failed(benchmark, tmp_path: Path, cap
     steps = [
         step("crash", "print('about to fail'); raise SystemExit(3)"),
         step("lacking", "", needs=("no_such_module",)),
-        step("slow", slow, minutes=1 / 20),
-        gpu.Step("last", 1, "-", ("-c", write, "{out}/{name}.json"), environment={"X": "1"}, tuned=True),
-    ]
+        step("slow", slow, seconds=3),
+        step("long", "", seconds=500),
+        gpu.Step("last", 60, "-", ("-c", write, "{out}/{name}.json"), environment={"X": "1"}, tuned=True,
+                 expected=(expected.Expected("letters", lambda found: len(found[1]), 1, 1, ""),
+                           expected.Expected("digits", lambda found: len(found[1]), 2, 3, ""))),
+    ]  # fmt: skip
     lines: list[str] = []
-    driver = gpu.Driver(tmp_path, os.environ, tmp_path / "package", tmp_path / "tuned", lines.append)
+    folders = (tmp_path / "package", tmp_path / "tuned")
+    driver = gpu.Driver(tmp_path, os.environ, *folders, lines.append, deadline=time.monotonic() + 400)
     outcomes = {outcome.name: outcome for outcome in driver.run(steps, {"device": "none"})}
     results = {name: outcome.result for name, outcome in outcomes.items()}
+    assert results.pop("long") == "dropped", "it would not end within the part"
     assert results == {"crash": "failed", "lacking": "skipped", "slow": "timed out", "last": "ok"}
     assert "about to fail" in outcomes["crash"].last_lines
     assert "wrote what there is" in outcomes["slow"].last_lines and outcomes["slow"].seconds < 30
     path, x = json.loads((tmp_path / "last.json").read_text())
     assert path.split(os.pathsep)[0] == str(tmp_path / "tuned") and x == "1"
     report = json.loads((tmp_path / "steps.json").read_text())
-    assert report["device"] == "none" and len(report["steps"]) == 4
-    assert gpu.summarize(driver.outcomes, 4, tmp_path) == 1
+    assert report["device"] == "none" and len(report["steps"]) == 5
+    assert gpu.summarize(driver.outcomes, 5, tmp_path) == 1
     said = capsys.readouterr().out
     log = f"{os.path.relpath(tmp_path, gpu.ROOT)}/crash.log"
     assert f"failed: crash (status 3); log: {log}" in said and "timed out: slow" in said
-    assert "skipped: lacking: no_such_module is not installed" in said and "1 of 4 steps are ok" in said
-    assert gpu.summarize(driver.outcomes[3:], 1, tmp_path) == 0
-    assert gpu.summarize(driver.outcomes[3:], 2, tmp_path) == 1, "interrupted"
+    assert "skipped: lacking: no_such_module is not installed" in said and "1 of 5 steps are ok" in said
+    assert re.search(r"dropped: long: (400|399) s were left, and it may take 500", said)
+    assert "  last: letters: 1 (expected: 1 to 1)\n! last: digits: 1 (expected: 2 to 3)\n" in said
+    assert gpu.summarize(driver.outcomes[4:], 1, tmp_path) == 0
+    assert gpu.summarize(driver.outcomes[4:], 2, tmp_path) == 1, "interrupted"
 
 
 def test_steps_that_time_nothing_run_together(benchmark) -> None:
@@ -528,9 +551,18 @@ def test_steps_that_time_nothing_run_together(benchmark) -> None:
 def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path: Path) -> None:
     gpu = benchmark("gpu")
     assert len({step.name for step in gpu.STEPS}) == len(gpu.STEPS)
+    for part in gpu.PARTS:
+        # Neighbours that time nothing run side by side.
+        groups = gpu._side_by_side(step for step in gpu.STEPS if step.part == part)
+        assert 300 < sum(max(step.seconds for step in group) for group in groups) <= gpu.PART_S, f"part {part}"
     for step in gpu.STEPS:
+        if "compile_muon" in step.command:
+            continue
         scripts = [argument for argument in step.command if argument.startswith(("benchmarks/", "examples/", "tests/"))]
-        assert scripts and all((gpu.ROOT / script).exists() for script in scripts), step.name
+        for file, _, test in (script.partition("::") for script in scripts):
+            assert (gpu.ROOT / file).exists(), f"{step.name}: {file}"
+            assert not test or f"def {test}(" in (gpu.ROOT / file).read_text(), f"{step.name}: {test}"
+        assert scripts, step.name
     package = gpu.lay_out(tmp_path / "p", copy_kernels=True) / "compile_muon"
     assert (package / "__init__.py").samefile(gpu.ROOT / "compile_muon" / "__init__.py")
     assert (package / "passes").samefile(gpu.ROOT / "passes")
@@ -538,6 +570,55 @@ def test_every_step_of_the_driver_names_files_that_are_there(benchmark, tmp_path
     assert [(e.name, e.value) for e in backend.entry_points] == [("muon_zero", "compile_muon.backend:muon_zero")]
     tiles = package / "kernels" / "gpu" / "tiles.json"
     assert tiles.read_text() and not tiles.samefile(gpu.ROOT / "kernels" / "gpu" / "tiles.json")
+
+
+def fat_binary(payloads: list[tuple[int, int, bytes]]) -> bytes:
+    """Of (kind, architecture, payload)."""
+    entries = b"".join(
+        struct.pack("<HHIQ", kind, 0, 64, len(payload))
+        + bytes(12)
+        + struct.pack("<I", architecture)
+        + bytes(32)
+        + payload
+        for kind, architecture, payload in payloads
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+
+
+def test_a_small_nccl_keeps_machine_code_for_the_gpu_there_is(benchmark) -> None:
+    nccl = benchmark("shared_nccl")
+    kept, others = b"k" * 24, [b"o" * 16, b"p" * 8]
+    code = fat_binary([(2, 80, others[0]), (2, 90, kept)]) + bytes(8) + fat_binary([(1, 90, others[1])])
+    data = bytearray(b"head" * 4 + code + b"tail" + b"relocatable")
+    sections = (
+        f"  [ 1] .nv_fatbin  PROGBITS 0 {16:x} {len(code):x}\n"
+        f"  [ 2] __nv_relfatbin  PROGBITS 0 {20 + len(code):x} {len(b'relocatable'):x}\n"
+    )
+    assert nccl.only_for(data, sections, {90}) == len(kept)
+    assert kept in data and b"tail" in data and not any(gone in data for gone in (*others, b"relocatable"))
+    assert nccl.only_for(data, sections, {100}) == 0
+
+
+def test_ranks_share_a_gpu_by_a_library_that_lets_them(benchmark, monkeypatch, tmp_path: Path) -> None:
+    nccl = benchmark("shared_nccl")
+    packed = tmp_path / "libnccl.so.2.xz"
+    packed.write_bytes(lzma.compress(b"library"))
+    said = ["2 29 7"]
+    seen: list[str] = []
+
+    def ran(command: list[str], env: dict[str, str], **how: Any) -> SimpleNamespace:
+        seen.append(env.get("LD_PRELOAD", ""))
+        return SimpleNamespace(returncode=0, stdout=said[0], stderr="")
+
+    monkeypatch.setattr(nccl.subprocess, "run", ran)
+    assert nccl.preloaded({}, tmp_path).startswith("NCCL 2.29.7 has one rank on a GPU, 2.30 may have several")
+    said[0] = "2 31 2"
+    assert nccl.preloaded({}, tmp_path) == {}
+    found = nccl.preloaded({"NCCL_LIBRARY": str(packed), "LD_PRELOAD": "other.so"}, tmp_path / "unpacked")
+    library = tmp_path / "unpacked" / "libnccl.so.2"
+    assert found == {"LD_PRELOAD": f"{library} other.so"} and library.read_bytes() == b"library"
+    assert seen == ["", "", f"{library} other.so"]
+    assert "there is no such file" in nccl.preloaded({"NCCL_LIBRARY": "nowhere"}, tmp_path)
 
 
 def test_without_a_gpu_the_driver_says_so() -> None:

@@ -20,7 +20,10 @@ from scripted import script  # noqa: E402
 
 def _attention(module: Any) -> None:
     """cuDNN is the real one, which finds no device."""
+    import torch
+
     module.enable_cudnn_sdp(False)
+    torch._C._set_cudnn_enabled(False)
 
 
 def _survey(module: Any) -> None:

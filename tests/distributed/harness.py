@@ -1,9 +1,12 @@
-"""Gloo ranks that live as long as the test session.
+"""Ranks that live as long as the test session, over Gloo, or where models train on a GPU over NCCL.
 
 Starting a rank costs seconds, a tiny training run much less: so one set of processes per world size is started when it
 is first asked for, and every test hands its function to it. A function runs on all ranks at once, in a process group
 of its own world; what it returns (or raises) on each comes back. An exception is reported with its traceback at once,
 whether or not the other ranks are stuck in a collective with the one that raised.
+
+COMPILE_MUON_TEST_BACKEND=nccl, beside COMPILE_MUON_TEST_DEVICE=cuda, sends what is on the GPU over NCCL; what is on the
+host goes over Gloo still. All ranks share the first GPU, which NCCL allows from 2.30 on: benchmarks/shared_nccl.py.
 """
 
 from __future__ import annotations
@@ -37,7 +40,19 @@ from torch._dynamo.utils import compilation_time_metrics
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-__all__ = ["Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
+__all__ = ["BACKEND", "Outcome", "RankError", "Ranks", "cpu_seconds", "single_process", "work"]
+
+#: of what ranks have where models train
+BACKEND = os.environ.get("COMPILE_MUON_TEST_BACKEND", "gloo")
+_BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+# Kernels of ranks that share a GPU wait for each other in turns: they hold little of it meanwhile. And PyTorch's
+# watchdog would write what it knows for a minute before it ends a process that has waited in vain.
+_SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+}
 
 # what the other ranks get after one has failed, before they are stopped
 _GRACE_SECONDS = 5.0
@@ -125,7 +140,10 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
     warnings.simplefilter("ignore")
     gc.freeze()  # a collection of what imports leave takes a fifth of a second, and each test ends with one
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+    if BACKEND == "nccl":
+        os.environ.update(_SHARED)
+    shared = dist.FileStore(store, world)
+    dist.init_process_group(_BACKENDS[BACKEND], store=shared, rank=rank, world_size=world, timeout=limit)
     while True:
         try:
             task = connection.recv()
@@ -136,7 +154,12 @@ def _serve(rank: int, world: int, store: str, timeout: float, connection: Connec
 
 
 def _forget_groups() -> None:
-    """Destroy what the last task made: each group polls a hundred times a second, and tests make hundreds of them."""
+    """Destroy what the last task made: each group polls a hundred times a second, and tests make hundreds of them.
+
+    Those of NCCL stay: autograd's thread of a GPU has a cache of DTensor's own, which nothing here can clear.
+    """
+    if BACKEND == "nccl":
+        return
     _clear_sharding_prop_cache()  # DTensor takes a mesh it has seen for an equal one, and so its groups
     for group in list(_world.pg_map):
         # Those named by a count: the next group of a name made from its ranks would find this one's addresses.
@@ -146,7 +169,7 @@ def _forget_groups() -> None:
 
 
 class Ranks:
-    """``world`` processes in one Gloo group on this machine, stopped while they have nothing to do.
+    """``world`` processes in one group on this machine, stopped while they have nothing to do.
 
     The threads of a process group poll, and ranks of several worlds that wait for tests have hundreds of them.
 
@@ -217,7 +240,8 @@ class Ranks:
         return outcomes
 
     def _signal(self, number: int) -> None:
-        for process in self._processes:
+        # NCCL's kernels may wait for threads of the host, and its watchdog counts the time that a process is stopped.
+        for process in self._processes if BACKEND != "nccl" else ():
             if process.exitcode is None:
                 os.kill(process.pid, number)
 

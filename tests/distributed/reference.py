@@ -43,7 +43,7 @@ __all__ = [
     "world_and_rank",
 ]
 
-#: where models train that are compared; their references stay on the host. One GPU serves several ranks, over Gloo.
+#: where models train that are compared; their references stay on the host. One GPU serves several ranks.
 DEVICE = torch.device(os.environ.get("COMPILE_MUON_TEST_DEVICE", "cpu"))
 if DEVICE.type == "cuda":
     torch.backends.cudnn.allow_tf32 = False  # of convolutions; products of float32 matrices are exact by default
@@ -201,10 +201,9 @@ def full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
-    if tensor.device.type != "cpu":
-        # Gloo's gather of several tensors reads those on a GPU as if they were on the host; from_local() moves back.
-        tensor = DTensor(tensor.to_local().cpu(), tensor._spec, requires_grad=False)
-    return tensor.full_tensor()
+    # Gathered on the host wherever it is, and so by Gloo, whose gather of several tensors reads those on a GPU as if
+    # they were on the host; from_local() would move back.
+    return DTensor(tensor.detach().to_local().cpu(), tensor._spec, requires_grad=False).full_tensor()
 
 
 def placed(batch: Any) -> Any:
@@ -270,6 +269,7 @@ def train(
     steps: int,
     codegen: str | None = None,
     reshard_after_forward: bool = True,
+    cuda_graphs: bool = False,
     slices: int = 1,
     used: int | None = None,
     compiled: Callable[[nn.Module], Any] | None = None,
@@ -286,8 +286,9 @@ def train(
     """Train ``model`` with MuonZero next to its reference, different data on each rank.
 
     Args:
-        codegen, reshard_after_forward: of the backend. Without ``codegen`` only ``update="backward"`` is compiled, by
-            "eager": the markers that run else do the same arithmetic and the same collectives, in a tenth of the time.
+        codegen, reshard_after_forward, cuda_graphs: of the backend. Without ``codegen`` only ``update="backward"`` is
+            compiled, by "eager": the markers that run else do the same arithmetic and the same collectives, in a tenth
+            of the time.
         slices, used: mistakes for the reference to make.
         compiled: how to compile, instead of ``torch.compile`` of the whole model.
         by_context: tell the optimizer about micro-batches by ``accumulate()`` instead of their number.
@@ -334,7 +335,11 @@ def train(
     elif codegen is None:
         run = model
     else:
-        options = {"codegen": codegen, "reshard_after_forward": reshard_after_forward}
+        options = {
+            "codegen": codegen,
+            "reshard_after_forward": reshard_after_forward,
+            "cuda_graphs": cuda_graphs,
+        }
         run = torch.compile(model, backend="muon_zero", options=options, dynamic=dynamic)
     named = dict(model.named_parameters())
     errors = dict.fromkeys(matrices, 0.0)

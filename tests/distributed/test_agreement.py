@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full
+from reference import DEVICE, full, placed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -66,7 +66,7 @@ def compile_as(model: Stack, how: str) -> None:
 def loss(model: nn.Module, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     x, y = torch.randn(6, WIDTH, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-    return F.cross_entropy(model(x), y)
+    return F.cross_entropy(model(placed(x)), placed(y))
 
 
 def snapshot(model: nn.Module, optimizer: compile_muon.MuonZero) -> list[Tensor]:
@@ -190,7 +190,7 @@ def test_ranks_compare_library_versions(ranks: Callable[[int], Ranks]) -> None:
 
 def diverge(stage: int, how: str, fault: str) -> tuple[str, bool, int]:
     """The error of the fourth step, whether anything changed in it, and the collectives of the third one's step()."""
-    model = stack()
+    model = stack().to(DEVICE)
     optimizer = compile_muon.MuonZero(model, stage=stage, check_replicas=2 if fault.startswith("edit") else None)
     compile_as(model, how)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -333,7 +333,7 @@ def test_a_forward_of_one_rank_alone_is_its_own_business(ranks: Callable[[int], 
 
 def edit_everywhere(stage: int) -> list[str]:
     """What all ranks do alike is no drift, by whichever way; resident weights that nobody has read since are stale."""
-    model = stack()
+    model = stack().to(DEVICE)
     optimizer = compile_muon.MuonZero(model, stage=stage, check_replicas=1)
     said = []
     for step in range(1, 4):

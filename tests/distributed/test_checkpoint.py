@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import full, world_and_rank
+from reference import DEVICE, full, placed, world_and_rank
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, stage: int, seed: int = 0, rows: int = 9, codegen: str | None = None, **settings: Any) -> None:
         torch.manual_seed(seed)
-        self.model = Net(rows)
+        self.model = Net(rows).to(DEVICE)
         settings.setdefault("muon_params", ["up.weight", "down.weight", "low.weight"])
         self.optimizer = compile_muon.MuonZero(self.model, stage=stage, ns_dtype="float32", **settings)
         self.forward: Any = self.model
@@ -88,7 +88,7 @@ class Run:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.forward(next(self.loader)).square().mean().backward()
+            self.forward(placed(next(self.loader))).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
@@ -104,7 +104,7 @@ class Run:
                 found |= {f"{name}/{slot}": value for slot, value in self.optimizer.state[param].items()}
             found[f"{group['algorithm']} lr"] = torch.tensor(group["lr"], dtype=torch.float64)
         bare = full if whole else (lambda t: t.to_local() if isinstance(t, DTensor) else t)
-        return {name: bare(value).detach().clone() for name, value in found.items()}
+        return {name: bare(value).detach().cpu().clone() for name, value in found.items()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
@@ -177,6 +177,7 @@ def save_for_others(folder: str, stage: int) -> None:
 def load_elsewhere(folder: str, stage: int, saved_by: int) -> tuple[list[str], int]:
     run = Run(stage, seed=3)
     rank = world_and_rank()[1]
+    torch.rand(())  # the run that saved took some, but not where dropout is a GPU's
     before = torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Ranks
-from reference import DEVICE, Report, full, train
+from reference import DEVICE, Report, full, placed, train
 from test_training import MATRICES, STEPS, Odd, cases, data, loss
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,13 +98,15 @@ def model_on(
         config["mesh"] = dict(zip(NAMES, mesh, strict=True))
     with torch.device("cpu" if weights is None else "meta"):
         model = Odd()
+    if weights is None:
+        model.to(DEVICE)
     return compile_muon.initialize(model, config, weights=weights)
 
 
 def advance(model: Odd, optimizer: compile_muon.MuonZero, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        found = loss(model, data(step, 0, 0))  # the same on every rank, so that worlds compare
+        found = loss(model, placed(data(step, 0, 0)))  # the same on every rank, so that worlds compare
         found.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -143,7 +145,7 @@ def load(folder: str, mesh: tuple[int, int] | None, stage: int, over: str) -> tu
     assert torch.equal(full(named["even.weight"]), found["even.weight"] + 1 + 1)
     model.load_state_dict({name: found[name] + 3 for name in named}, strict=False)  # a tied one has a second name
     assert all(torch.equal(full(param), found[name] + 3) for name, param in named.items())
-    assert torch.equal(model.even.weight, found["even.weight"] + 3)
+    assert torch.equal(model.even.weight.cpu(), found["even.weight"] + 3)
     compile_muon.load_pretrained(model, f"{folder}/weights")
     return found, advance(model, optimizer, range(2, 4))
 

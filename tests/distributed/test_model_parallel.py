@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from harness import Ranks
-from reference import Report, full, hidden_matrices, train
+from reference import DEVICE, Report, full, hidden_matrices, train
+from reference import placed as on_device
 from test_training import STEPS, cases
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
@@ -87,7 +88,7 @@ def sliced(mesh: DeviceMesh, *, tied: bool) -> tuple[nn.Module, nn.Module]:
 
 
 def train_sliced(sizes: tuple[int, ...], names: tuple[str, ...], tied: bool = False, **settings: Any) -> Report:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
     model, whole = sliced(mesh, tied=tied)
     matrices = hidden_matrices(whole, exclude=("embedding", "head"))
     return train(model, matrices, loss, data, steps=STEPS, unsharded=whole, sharing=sizes[-1], mesh=mesh, **settings)
@@ -229,7 +230,7 @@ def train_mixture(
     sizes: tuple[int, ...], names: tuple[str, ...], count: int = 4, marked: bool = False, **settings: Any
 ) -> Report:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
     model = Mixture(count)
     whole = copy.deepcopy(model)
     spread(model, mesh, marked=marked)
@@ -316,7 +317,7 @@ class Both(Sliced):
 
 def train_both(sizes: tuple[int, ...], names: tuple[str, ...], **settings: Any) -> Report:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
     model = Both()
     whole = copy.deepcopy(model)
     parallelize_module(model, mesh["tensor"], PLAN)
@@ -365,11 +366,13 @@ def model_on(
     mesh = None
     if placed is not None:
         sizes, names = placed
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = init_device_mesh(DEVICE.type, sizes, mesh_dim_names=names)
         if kind == "sliced":
             parallelize_module(model, mesh["tensor"], PLAN)
         else:
             spread(model, mesh)
+    if weights is None:
+        model.to(DEVICE)
     optimizer = MuonZero(
         model, lr=0.02, adamw_lr=0.01, ns_dtype="fp32", stage=stage, mesh=mesh, weights=weights, gradient_clipping=limit
     )
@@ -379,7 +382,7 @@ def model_on(
 def advance(model: nn.Module, optimizer: MuonZero, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        found = loss(model, data(step, 0, 0))  # the same on every rank, so that worlds compare
+        found = loss(model, on_device(data(step, 0, 0)))  # the same on every rank, so that worlds compare
         found.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import RankError
-from reference import full, hidden_matrices, train, world_and_rank
+from reference import DEVICE, full, hidden_matrices, train, world_and_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -129,7 +129,7 @@ def trained(
     whole = copy.deepcopy(own)
     if beside:
         names = tuple(name for name in ("replicate", "sequence", "tensor") if name in (beside, "sequence"))
-        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        settings["mesh"] = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=names)
         own = sliced(own, settings["mesh"]["tensor"]) if beside == "tensor" else own
     if checkpointed:
         own.gradient_checkpointing_enable({"use_reentrant": False})

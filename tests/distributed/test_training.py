@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ranks
+from harness import BACKEND, Ranks
 from reference import DIRECTION_TOLERANCE, PARAMETER_TOLERANCE, Report, train
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,6 +110,13 @@ def cases(
 def test_pairwise_is_pairwise() -> None:
     for (i, left), (j, right) in itertools.combinations(enumerate(AXES.values()), 2):
         assert {(c[i], c[j]) for c in PAIRWISE} == set(itertools.product(left, right))
+
+
+@pytest.mark.skipif(BACKEND != "nccl", reason="needs several ranks over NCCL, which can be captured")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_steps_that_are_replayed(ranks: Callable[[int], Ranks], stage: int) -> None:
+    settings = {"codegen": "inductor", "cuda_graphs": True, "update": "backward", "checks": "next_step"}
+    check(ranks(2), stage=stage, **settings)
 
 
 @pytest.mark.campaign

@@ -331,10 +331,12 @@ def _attention(clock: _Clock) -> Iterator[Sample]:
         for width in (32, 64, 128):
             heads = max(1, 2**14 // sequence)
             x = torch.randn(1, sequence, 3, heads, width, device=clock.device).to(getattr(torch, dtype))
-            q, k, v = x.requires_grad_().permute(2, 0, 3, 1, 4).unbind(0)
-            gradient = torch.randn_like(q)
+            parts = x.permute(2, 0, 3, 1, 4).unbind(0)
+            gradient = torch.randn_like(parts[0])
 
-            def run(q=q, k=k, v=v, x=x, gradient=gradient):  # type: ignore[no-untyped-def]
+            def run(parts=parts, gradient=gradient):  # type: ignore[no-untyped-def]
+                # Leaves of each run: what was made on another stream than a graph is captured on cannot be in it.
+                q, k, v = (part.detach().requires_grad_() for part in parts)
                 found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
                 torch.autograd.grad(found, (q, k, v), gradient)
 

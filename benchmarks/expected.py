@@ -1,0 +1,107 @@
+"""What a step of `make gpu` is expected to measure, and the readers that find it in the step's JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Reader = Callable[[Any], float | None]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A number that a step measures.
+
+    Args:
+        what: in words.
+        read: finds it in the step's JSON; None where it was not measured.
+        least, most: what it should lie between, on an H100.
+        unit: of all three.
+    """
+
+    what: str
+    read: Reader
+    least: float
+    most: float
+    unit: str
+
+    def line(self, found: Any) -> str:
+        """With a mark in front where the number is not as expected.
+
+        >>> about = Expected("a list", lambda found: found["ms"], 14, 17, "ms")
+        >>> about.line({"ms": 15.31})
+        '  a list: 15.3 ms (expected: 14 to 17)'
+        >>> about.line({"ms": 21.0})
+        '! a list: 21 ms (expected: 14 to 17)'
+        """
+        try:
+            value = self.read(found)
+        except (KeyError, IndexError, TypeError, statistics.StatisticsError):
+            value = None
+        span = f"{self.least:g} to {self.most:g}" if self.least > 0 else f"at most {self.most:g}"
+        if math.isinf(self.most):
+            span = f"at least {self.least:g}"
+        if value is None:
+            return f"! {self.what}: not measured (expected: {span} {self.unit})"
+        mark = " " if self.least <= value <= self.most else "!"
+        return f"{mark} {self.what}: {value:.3g} {self.unit}".rstrip() + f" (expected: {span})"
+
+
+def compared(expected: Iterable[Expected], file: Path) -> list[str]:
+    """A line for each; all are not measured where the file is not there."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        found = None
+    return [each.line(found) for each in expected]
+
+
+def _samples(found: Any, contender: str) -> Iterator[Any]:
+    return (run for run in found["samples"] if run["contender"] == contender and not run["error"])
+
+
+def step_ms(contender: str) -> Reader:
+    """Median step in `train_step.py`."""
+    return lambda found: 1e3 * statistics.median(s for run in _samples(found, contender) for s in run["step_s"])
+
+
+def price(one: str, other: str) -> Reader:
+    """Median over rounds of one contender's step in parts of another's."""
+
+    def read(found: Any) -> float:
+        both = ([s for run in _samples(found, name) for s in run["step_s"]] for name in (one, other))
+        return statistics.median(a / b for a, b in zip(*both, strict=True))
+
+    return read
+
+
+def peak_gb(contender: str) -> Reader:
+    return lambda found: max(run["peak_bytes"] for run in _samples(found, contender)) / 1e9
+
+
+def list_ms(case: str, method: str, way: str) -> Reader:
+    """Of `lists.py`."""
+    return lambda found: _row(found, case=case, method=method, way=way)["ms"]
+
+
+def sustained_tflops(found: Any) -> float:
+    return statistics.median(row["sustained_tflops"] for row in found["rows"])
+
+
+def held_times(what: str, held: int) -> Reader:
+    """Of `contention.py`."""
+    return lambda found: _row(found, what=what, held=held)["times"]
+
+
+def speed_up(product: str, size: int) -> Reader:
+    """Of `products.py`, over torch."""
+    return lambda found: _row(found, product=product, size=size)["speed_up"]
+
+
+def _row(found: Any, **where: object) -> Any:
+    return next((row for row in found["rows"] if all(row[key] == value for key, value in where.items())), None)

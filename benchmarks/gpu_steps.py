@@ -1,0 +1,233 @@
+"""The steps of `make gpu`: what is run, for how long at most, in which part of half an hour, and what is expected."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from expected import Expected, held_times, list_ms, peak_gb, price, speed_up, step_ms, sustained_tflops
+
+PARTS = {
+    1: "what is fast: products, lists, a step of 1 G parameters, multiprocessors that are held",
+    2: "several ranks over NCCL, 65,536 tokens a step, where a step goes, memory",
+    3: "what is right: kernels, offsets, accesses out of bounds; momenta, CUDA graphs, links",
+    4: "if minutes are left: tiles for lists, and what they are worth",
+}
+
+ONE_RANK = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1")
+TWO_RANKS = (*ONE_RANK[:-1], "--nproc_per_node=2")
+EXAMPLE = ("examples/train_gpt.py", "--steps", "30", "--width", "512", "--sample-bytes", "50")
+# Also what the suite leaves to campaigns: a GPU takes no time for it.
+PYTEST = ("-m", "pytest", "-q", "-rs", "-m", "", "-o", "cpu_limit=600", "tests/kernels/gpu")
+# What compiles ahead or is interpreted needs no GPU. Side by side, tests wait for the compiler and not for each other.
+ON_GPU = tuple(f"--ignore=tests/kernels/gpu/{name}" for name in ("test_ahead.py", "test_interpreter.py"))
+WORKERS = str(max(2, min(8, (os.cpu_count() or 1) // 2)))
+PARALLEL = ("-n", WORKERS) if importlib.util.find_spec("xdist") else ()
+FILE_BY_FILE = (*PARALLEL, "--dist", "loadfile") if PARALLEL else ()  # each starts its ranks once
+#: kernels of ranks that wait for each other share the GPU's time with those of all others
+FEW_FILES = ("-n", "4", "--dist", "loadfile") if PARALLEL else ()
+#: of tests/distributed: those that train where they are told to
+TRAINED = ("training", "meshes", "methods", "offload", "sequence", "models", "checkpointing")
+#: of those, and of others that do, what is to be seen over NCCL: stages and both updates, CUDA graphs; replicas of
+#: shards; tensor slices and experts; heads and rings; offload; checkpoints on other worlds; ranks that are lost, or
+#: differ
+NCCL = (
+    "tests/distributed/test_training.py",
+    "tests/distributed/test_meshes.py",
+    *(f"tests/distributed/test_model_parallel.py::test_shards_of_{what}" for what in ("tensor_slices", "experts")),
+    "tests/distributed/test_sequence.py::test_two_ranks_of_one_sequence_train_as_one",
+    "tests/distributed/test_sequence.py::test_keys_and_values_go_around",
+    "tests/distributed/test_offload.py",
+    "tests/distributed/test_checkpoint.py::test_a_run_goes_on_as_if_never_stopped",
+    "tests/distributed/test_checkpoint.py::test_any_world_and_stage_loads_what_another_saved",
+    "tests/distributed/test_failures.py::test_losing_a_rank_ends_the_others_within_the_timeout",
+    "tests/distributed/test_agreement.py::test_other_hyperparameters_on_one_rank",
+    "tests/distributed/test_agreement.py::test_blocks_in_another_order_on_one_rank",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of this interpreter, run in the checkout's root.
+
+    Args:
+        name: of the step, of its log and of its results.
+        seconds: that it may take.
+        tells: what is known afterwards.
+        command: arguments of Python. {out} is the folder of the results, {tuned} that of a copy of the package,
+            {caches} one that parts share.
+        part: of half an hour that it belongs to; 0 for none.
+        expected: of its results, {out}/NAME.json.
+        needs: modules beside torch and Triton.
+        environment: added to the driver's.
+        config: for the example: written to {out}/NAME.config.json, which is handed to it.
+        tuned: run with the copy of the package whose tiles the step "tune" has written.
+        several: ranks share this GPU over NCCL, which has to let them: see shared_nccl.py.
+        timed: nothing else may run beside it.
+        numbers: what the device computes is compared, so that there is nothing to rehearse.
+        rehearsed: added to the command where there is no GPU.
+    """
+
+    name: str
+    seconds: float
+    tells: str
+    command: tuple[str, ...]
+    part: int = 0
+    expected: tuple[Expected, ...] = ()
+    needs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, object] | None = None
+    tuned: bool = False
+    several: bool = False
+    timed: bool = False
+    numbers: bool = False
+    rehearsed: tuple[str, ...] = ()
+
+
+def _train(stage: int, how: str = "compiled", launcher: tuple[str, ...] = ONE_RANK) -> Step:
+    compiled = {"eager": False, "graphs": {"cuda_graphs": True}}.get(how, True)
+    return Step(
+        f"train-{stage}-{how}",
+        300,
+        f"the example trains at stage {stage} in bfloat16: {how}",
+        (*launcher, *EXAMPLE, "--out", "{out}/{name}"),
+        needs=("rich", "matplotlib"),
+        environment={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+        config={
+            "compile": compiled,
+            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005}},
+            "zero_optimization": {"stage": stage},
+            "bf16": {"enabled": True},
+        },
+        rehearsed=("--sample-bytes", "0"),  # bytes that are sampled are numbers too
+    )
+
+
+_SHAPES = ("square 1024", "square 2048", "square 4096", "square 8192", "8B gate, up", "8B key, value", "experts")
+_ALL_SHAPES = (*_SHAPES, "8B, all matrices")
+
+
+def _newton_schulz(name: str, tells: str, shapes: Sequence[str], *, tuned: bool = False) -> Step:
+    command = ("benchmarks/newton_schulz.py", "--shapes", *shapes, "--repeats", "3", "--json", "{out}/{name}.json")
+    return Step(name, 600, tells, command, needs=("rich",), tuned=tuned, timed=True)
+
+
+#: of a step that two cores rehearse; the others are the same again
+_FEW_LAYERS = ("--layers", "2")
+
+
+def _one_billion(
+    name: str,
+    seconds: int,
+    tells: str,
+    contenders: Sequence[str],
+    *more: str,
+    part: int,
+    expected: tuple[Expected, ...] = (),
+    preset: str = "1b",
+    tuned: bool = False,
+) -> Step:
+    """Of contenders in turns on this card; three of them take some 65 GB."""
+    command = ("benchmarks/train_step.py", "--preset", preset, "--device", "cuda", "--dtype", "bfloat16", "--ranks")
+    command += ("1", "--stages", "0", "--repeats", "1", "--timeout", str(seconds), "--caches", "{caches}/inductor")
+    command += ("--contenders", *contenders, *more, "--json", "{out}/{name}.json")
+    return Step(
+        name, seconds, tells, command, part, expected, needs=("rich", "matplotlib"), tuned=tuned, timed=True,
+        rehearsed=("--timeout", "3000", *_FEW_LAYERS),
+    )  # fmt: skip
+
+
+_LIST = "1b, 20 matrices"
+_OF_LISTS = (
+    Expected("a list of the 1 G step, standard, bfloat16", list_ms(_LIST, "standard", "list"), 14, 17, "ms"),
+    Expected("the same, replayed", list_ms(_LIST, "standard", "replayed"), 14, 17, "ms"),
+    Expected("a list of the 1 G step, auto, float16", list_ms(_LIST, "auto", "list"), 8, 12, "ms"),
+    Expected("the same, replayed", list_ms(_LIST, "auto", "replayed"), 8, 12, "ms"),
+    Expected("a product of 8192 that goes on", sustained_tflops, 650, 690, "TFLOP/s"),
+)
+
+
+def _lists(name: str, tells: str, part: int, *, tuned: bool = False) -> Step:
+    command = ("benchmarks/lists.py", "--json", "{out}/{name}.json")
+    # A device that computes nothing is said to take a tenth of a millisecond for anything.
+    return Step(name, 120, tells, command, part, _OF_LISTS, tuned=tuned, timed=True, rehearsed=("--seconds", "0.001"))
+
+
+STEPS = (
+    Step("products", 80, "the kernels launch, are right, and win from some size on",
+         ("benchmarks/products.py", "--json", "{out}/{name}.json"), 1, (
+             Expected("X Xᵀ at 8192, times as fast as torch", speed_up("X Xᵀ", 8192), 1.8, 2.2, ""),
+             Expected("aX + BX at 8192, times as fast as torch", speed_up("aX + BX", 8192), 0.98, 1.15, ""),
+         ), timed=True),
+    _lists("lists", "whole Newton–Schulz as a step has it, beside a product of the same minute", 1),
+    _one_billion("step-8k", 150, "8,192 tokens a step: Muon by auto and standard, and AdamW, in turns",
+                 ("ours-muon-auto", "ours-muon", "ours-adamw"), "--steps", "8", part=1, expected=(
+                     Expected("Muon, auto", step_ms("ours-muon-auto"), 166, 184, "ms"),
+                     Expected("Muon, standard", step_ms("ours-muon"), 178, 196, "ms"),
+                     Expected("AdamW", step_ms("ours-adamw"), 106, 118, "ms"),
+                 )),
+    _one_billion("step-8k-plain", 110, "the same of plain torch.compile with its Muon, and with AdamW",
+                 ("plain-muon", "plain-adamw"), part=1, expected=(
+                     Expected("plain torch, Muon", step_ms("plain-muon"), 195, 215, "ms"),
+                 )),
+    Step("contention", 50, "what Newton–Schulz takes while collectives hold multiprocessors",
+         ("benchmarks/contention.py", "--json", "{out}/{name}.json"), 1, (
+             Expected("a list dealt in waves, 8 of 132 held", held_times("in waves", 8), 1.0, 1.12, "times"),
+             Expected("a list dealt in waves, 16 held", held_times("in waves", 16), 1.0, 1.2, "times"),
+             Expected("a list dealt in one wave, 16 held", held_times("list of 20", 16), 1.0, 2.0, "times"),
+         ), timed=True),
+    Step("nccl", 210, "ranks over NCCL on this GPU train as one does on the host; who is lost, or differs, is named",
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FEW_FILES, *NCCL), 2,
+         needs=("pytest", "rich", "transformers"), several=True,
+         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "COMPILE_MUON_TEST_BACKEND": "nccl", "OMP_NUM_THREADS": "1"},
+         numbers=True),
+    _one_billion("step-65k", 170, "65,536 tokens a step: what Muon costs where people train",
+                 ("ours-muon-auto", "ours-adamw"), "--micro-batches", "8", "--steps", "4", "--warmup", "1", part=2,
+                 preset="1b-65k", expected=(
+                     Expected("Muon / AdamW", price("ours-muon-auto", "ours-adamw"), 0.9, 1.1, ""),
+                 )),
+    Step("profile", 70, "where the step of 1 G parameters goes: ranges, and kernels by their time",
+         ("benchmarks/profile_step.py", "--preset", "1b", "--json", "{out}/{name}.json", "--trace",
+          "{out}/{name}.trace.json"), 2, timed=True, rehearsed=_FEW_LAYERS),
+    _one_billion("memory-1b", 120, "peak memory beside the plan",
+                 ("ours-muon-auto", "ours-adamw", "plain-muon"), "--memory", "--steps", "1", part=2, expected=(
+                     Expected("peak with Muon", peak_gb("ours-muon-auto"), 18.8, 19.6, "GB"),
+                     Expected("peak with AdamW", peak_gb("ours-adamw"), 22.8, 23.7, "GB"),
+                 )),
+    Step("tests", 220, "everything else about the kernels",
+         (*PYTEST, *ON_GPU, *PARALLEL, "-k", "not sanitizer and not 32_bit"), 3,
+         needs=("pytest", "rich"), numbers=True),
+    Step("offsets", 120, "batches beyond 2³¹ elements", (*PYTEST, "-k", "32_bit"), 3,
+         needs=("pytest", "rich"), numbers=True),
+    # The caching allocator hides what is out of bounds within its blocks.
+    Step("sanitizer", 220, "no access out of bounds", (*PYTEST, "-k", "sanitizer"), 3,
+         needs=("pytest", "rich"), environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, numbers=True),
+    _one_billion("step-8k-momenta", 130, "momenta in bfloat16 and in 8 bits beside float32, in turns",
+                 ("ours-muon-auto", "ours-muon-bfloat16", "ours-muon-8bit"), part=3),
+    _one_billion("step-8k-graphs", 100, "a step in CUDA graphs beside one that is launched",
+                 ("ours-muon-auto", "ours-muon-graphs"), part=3),
+    Step("calibrate", 120, "what the planner needs of this machine: rates, the link to the host, the disk",
+         ("-m", "compile_muon", "calibrate", "--out", "{out}/{name}.json", "--disk", "{caches}"), 3, timed=True),
+    Step("tune", 270, "tiles and thresholds as measured in launches for lists; the checkout keeps its own",
+         ("benchmarks/tune_tiles.py", "--lists", "--minutes", "4", "--write",
+          "{tuned}/compile_muon/kernels/gpu/tiles.json", "--json", "{out}/tiles.json"), 4,
+         needs=("rich",), tuned=True, timed=True, rehearsed=("--minutes", "60", "--candidates", "3")),
+    _lists("lists-tuned", "what the tuned tiles are worth", 4, tuned=True),
+    _one_billion("step-8k-tuned", 110, "the step with them", ("ours-muon-auto", "ours-adamw"), part=4, tuned=True),
+    Step("training", 480, "several ranks on this GPU train as one does on the host: stages, methods, meshes, offload",
+         ("-m", "pytest", "-q", "-rs", "-m", "not full and not campaign", "-o", "cpu_limit=600", *FILE_BY_FILE,
+          "tests/passes/exchange/test_partial_attention.py",
+          *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
+         needs=("pytest", "rich", "transformers"),
+         environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
+    _train(0),
+    _train(0, "eager"),
+    _train(3),
+    _train(3, "eager"),
+    _train(3, "graphs"),
+    _train(3, "two-ranks", TWO_RANKS),
+    _newton_schulz("newton-schulz", "percent of peak, where cuBLAS and other libraries are faster", _ALL_SHAPES),
+    _newton_schulz("newton-schulz-tuned", "what the tuned tiles are worth, beside them", _SHAPES, tuned=True),
+)  # fmt: skip
