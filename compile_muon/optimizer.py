@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
+from compile_muon.engine import Engine
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
@@ -41,6 +42,7 @@ from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
+from compile_muon.runtime.account import Account
 from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.parameter import part_of
 from compile_muon.runtime.recorded import Recorded
@@ -49,9 +51,6 @@ from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
 from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
-
-if TYPE_CHECKING:
-    from compile_muon.storage.ranks import Ranks
 
 __all__ = ["MuonZero"]
 
@@ -194,52 +193,48 @@ class MuonZero(Optimizer):
         self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init))
         return self
 
-    #: what checkpoints meet in, once there was one; a process group has threads, and stays
-    _apart: Ranks | None = None
+    #: what checkpoints, plans and integrations may name of the optimizer at work
+    engine: Engine
 
     def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
-        self._ledger, self._assignments, self._ownership = made.ledger, made.assignments, made.ownership
-        self._mesh, self._group, self._stages, self._sequence = made.mesh, made.group, made.stages, made.sequence
-        self._hyper, self._compares = made.hyper, made.compares
         trained = made.trained
-        super().__init__([self._param_group(group) for group in made.groups], {})
+        super().__init__([_param_group(group, made.ledger.accounts) for group in made.groups], {})
         # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
         cycled = "momentum" if any(account.spec.muon is not None for account in trained) else "betas"
         self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
-        self._steps = Step(
-            self, config, {group.name: group.method for group in made.groups}, self._ledger, self._group, self._stages,
-            made.hyper.device, self._compares, self._ownership.check, self._ledger.accounts[0].handouts, lr_scale,
-            made.sequence.differing_batches if made.sequence is not None and self._compares else str, made.home,
+        step = Step(
+            self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group, made.stages,
+            made.hyper.device, made.compares, made.ownership.check, made.ledger.accounts[0].handouts, lr_scale,
+            made.sequence.differing_batches if made.sequence is not None and made.compares else str, made.home,
+        )  # fmt: skip
+        self.engine = Engine(
+            made.ledger, step, made.ownership, made.assignments, made.mesh, made.group, made.stages, made.sequence,
+            made.hyper, made.compares,
         )  # fmt: skip
         if made.home is not None:
             made.home.attach(trained, self)
         if made.hyper.device.type == "cuda":
-            self._steps.recorded = Recorded()
-        self._steps.create_state()
-        self._steps.sync_momentum()
-        self._ledger.before_backward = self._steps.sync_momentum
+            step.recorded = Recorded()
+        step.create_state()
+        step.sync_momentum()
+        made.ledger.before_backward = step.sync_momentum
         refuse_shared(self)
         self.scheduler = None if config.scheduler is None else config.scheduler.build(self)
         self._scheduled: int | None = None
-
-    def _param_group(self, group: Group) -> dict[str, Any]:
-        by_name = {account.name: account.param for account in self._ledger.accounts}
-        named = [(name, by_name[name]) for name in group.members]
-        return {"params": named, "algorithm": group.method.name, "name": group.name, **group.rates}
 
     # ------------------------------------------------------------------ what users read
 
     def accumulate(self) -> AbstractContextManager[None]:
         """``with optimizer.accumulate():`` around every micro-batch but the last of a step (DDP's ``no_sync``)."""
-        return self._ledger.accumulate()
+        return self.engine.ledger.accumulate()
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and orthogonalized since the start, counted from the graphs that ran."""
-        return self._ledger.counters.traffic
+        return self.engine.ledger.counters.traffic
 
     @property
     def data_place(self) -> DataPlace:
@@ -247,18 +242,18 @@ class MuonZero(Optimizer):
 
         ``DistributedSampler(dataset, num_replicas=place.world, rank=place.rank)`` takes it.
         """
-        return DataPlace(0, 1) if self._mesh is None else self._mesh.data_place
+        return DataPlace(0, 1) if self.engine.mesh is None else self.engine.mesh.data_place
 
     @property
     def sequence_place(self) -> DataPlace:
         """Which part of each sequence this rank is to be given where ``sequence_parallel.inputs`` is "sharded"."""
-        place = None if self._sequence is None else self._sequence.place
+        place = None if self.engine.sequence is None else self.engine.sequence.place
         return DataPlace(0, 1) if place is None else DataPlace(place.index, place.size)
 
     @property
     def grad_norm(self) -> Tensor | None:
         """Of the latest step, before clipping; 0-dim fp32 on the device, None before the first."""
-        return self._steps.grad_norm
+        return self.engine.step.grad_norm
 
     def metrics(self) -> dict[str, float]:
         """The latest step in plain numbers for a logger, all finite, so that they are JSON.
@@ -271,10 +266,10 @@ class MuonZero(Optimizer):
             first step, and of one that was skipped, whose norm is inf or NaN.
         """
         self.check()
-        logit = self._steps.max_logit
+        logit = self.engine.step.max_logit
         # The first group of a method tells its rate.
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)}
-        seen = {"grad_norm": self._steps.norm, "max_logit": math.nan if logit is None else float(logit)}
+        seen = {"grad_norm": self.engine.step.norm, "max_logit": math.nan if logit is None else float(logit)}
         return {name: number for name, number in seen.items() if math.isfinite(number)} | rates
 
     def totals(self) -> dict[str, int]:
@@ -288,11 +283,11 @@ class MuonZero(Optimizer):
             that its collectives use), and with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
         """
         self.check()
-        counters, home, mesh = self._ledger.counters, self._steps.home, self._mesh
+        counters, home, mesh = self.engine.ledger.counters, self.engine.home, self.engine.mesh
         disk = (0, 0) if home is None else home.disk_bytes
         return {
             **counters.numbers(by_axis=mesh is not None and len(mesh.names) > 1),
-            "compiled_graphs": counters.graphs + len(self._steps.step_graphs),
+            "compiled_graphs": counters.graphs + len(self.engine.step.step_graphs),
             "communicators": 0 if mesh is None else mesh.process_groups,
             **({"disk_bytes_read": disk[0], "disk_bytes_written": disk[1]} if any(disk) else {}),
         }
@@ -305,12 +300,14 @@ class MuonZero(Optimizer):
         Raises:
             NonFiniteError, LedgerError: for that step, which has written nothing.
         """
-        if self._steps.check() is False:
+        if self.engine.step.check() is False:
             self._scheduled = None
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(self._ledger.accounts, self._assignments, self.config, self._mesh, self._steps.outside)
+        return summarize(
+            self.engine.params, self.engine.assignments, self.config, self.engine.mesh, self.engine.step.outside
+        )
 
     # ------------------------------------------------------------------ step
 
@@ -336,17 +333,17 @@ class MuonZero(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        status = self._ledger.status
-        others = contextlib.nullcontext() if self._stages is None else self._stages.step(status.step)
-        range_ = self._ledger.range("step", payload=status.step)
+        status = self.engine.status
+        others = contextlib.nullcontext() if self.engine.stages is None else self.engine.stages.step(status.step)
+        range_ = self.engine.ledger.range("step", payload=status.step)
         with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
             self.check()
             if self.scheduler is not None:
                 check_stepped(self.scheduler, self._scheduled)
             self._unfreeze()
-            if self._sequence is not None and self._compares:
-                check_first(self._sequence)
-            if self._steps.run():
+            if self.engine.sequence is not None and self.engine.compares:
+                check_first(self.engine.sequence)
+            if self.engine.step.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
 
@@ -360,18 +357,18 @@ class MuonZero(Optimizer):
         Raises:
             LedgerError, NonFiniteError: of the latest step, see :meth:`check`; all is released.
         """
-        if self._hyper.device.type == "cuda":
-            torch.cuda.synchronize(self._hyper.device)
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)
         try:
             self.check()
         finally:
-            self._steps.release()
+            self.engine.step.release()
             torch.compiler.reset()  # Inductor's go with what it has compiled
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients, and what was made from them."""
         super().zero_grad(set_to_none)
-        self._ledger.drop_gradients()
+        self.engine.ledger.drop_gradients()
 
     # ------------------------------------------------------------------ state
 
@@ -399,8 +396,8 @@ class MuonZero(Optimizer):
         """
         if "algorithm" in param_group:  # from below
             return super().add_param_group(param_group)
-        with self._ledger.status.at("add_param_group"):
-            self._unfreeze(*group_of(param_group, self._ownership.model, self.param_groups))
+        with self.engine.status.at("add_param_group"):
+            self._unfreeze(*group_of(param_group, self.engine.model, self.param_groups))
 
     def _unfreeze(self, own: GroupConfig | None = None, members: Sequence[str] | None = None) -> None:
         """Make state for what was frozen and requires a gradient now.
@@ -408,21 +405,21 @@ class MuonZero(Optimizer):
         Args:
             own: a group, and its members; None for all, in the groups of the configuration.
         """
-        unfrozen = self._ownership.unfrozen()
+        unfrozen = self.engine.ownership.unfrozen()
         accounts = [account for account in unfrozen if members is None or account.name in members]
         if not accounts:
             return
-        self._ledger.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
-        agree_on(accounts, self._group if self._compares else None)
-        names, partial = [account.name for account in accounts], self._stages is not None
-        assignments, groups = plan_unfrozen(self._ownership.model, self.config, names, own, partial=partial)
-        self._assignments |= assignments
+        self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
+        agree_on(accounts, self.engine.group if self.engine.compares else None)
+        names, partial = [account.name for account in accounts], self.engine.stages is not None
+        assignments, groups = plan_unfrozen(self.engine.model, self.config, names, own, partial=partial)
+        self.engine.assignments |= assignments
         for group in groups:
             known = next((known for known in self.param_groups if known["name"] == group.name), None)
             joining = [account for account in accounts if account.name in group.members]
-            like = None if known is None else self._steps.accounts[known["params"][0]]
-            take_up(joining, assignments, self.config, self._hyper, like)
-            added = self._param_group(group)
+            like = None if known is None else self.engine.step.accounts[known["params"][0]]
+            take_up(joining, assignments, self.config, self.engine.hyper, like)
+            added = _param_group(group, self.engine.params)
             if known is None:
                 super().add_param_group(added)
             else:
@@ -431,8 +428,8 @@ class MuonZero(Optimizer):
         warn_of_half_masters(accounts)
         if own is not None:
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
-        self._steps.take_up(accounts, {group.name: group.method for group in groups})
-        self._ownership.take_up(accounts)
+        self.engine.step.take_up(accounts, {group.name: group.method for group in groups})
+        self.engine.ownership.take_up(accounts)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, of this rank's shards: each rank loads what it saved. A file of one rank's says so."""
@@ -454,24 +451,29 @@ class MuonZero(Optimizer):
             CheckpointError: groups differ, in their names, parameters or kinds of values; nothing is loaded.
         """
         refuse_states_of_another(state_dict)
-        self._join(name for group in state_dict["param_groups"] for name in group.get("param_names", ()))
+        self.unfreeze(name for group in state_dict["param_groups"] for name in group.get("param_names", ()))
         problems = state_problems(self.param_groups, state_dict["param_groups"])
         if problems:
             raise CheckpointError(
                 f"{len(problems)} things do not fit; make the groups as they were saved:\n  " + "\n  ".join(problems)
             )
-        self._steps.check_momentum(state_dict["param_groups"])
+        self.engine.step.check_momentum(state_dict["param_groups"])
         super().load_state_dict(state_dict)
         self.loaded()
 
-    def _join(self, trained: Iterable[str]) -> None:
-        """What requires a gradient by now, and was trained in what is about to be loaded, is trained from now on.
+    def unfreeze(self, names: Iterable[str] | None = None) -> None:
+        """Train from now on what was frozen when the model was sharded and requires a gradient by now.
 
+        It joins the groups that the configuration has for it; on all ranks alike. ``step()`` does so by itself.
+
+        Args:
+            names: of the parameters; None for all.
         Raises:
             UnsupportedModelError: other ranks unfroze other parameters.
+            PeerError: other ranks do something else.
         """
-        with self._ledger.status.at("loading"):
-            self._unfreeze(members=list(trained))
+        with self.engine.status.at("unfreezing"):
+            self._unfreeze(members=None if names is None else list(names))
 
     def loaded(self, steps: int | None = None) -> None:
         """Weights or optimizer state were written from outside: directions are made anew, replicas gathered anew.
@@ -479,13 +481,19 @@ class MuonZero(Optimizer):
         Args:
             steps: how many steps of training they have behind them, if known; only errors count by it.
         """
-        self._steps.pending = None  # of a step whose weights are gone
+        self.engine.step.pending = None  # of a step whose weights are gone
         if steps is not None:
-            self._ledger.status.step = steps + 1
-        for account in self._steps.muon:
+            self.engine.status.step = steps + 1
+        for account in self.engine.step.muon:
             account.speculations.drop()
-        self._steps.own_momenta()
-        if self._steps.home is not None:
-            self._steps.home.loaded()
-        self._steps.sync_momentum()
-        self._ledger.count(start_refresh(self._ledger.accounts))
+        self.engine.step.own_momenta()
+        if self.engine.home is not None:
+            self.engine.home.loaded()
+        self.engine.step.sync_momentum()
+        self.engine.ledger.count(start_refresh(self.engine.params))
+
+
+def _param_group(group: Group, accounts: Iterable[Account]) -> dict[str, Any]:
+    by_name = {account.name: account.param for account in accounts}
+    named = [(name, by_name[name]) for name in group.members]
+    return {"params": named, "algorithm": group.method.name, "name": group.name, **group.rates}

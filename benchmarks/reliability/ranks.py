@@ -222,7 +222,7 @@ class Training:
     def held(self) -> dict[str, Tensor]:
         """This rank's parameters, and the whole copies of stages 1 and 2 under their names with a colon."""
         found = {}
-        for account in self.optimizer._ledger.accounts:
+        for account in self.optimizer.engine.params:
             param = account.param.detach()
             found[account.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
             if account.replica is not None:

@@ -107,7 +107,7 @@ class Checkpointer:
         optimizer.check()
         step = check_integer("step", step, low=0)
         doing = f"checkpoint of step {step} was not saved"
-        with optimizer._ledger.status.at("Checkpointer.save"):
+        with optimizer.engine.status.at("Checkpointer.save"):
             ranks = _ranks_of(optimizer)
             with ranks.together(doing):
                 contents = contents_of(model, optimizer)
@@ -215,13 +215,13 @@ class Checkpointer:
                 trained in the checkpoint, has joined the optimizer).
         """
         self.wait()
-        with optimizer._ledger.status.at("Checkpointer.load"):
+        with optimizer.engine.status.at("Checkpointer.load"):
             ranks = _ranks_of(optimizer)
             manifest = self._choose(ranks, step)
         if manifest is None:
             return None
-        optimizer._join(manifest.trained())
-        with optimizer._ledger.status.at("Checkpointer.load"):
+        optimizer.unfreeze(manifest.trained())
+        with optimizer.engine.status.at("Checkpointer.load"):
             return self._load(ranks, manifest, model, optimizer, scheduler, loader, strict)
 
     def _load(
@@ -253,7 +253,7 @@ class Checkpointer:
             read_tensors(manifest.reader(place), staged)
             self._own_buffers(staged, sources, contents, values)
             contents.check_writable(sources)
-            optimizer._steps.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
+            optimizer.engine.step.check_momentum([g | groups.get(g["name"], {}) for g in optimizer.param_groups])
             extra = {n.removeprefix("extra."): values.get(n) for n in values.encoded if n.startswith("extra.")}
             generators = values.get("random") if "random" in values else None
             if generators is not None:
@@ -365,10 +365,10 @@ class Checkpointer:
 
 def _ranks_of(optimizer: MuonZero) -> Ranks:
     """Those that all checkpointers of an optimizer meet in, when nothing is under way behind training; collective."""
-    if optimizer._apart is None:
-        optimizer._apart = Ranks(optimizer._group, optimizer._hyper.device, optimizer._ledger.status)
-    optimizer._apart.settle()
-    return optimizer._apart
+    if optimizer.engine.meeting is None:
+        optimizer.engine.meeting = Ranks(optimizer.engine.group, optimizer.engine.device, optimizer.engine.status)
+    optimizer.engine.meeting.settle()
+    return optimizer.engine.meeting
 
 
 def _differs(everyone: Sequence[tuple[int, Any, dict[str, str]]], step: int) -> CheckpointError | None:

@@ -92,11 +92,11 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
         UnsupportedModelError: a gathered copy of a parameter was edited.
     """
-    optimizer._ledger.accounts[0].handouts.check(thoroughly=True)
-    optimizer._steps.own_momenta()
-    found, home = Contents(), optimizer._steps.home
+    optimizer.engine.params[0].handouts.check(thoroughly=True)
+    optimizer.engine.step.own_momenta()
+    found, home = Contents(), optimizer.engine.home
     algorithm: dict[int, str] = {}
-    sharded = {id(account.param): account.name for account in optimizer._ledger.accounts}
+    sharded = {id(account.param): account.name for account in optimizer.engine.params}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
         found.groups[group["name"]] = values_of(group)

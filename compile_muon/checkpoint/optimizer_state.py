@@ -25,7 +25,7 @@ __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 
 def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, Entry]]:
     """Parameter, slot, tensor; the same on every rank."""
-    accounts = {id(account.param): account for account in optimizer._ledger.accounts}
+    accounts = {id(account.param): account for account in optimizer.engine.params}
     for group in optimizer.param_groups:
         for param in group["params"]:
             account = accounts[id(param)]
@@ -35,8 +35,8 @@ def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, Entry]]:
 
 
 def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
-    group, device = optimizer._group, optimizer._hyper.device
-    return Ranks(group, device, optimizer._ledger.status, apart=False), Wire(group, device)
+    group, device = optimizer.engine.group, optimizer.engine.device
+    return Ranks(group, device, optimizer.engine.status, apart=False), Wire(group, device)
 
 
 def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
         CheckpointError: rank 0 has no room; on every rank.
         PeerError: a rank does not come; it takes the time-out of the process group.
     """
-    with optimizer._ledger.status.at("full_optimizer_state"):
+    with optimizer.engine.status.at("full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
-        optimizer._steps.own_momenta()
+        optimizer.engine.step.own_momenta()
         found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
         ranks.agree("full_optimizer_state", error)
     if wire.rank != 0:
@@ -72,21 +72,21 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         CheckpointError: on every rank: it does not fit, all that is wrong listed, and nothing was changed.
         PeerError: a rank does not come.
     """
-    with optimizer._ledger.status.at("load_full_optimizer_state"):
+    with optimizer.engine.status.at("load_full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
         trained: list[str] = []
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:
                 trained = [name for group in _groups_in(saved) for name in group["params"]]
-        optimizer._join(ranks.first(trained))
-    with optimizer._ledger.status.at("load_full_optimizer_state"):
-        optimizer._steps.own_momenta()
+        optimizer.unfreeze(ranks.first(trained))
+    with optimizer.engine.status.at("load_full_optimizer_state"):
+        optimizer.engine.step.own_momenta()
         slots = list(_slots(optimizer))
         groups: list[dict[str, Any]] = []
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:
                 groups = _checked(optimizer, slots, saved)
-                optimizer._steps.check_momentum(groups)
+                optimizer.engine.step.check_momentum(groups)
         groups = ranks.first(groups)
         for name, slot, entry in slots:
             wire.deal(entry, saved["state"][name][slot] if wire.rank == 0 and saved is not None else None)
@@ -97,7 +97,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
 
 def _named(optimizer: MuonZero) -> list[tuple[list[str], dict[str, Any]]]:
     """The parameters' names beside each group."""
-    names = {id(account.param): account.name for account in optimizer._ledger.accounts}
+    names = {id(account.param): account.name for account in optimizer.engine.params}
     return [([names[id(param)] for param in group["params"]], group) for group in optimizer.param_groups]
 
 

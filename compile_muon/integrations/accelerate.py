@@ -113,7 +113,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     raise_all(_refused(accelerator, objects, pairs))
     if not again:
         accelerator._muon_zero = _Sharded(accelerator)
-    if (mesh := pairs[0][1]._mesh if pairs else None) is not None:
+    if (mesh := pairs[0][1].engine.mesh if pairs else None) is not None:
         give_same_batches(accelerator, mesh.data_places)
     prepared: dict[int, Any] = {}
     for model, optimizer in pairs:
@@ -209,15 +209,15 @@ def _refused_pair(accelerator: Accelerator, model: nn.Module, optimizer: MuonZer
         remedy = "leave it out of the config: Accelerator(gradient_accumulation_steps=...) and accumulate(model) say it"
         problem = "is the accelerator's to say, which may end an accumulation early"
         yield config_error("gradient_accumulation_steps", steps, problem, remedy)
-    if optimizer._mesh is not None:
-        yield from refused_tensor(MeshConfig(tensor=optimizer._mesh.axis("tensor").size))
+    if optimizer.engine.mesh is not None:
+        yield from refused_tensor(MeshConfig(tensor=optimizer.engine.mesh.axis("tensor").size))
     device = next(model.parameters()).device
     at_home = device.type == accelerator.device.type and device.index in (accelerator.device.index, None)
     if accelerator.device_placement and not at_home:
         problem = f"is on {device}, where batches of the accelerator are on {accelerator.device}"
         remedy = "shard model.to(accelerator.device): what is sharded cannot be moved"
         yield config_error("model", type(model).__name__, problem, remedy)
-    world = 1 if optimizer._group is None else optimizer._group.size()
+    world = 1 if optimizer.engine.group is None else optimizer.engine.group.size()
     if world != accelerator.num_processes:
         problem = f"is sharded over {world} of the accelerator's {accelerator.num_processes} processes"
         remedy = "make the Accelerator first and shard over all of its processes (no mesh=, no process_group=)"
@@ -335,7 +335,7 @@ class _Sharded:
         for folder, wrapped in _folders(state, ours).items():
             ranks = weights_of(wrapped.model).meet("save_state")
             optimizer = wrapped.optimizer
-            step = optimizer._ledger.status.step - 1  # place has the step under way
+            step = optimizer.engine.status.step - 1  # place has the step under way
             with ranks.together(f"{folder}: was not saved"):
                 if ranks.rank == 0:
                     _write_record(folder, step, {"step": self._accelerator.step, "files": _digests(state)})

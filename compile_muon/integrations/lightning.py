@@ -349,8 +349,8 @@ class MuonZeroStrategy(DDPStrategy):
         """What was unfrozen joins its group before Lightning clips gradients, which it finds by the groups."""
         super().post_backward(closure_loss)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, MuonZero) and not optimizer._ledger.accumulating:
-                optimizer._unfreeze()
+            if isinstance(optimizer, MuonZero) and not optimizer.engine.ledger.accumulating:
+                optimizer.unfreeze()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -149,7 +149,7 @@ def capture_step(
     with simulated_job(world, rank):
         optimizer = shard(model_factory(), config, axes=axes, backend=backend, init=init)
         graphs = [(visit.played, visit.states) for visit in run_micro_batches(optimizer, batch, options)]
-        trained = [account for account in optimizer._ledger.accounts if account.param.grad is not None]
+        trained = [account for account in optimizer.engine.params if account.param.grad is not None]
         ready = {account.name for account in trained if account.speculations.current is not None}
         return captured(optimizer, graphs, trained, ready, options)
 
@@ -190,8 +190,8 @@ def run_micro_batches(
     optimizer: MuonZero, batch: Sequence[Any] | Mapping[str, Any], options: FrameOptions
 ) -> list[Visit]:
     """Forward and backward as often as a step has them, none of whose graphs run; compiled code is dropped."""
-    model = optimizer._ownership.model
-    recorder = Recorder(fake_mode_of([account.local for account in optimizer._ledger.accounts]))
+    model = optimizer.engine.model
+    recorder = Recorder(fake_mode_of([account.local for account in optimizer.engine.params]))
     torch.compiler.reset()
     try:
         compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
@@ -229,7 +229,7 @@ def captured(
         for graph, states in graphs
     ]
     played += step_graphs(optimizer, trained, ready, options)
-    accounts, mesh, home = optimizer._ledger.accounts, optimizer._mesh, optimizer._steps.home
+    accounts, mesh, home = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.home
     states = [value for account in trained for value in optimizer.state[account.param].values()]
     away = 0 if home is None else home.bytes_away - home.bytes_in_buffers
     resident = {

@@ -27,11 +27,11 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     Args:
         states: name of the parameter by the position of its state among the inputs.
     """
-    home = optimizer._steps.home
+    home = optimizer.engine.home
     if not isinstance(home, Home):
         return {}
     done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
-    accounts = {account.name: account for account in optimizer._ledger.accounts}
+    accounts = {account.name: account for account in optimizer.engine.params}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
@@ -44,11 +44,11 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
 @contextmanager
 def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
     """What the commit in this block is lent is noted in ``graph``."""
-    steps = optimizer._steps
+    steps = optimizer.engine.step
     home = steps.home
     if isinstance(home, Home):
         # Where the device decides whether to write, no momentum has been moved for good.
-        written = _writes(optimizer) and not optimizer._ledger.checks_later
+        written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
         fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.opens(a))
         steps.home = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
     yield

@@ -70,7 +70,7 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
-            optimizer._steps.commit({account.name: directions[account.name] for account in muon})
+            optimizer.engine.step.commit({account.name: directions[account.name] for account in muon})
         commit = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(commit, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
@@ -79,7 +79,7 @@ def step_graphs(
 def _fused(optimizer: MuonZero) -> bool:
     """Whether GPUs write with one kernel: AdamW's, and Muon's of momenta and weights."""
     groups = optimizer.param_groups
-    methods = {optimizer._steps.method(group) for group in groups}
+    methods = {optimizer.engine.step.method(group) for group in groups}
     return methods <= {MUON, ADAMW} and not any(group.get("cautious_decay") for group in groups)
 
 
@@ -88,17 +88,17 @@ def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = F
 
 
 def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:
-    accounts = [account for account in optimizer._ledger.accounts if account.spec.muon is not None]
+    accounts = [account for account in optimizer.engine.params if account.spec.muon is not None]
     rows = fingerprint([account.local_grad for account in accounts if account.name in ready]) if ready else ()
     made = {
         account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), 0.0)
         for account, row in zip((a for a in accounts if a.name in ready), rows, strict=True)
     }
-    steps = optimizer._steps
+    steps = optimizer.engine.step
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
         survey = steps.survey(None, steps.agreement() if steps.compares else None, made)
         survey.reduce()
-    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer._ledger.checks_later)
+    return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
 def _check(survey: Survey, late: Sequence[Account], directions: Sequence[Tensor]) -> Played:

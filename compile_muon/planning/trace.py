@@ -91,7 +91,7 @@ class Trace:
             )  # fmt: skip
         with simulated_job(target.world, rank):
             optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
-            named = {account.name: account for account in optimizer._ledger.accounts}
+            named = {account.name: account for account in optimizer.engine.params}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
             for visit in self.visits:
@@ -127,7 +127,7 @@ class Trace:
             account = states[reduction.state]
             _reshape(reduction.node, account.local)
             reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
-        ctx = replace(visit.ctx, options=self.options, costs=optimizer._ledger.costs, request=request, timings={})
+        ctx = replace(visit.ctx, options=self.options, costs=optimizer.engine.ledger.costs, request=request, timings={})
         values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
         with fresh_context(fake_mode_of(values[:1])):
             return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
@@ -139,7 +139,7 @@ class Trace:
     def bucket_work(self, target: Target) -> list[list[float]]:
         """The same of each exchange: of each rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
-            ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)._ledger
+            ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend).engine.ledger
             named = {account.name: account for account in ledger.accounts}
             made: dict[str, None] = {}
             found = []
@@ -191,13 +191,13 @@ def trace_step(
     with simulated_job(2 * sharing, 0):
         optimizer = shard(model_factory(), config, axes=axes, backend=None)
         visits = run_micro_batches(optimizer, batch, options)
-        trained = frozenset(a.name for a in optimizer._ledger.accounts if a.param.grad is not None)
+        trained = frozenset(a.name for a in optimizer.engine.params if a.param.grad is not None)
         return Trace(model_factory, batch, options, tuple(visits), trained, _sharing(optimizer))
 
 
 def _sharing(optimizer: MuonZero) -> str:
     """The name of the group of ranks that share a sequence with this one; "" where none do."""
-    mesh = optimizer._mesh
+    mesh = optimizer.engine.mesh
     return mesh.sequence.group if mesh is not None and "sequence" in mesh.names else ""
 
 

@@ -97,7 +97,7 @@ def train(run, optimizer, steps=3, data=None, loss=None):
         loss(run((X if data is None else data) * (i + 1) / 2)).backward()
         optimizer.step()
         if isinstance(optimizer, MuonZero):
-            assert optimizer._ledger.balance() == 0
+            assert optimizer.engine.ledger.balance() == 0
             optimizer.zero_grad()
 
 
@@ -444,7 +444,7 @@ def first(out):
 @pytest.mark.parametrize("cls", [Breaks, Checkpointed, Tied, Buffers])
 def test_models(cls):
     optimizer = check_against_eager(cls)
-    assert optimizer.traffic.matrices == 3 * len(optimizer._steps.muon)
+    assert optimizer.traffic.matrices == 3 * len(optimizer.engine.step.muon)
 
 
 def test_scalar_and_mixed_outputs():
@@ -521,7 +521,7 @@ def test_a_weight_that_is_read_by_itself_is_no_frame():
 def test_updates_in_backward_are_really_made_there():
     model, optimizer = built()
     torch.compile(model, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer._steps.muon)
+    assert all(account.speculations.current is not None for account in optimizer.engine.step.muon)
     assert optimizer.traffic.matrices == 2
 
 
@@ -575,7 +575,7 @@ def test_autocast():
         return call
 
     optimizer = check_against_eager(wrap=in_autocast, atol=2e-3)
-    assert all(state.param.dtype is torch.float32 for state in optimizer._steps.muon)
+    assert all(state.param.dtype is torch.float32 for state in optimizer.engine.step.muon)
 
 
 def test_bfloat16_parameters_with_float32_masters():
@@ -618,7 +618,7 @@ def test_inference_frames_leave_no_account():
         want = run(X)
     with torch.inference_mode():
         assert torch.equal(run(X), want)
-    assert optimizer._ledger.balance() == 0
+    assert optimizer.engine.ledger.balance() == 0
 
 
 def test_weights_reach_the_graph_as_inputs():

@@ -60,7 +60,7 @@ class Lab:
     def frozen(self):
         """Copies of all parameters, momenta and AdamW state."""
         state = {i: copy.deepcopy(s) for i, s in self.optimizer.state_dict()["state"].items()}
-        momenta = [s.momentum.clone() for s in self.optimizer._steps.muon]
+        momenta = [s.momentum.clone() for s in self.optimizer.engine.step.muon]
         return [p.detach().clone() for p in self.params.values()], state, momenta
 
     def assert_unchanged(self, before):
@@ -70,7 +70,7 @@ class Lab:
         for index, slots in self.optimizer.state_dict()["state"].items():
             for slot, value in slots.items():
                 assert same(value, state[index][slot]), (index, slot)
-        assert all(same(s.momentum, m) for s, m in zip(self.optimizer._steps.muon, momenta, strict=True))
+        assert all(same(s.momentum, m) for s, m in zip(self.optimizer.engine.step.muon, momenta, strict=True))
 
     def recovers(self):
         """After zero_grad() training goes on exactly as if the bad step had never been tried."""
@@ -165,7 +165,7 @@ def test_nonfinite_gradients_raise(update, name):
     assert name in str(caught.value)
     assert ("b.weight" in str(caught.value)) is False
     lab.assert_unchanged(before)
-    assert lab.optimizer._ledger.balance() == 0
+    assert lab.optimizer.engine.ledger.balance() == 0
     with pytest.raises(NonFiniteError):
         lab.optimizer.step()  # nothing was consumed: the same step fails the same way
     lab.assert_unchanged(before)
@@ -282,13 +282,13 @@ def test_signs_hide_no_momentum_that_is_not_finite(bad):
 
 def diverge(lab, monkeypatch):
     """Newton-Schulz of the step graph does not end near one."""
-    made = lab.optimizer._steps.step_graphs.orthogonalize
+    made = lab.optimizer.engine.step.step_graphs.orthogonalize
 
     def diverging(*args):
         directions, traffic = made(*args)
         return [direction * float("inf") for direction in directions], traffic
 
-    monkeypatch.setattr(lab.optimizer._steps.step_graphs, "orthogonalize", diverging)
+    monkeypatch.setattr(lab.optimizer.engine.step.step_graphs, "orthogonalize", diverging)
 
 
 @pytest.mark.parametrize("update", ["auto", "step"])
@@ -297,7 +297,7 @@ def test_a_direction_that_is_not_finite_is_not_committed(update, monkeypatch):
     lab = Lab(update=update)
     diverge(lab, monkeypatch)
     lab.loss().backward()
-    for account in lab.optimizer._steps.muon:
+    for account in lab.optimizer.engine.step.muon:
         made = account.speculations.current
         assert (made is not None) == (update == "auto")
         if made is not None:
@@ -411,11 +411,13 @@ def test_a_matrix_without_gradient_is_skipped(update):
     lab.params["a.weight"].grad = None
     params, _, momenta = lab.frozen()
     lab.optimizer.step()
-    names = [s.name for s in lab.optimizer._steps.muon]
+    names = [s.name for s in lab.optimizer.engine.step.muon]
     assert torch.equal(lab.params["a.weight"], params[0])
-    assert torch.equal(lab.optimizer._steps.muon[names.index("a.weight")].momentum, momenta[names.index("a.weight")])
+    assert torch.equal(
+        lab.optimizer.engine.step.muon[names.index("a.weight")].momentum, momenta[names.index("a.weight")]
+    )
     assert not torch.equal(
-        lab.optimizer._steps.muon[names.index("b.weight")].momentum, momenta[names.index("b.weight")]
+        lab.optimizer.engine.step.muon[names.index("b.weight")].momentum, momenta[names.index("b.weight")]
     )
     assert not torch.equal(lab.params["b.weight"], params[list(lab.params).index("b.weight")])
 
@@ -446,7 +448,7 @@ def test_the_model_outlives_the_variable_that_held_its_optimizer():
 def test_a_weight_without_an_optimizer_is_refused():
     """What a graph gets when a module was taken apart: no account, no silent training."""
     lab = Lab()
-    account = lab.optimizer._steps.muon[0]
+    account = lab.optimizer.engine.step.muon[0]
     delattr(account.momentum, "_muon_zero_holder")
     with pytest.raises(MuonZeroError, match=r"belongs to no MuonZero optimizer.*call compile_muon\.MuonZero"):
         lab.loss()
@@ -467,13 +469,13 @@ def test_a_deep_copy_is_a_model_of_its_own():
     run(X).square().mean().backward()
     lab.assert_unchanged(before)
     assert all(p.grad is None for p in lab.model.parameters())
-    assert all(account.speculations.current is None for account in lab.optimizer._ledger.accounts)
+    assert all(account.speculations.current is None for account in lab.optimizer.engine.params)
     plain = Net()
     plain.load_state_dict(twin.state_dict())
     plain(X).square().mean().backward()
     for p, q in zip(twin.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5)
-    mine = {id(a) for a in lab.optimizer._ledger.accounts}
+    mine = {id(a) for a in lab.optimizer.engine.params}
     for module in (twin.a, twin.b, twin.head):
         account = module.__dict__["_muon_zero_weight"]
         assert id(account) not in mine
@@ -486,7 +488,7 @@ def test_a_deep_copy_can_be_trained_by_a_new_optimizer():
     twin = copy.deepcopy(lab.model)
     optimizer = MuonZero(twin, ns_dtype="float32", ns_method="standard")
     torch.compile(twin, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer._steps.muon)
+    assert all(account.speculations.current is not None for account in optimizer.engine.step.muon)
     optimizer.step()
     plain = Net()
     plain.load_state_dict(lab.model.state_dict())

@@ -337,7 +337,7 @@ def check(loop, ours, atol=1e-5):
         torch.testing.assert_close(x, y, atol=1e-6, rtol=1e-5)
     for (name, p), q in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}")
-    assert ours.optimizer._ledger.balance() == 0 or loop is the_next_forward_before_step
+    assert ours.optimizer.engine.ledger.balance() == 0 or loop is the_next_forward_before_step
     metrics = ours.optimizer.totals()
     assert metrics["newton_schulz_matrices"] >= metrics["newton_schulz_calls"] > 0
     return metrics

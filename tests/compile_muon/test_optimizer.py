@@ -346,7 +346,7 @@ def test_state_dict_round_trip_continues_bit_for_bit(update):
         loaded.zero_grad()
     assert_equal(again, model)
     # The momentum that graphs read is the one that state_dict saves.
-    for state in loaded._steps.muon:
+    for state in loaded.engine.step.muon:
         assert loaded.state[state.param]["momentum_buffer"].data_ptr() == state.momentum.data_ptr()
 
 
@@ -362,7 +362,7 @@ def test_state_dicts_are_saved_without_us(stage, tmp_path):
     again.load_state_dict(weights)
     loaded.load_state_dict(state)
     assert_equal(again, model)
-    for mine, theirs in zip(loaded._steps.muon, optimizer._steps.muon, strict=True):
+    for mine, theirs in zip(loaded.engine.step.muon, optimizer.engine.step.muon, strict=True):
         assert torch.equal(mine.momentum, theirs.momentum)
 
 
@@ -408,10 +408,10 @@ def test_parameters_without_gradient_are_left_alone():
     optimizer.step()
     optimizer.zero_grad()
     before = [p.detach().clone() for p in model.parameters()]
-    momenta = [state.momentum.clone() for state in optimizer._steps.muon]
+    momenta = [state.momentum.clone() for state in optimizer.engine.step.muon]
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(torch.equal(s.momentum, m) for s, m in zip(optimizer._steps.muon, momenta, strict=True))
+    assert all(torch.equal(s.momentum, m) for s, m in zip(optimizer.engine.step.muon, momenta, strict=True))
 
 
 def test_newton_schulz_runs_once_per_matrix_and_step():

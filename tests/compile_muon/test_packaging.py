@@ -9,10 +9,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"compile_muon.kernels": ROOT / "kernels", "compile_muon.passes": ROOT / "passes"}
@@ -209,6 +211,58 @@ def test_the_import_check_can_fail(tmp_path: Path, source: str, forbidden: list[
     path.write_text(source)
     allowed = ("compile_muon.passes", "compile_muon.kernels")
     assert forbidden_imports(path, "compile_muon.passes.lower", allowed) == forbidden
+
+
+def private_reaches(sources: Mapping[str, str]) -> list[str]:
+    """Where a module names what another one keeps to itself: `x._name` and `from other import _name`.
+
+    Names of modules, tensors and namedtuples are PyTorch's and Python's; `passes/torch_private.py` wraps PyTorch's.
+    """
+
+    def private(name: str) -> bool:
+        return name.startswith("_") and not name.startswith("__")
+
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            stored = isinstance(getattr(node, "ctx", None), ast.Store)
+            name = getattr(node, "attr", "") or getattr(node, "id", "") if stored else getattr(node, "name", "")
+            if isinstance(name, str) and private(name):
+                owners.setdefault(name, set()).add(module)
+    foreign = {*dir(nn.Module()), *dir(torch.Tensor), "_replace", "_timeout"}
+    found = []
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith("compile_muon")):
+                names = [alias.name for alias in node.names if private(alias.name)]
+                found += [f"{module}:{node.lineno} imports {name}" for name in names]
+            if isinstance(node, ast.Attribute) and private(node.attr) and node.attr not in foreign:
+                base = ast.unparse(node.value).partition(".")[0]
+                if base not in ("self", "cls", "torch", "dist") and module not in owners.get(node.attr, {module}):
+                    found.append(f"{module}:{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def test_no_module_names_what_another_keeps_to_itself() -> None:
+    folders = [ROOT / name for name in ("compile_muon", "passes", "kernels")]
+    paths = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    assert not private_reaches({str(path.relative_to(ROOT)): path.read_text() for path in paths})
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(optimizer): return optimizer._steps", ["upper:1 optimizer._steps"]),
+        ("from compile_muon.lower import _helper", ["upper:1 imports _helper"]),
+        ("def f(module): return module._parameters", []),
+        ("class A:\n    def f(self): return self._steps", []),
+        ("class A:\n    def __init__(self, b): self._c = b._c", []),
+    ],
+)
+def test_the_check_of_private_names_can_fail(source: str, found: list[str]) -> None:
+    lower = "class Optimizer:\n    def __init__(self): self._steps = 0\ndef _helper(): pass"
+    assert private_reaches({"lower": lower, "upper": source}) == found
 
 
 def folder_of(name: str) -> str | None:

@@ -372,4 +372,4 @@ def train(
     made = {"backward": metrics["directions_used"], "step": metrics["directions_in_step"]}
     update = settings.get("update", "auto")
     misplaced = 0 if update == "auto" else len(matrices) * steps - int(made[update])
-    return Report(found, errors, norms, wrong, optimizer._ledger.balance(), misplaced, noise)
+    return Report(found, errors, norms, wrong, optimizer.engine.ledger.balance(), misplaced, noise)

@@ -337,7 +337,7 @@ def changes(batches: int) -> int:
             for _ in range(batches):
                 model(EVERYONE)
         model.up.weight.sum()
-    return optimizer._ledger.status.changes
+    return optimizer.engine.ledger.status.changes
 
 
 def test_ranks_that_evaluate_together_meet_once_a_turn(ranks: Callable[[int], Ranks]) -> None:

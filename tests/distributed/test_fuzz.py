@@ -193,7 +193,7 @@ class Ours:
 
     @property
     def accounts(self):
-        return [account for optimizer in self.optimizers for account in optimizer._ledger.accounts]
+        return [account for optimizer in self.optimizers for account in optimizer.engine.params]
 
     def matrices(self):
         muon = {id(a.param) for a in self.accounts if a.spec.muon and a.param.requires_grad}
@@ -201,7 +201,7 @@ class Ours:
 
     def reset(self, steps):
         for optimizer in self.optimizers:
-            optimizer._ledger.accumulation_steps = optimizer._ledger._expected = steps
+            optimizer.engine.ledger.accumulation_steps = optimizer.engine.ledger._expected = steps
             for slots in optimizer.state.values():
                 for tensor in slots.values():
                     tensor.zero_()
@@ -538,7 +538,7 @@ def one_step(dice, steps, ours, reference, counts, history):
         counts.done.add(action.__name__)
     history.append("step")
     ours.step()
-    assert sum(optimizer._ledger.balance() for optimizer in ours.optimizers) == 0
+    assert sum(optimizer.engine.ledger.balance() for optimizer in ours.optimizers) == 0
     reference.step()
     for (name, p), q in zip(ours.eager.named_parameters(), reference.model.parameters(), strict=True):
         p, q = full(p.detach()), q.detach()

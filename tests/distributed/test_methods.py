@@ -324,11 +324,11 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
     for withheld in (0.0, 1.0, 0.0):
         loss(model, data(0, 0, 0)).backward()
         before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
-        steps, flag = optimizer._steps, torch.tensor(withheld)
+        steps, flag = optimizer.engine.step, torch.tensor(withheld)
         commit_weights(commit_states(_parts(optimizer), steps.lend, flag, beside=True), steps.summed, None, flag)
         for group in optimizer.param_groups:
-            if isinstance(method := optimizer._steps.method(group), ElementMethod) and not method.withholds:
-                own = optimizer._steps.with_gradient(group)
+            if isinstance(method := optimizer.engine.step.method(group), ElementMethod) and not method.withholds:
+                own = optimizer.engine.step.with_gradient(group)
                 slots = [optimizer.state[account.param] for account in own]
                 commit_elements(method, group, own, slots, torch.tensor(withheld))
         after = everything(model, optimizer)
@@ -347,7 +347,7 @@ def everything(model: nn.Module, optimizer: compile_muon.MuonZero) -> dict[str, 
 def _parts(optimizer: compile_muon.MuonZero) -> list[Matrices]:
     found = []
     for group in optimizer.param_groups:
-        method, own = optimizer._steps.method(group), optimizer._steps.with_gradient(group)
+        method, own = optimizer.engine.step.method(group), optimizer.engine.step.with_gradient(group)
         if isinstance(method, MatrixMethod):
             made = {account: torch.randn_like(account.local) for account in own}
             found.append(Matrices(method, group, made, lambda rows, cols: 1.0))

@@ -75,7 +75,7 @@ def load_whole_and_sharded(stage: int) -> None:
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
     params = dict(model.named_parameters())
-    momenta = [account.momentum.clone() for account in optimizer._steps.muon]
+    momenta = [account.momentum.clone() for account in optimizer.engine.step.muon]
     for assign in (False, True):
         for seed, dtype in ((3, torch.float32), (4, torch.bfloat16)):
             whole = {
@@ -95,7 +95,7 @@ def load_whole_and_sharded(stage: int) -> None:
         model.load_state_dict(other.state_dict(), assign=assign)
         same(model, values(other), run)
     assert all(p is params[name] for name, p in model.named_parameters())
-    assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer._steps.muon, momenta, strict=True))
+    assert all(torch.equal(a.momentum, m) for a, m in zip(optimizer.engine.step.muon, momenta, strict=True))
     step(model, optimizer, run)
 
 
@@ -159,7 +159,7 @@ def save_shards(stage: int) -> dict[str, tuple[int, int]]:
     for name, value in loaded.items():
         assert torch.equal(full(value), want[name]), name
     sizes = {}
-    for account in optimizer._ledger.accounts:
+    for account in optimizer.engine.params:
         storage = account.local.untyped_storage()
         sizes[account.name] = (storage.nbytes(), account.local.numel() * account.local.element_size())
         if account.replica is not None and account.local.numel():  # no memory of its own

@@ -383,12 +383,12 @@ def _through_a_fault(
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    kept: Any = optimizer._steps.home
+    kept: Any = optimizer.engine.home
     disk = CuFile if what.startswith("raw") else next(type(x) for x in kept._stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:
         call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))
-    steps, error = optimizer._steps, ""
+    steps, error = optimizer.engine.step, ""
     commit = steps.commit
 
     def failing_commit(*args: Any) -> None:  # a read ahead of that fails amid an exchange, which others wait in

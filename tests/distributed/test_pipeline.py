@@ -132,9 +132,9 @@ class Trained:
         loss = loss_of if scale else lambda logits, tokens: loss_of(logits, tokens) / MICRO
         self.schedule = SCHEDULES[schedule](pipelined, MICRO, loss_fn=loss, scale_grads=scale)
         self.gathers = 0
-        assert self.optimizer._stages is not None
-        counted = partial(self._counted, self.optimizer._stages._gather)
-        self.optimizer._stages._gather = counted  # type: ignore[method-assign]
+        assert self.optimizer.engine.stages is not None
+        counted = partial(self._counted, self.optimizer.engine.stages._gather)
+        self.optimizer.engine.stages._gather = counted  # type: ignore[method-assign]
 
     def _counted(self, gather: Callable[..., Any], *args: Any) -> Any:
         self.gathers += 1
@@ -208,14 +208,14 @@ def train(*, clip: float | None, edited: str = "", **settings: Any) -> tuple[dic
             far[f"norm of step {step}"] = norms[-1] / expected.norm - 1
     errors = {name: relative_error(full(param), expected.named[name]) for name, param in mine.named.items()}
     far |= {name: error for name, error in errors.items() if not error <= 1e-5}
-    if mine.optimizer._ledger.balance():
-        far["visits owed"] = mine.optimizer._ledger.balance()
+    if mine.optimizer.engine.ledger.balance():
+        far["visits owed"] = mine.optimizer.engine.ledger.balance()
     return far, {
         **mine.optimizer.metrics(),
         **mine.optimizer.totals(),
         "norms": norms,
         "gathers": gathers,
-        "matrices": len(mine.optimizer._steps.muon),
+        "matrices": len(mine.optimizer.engine.step.muon),
     }
 
 
@@ -290,13 +290,13 @@ def spoil(mine: Trained, what: str) -> None:
     elif what == "rate" and mine.stage == 0:
         mine.optimizer.param_groups[0]["lr"] = float("inf")
     elif what == "held" and mine.stage == 1:
-        account = next(account for account in mine.optimizer._steps.muon if account.name == "blocks.1.up.weight")
+        account = next(account for account in mine.optimizer.engine.step.muon if account.name == "blocks.1.up.weight")
         made = account.speculations.current
         assert made is not None
         account.speculations.make(made._replace(direction=made.direction * float("inf")))
     elif what == "late" and mine.stage == 0:  # the other stage has its directions
         mine.named["blocks.0.up.weight"].grad.mul_(2)
-        graphs = mine.optimizer._steps.step_graphs
+        graphs = mine.optimizer.engine.step.step_graphs
         made = graphs.orthogonalize
 
         def diverging(*args: Any) -> Any:
@@ -330,7 +330,7 @@ def not_finite(kinds: list[str], nonfinite: str, compiled: bool) -> tuple[dict[s
         said[what] = mine.step()
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         mine.optimizer.zero_grad()
-        if mine.optimizer._steps.muon:
+        if mine.optimizer.engine.step.muon:
             mine.optimizer.param_groups[0]["lr"] = LR
         mine.backward(2 * step + 1)
         assert mine.step() == ""
@@ -368,7 +368,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
     mine = Trained(parts=parts, stage=1, update="step", **settings)
     optimizer, module, found = mine.optimizer, mine.module, {}
     odd = mine.rank == mine.shards - 1
-    orthogonalize = optimizer._steps._orthogonalize
+    orthogonalize = optimizer.engine.step._orthogonalize
     for number, what in enumerate(kinds):
         mine.backward(number)
         before = mine.state()
@@ -381,7 +381,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         elif what == "sums" and mine.stage == 0:
             mine.named["embed.weight"].grad.mul_(2)
         elif what == "later" and mine.stage == 1:
-            optimizer._steps._orthogonalize = fails  # type: ignore[method-assign]
+            optimizer.engine.step._orthogonalize = fails  # type: ignore[method-assign]
         elif what == "steps" and mine.stage == 0:
             optimizer.loaded(7)
         try:
@@ -391,7 +391,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         if hasattr(module, "extra"):
             del module.extra
-        optimizer._steps._orthogonalize = orthogonalize  # type: ignore[method-assign]
+        optimizer.engine.step._orthogonalize = orthogonalize  # type: ignore[method-assign]
         optimizer.param_groups[-1]["lr"] = ADAMW_LR
         optimizer.loaded(number)
         optimizer.zero_grad()

@@ -77,7 +77,7 @@ def counted() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
 def held(model: nn.Module, optimizer: compile_muon.MuonZero) -> int:
     """Elements that this rank has of what is in folders."""
     buffers = [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
-    return sum(tensor.numel() for tensor in [*(a.local for a in optimizer._ledger.accounts), *buffers])
+    return sum(tensor.numel() for tensor in [*(a.local for a in optimizer.engine.params), *buffers])
 
 
 def elements(read: list[tuple[str, tuple[int, ...]]]) -> int:

@@ -19,7 +19,7 @@ def trained(stage: int, graphs: AsGraphs | None) -> bytes:
     model = Uneven()
     settings = {"adamw_lr": 0.01, "ns_dtype": "float32", "update": "backward", "checks": "next_step"}
     optimizer = compile_muon.MuonZero(model, stage=stage, gradient_accumulation_steps=2, **settings)
-    optimizer._steps.recorded = graphs
+    optimizer.engine.step.recorded = graphs
     options = {"codegen": "eager", "cuda_graphs": True}
     run = torch.compile(model, backend="muon_zero", options=options)
     for step in range(4):

@@ -60,7 +60,7 @@ def advance(optimizer: compile_muon.MuonZero, run: Any, step: int) -> None:
 
 
 def under_way(optimizer: compile_muon.MuonZero) -> list[bool]:
-    return [account.refresh is not None for account in optimizer._ledger.accounts if account.replica is not None]
+    return [account.refresh is not None for account in optimizer.engine.params if account.replica is not None]
 
 
 def expected(model: nn.Module, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             model, optimizer, run = made(stage, **settings)
             for step in range(3):
                 advance(optimizer, run, step)
-            started = [account.refresh for account in optimizer._ledger.accounts if account.replica is not None]
+            started = [account.refresh for account in optimizer.engine.params if account.replica is not None]
             kinds = {refresh.gather.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
@@ -246,7 +246,7 @@ PROGRAM = """
     optimizer = compile_muon.MuonZero(model, stage=1)
     model(torch.ones(2, 512)).square().mean().backward()
     optimizer.step()
-    assert all(account.refresh is not None for account in optimizer._ledger.accounts)
+    assert all(account.refresh is not None for account in optimizer.engine.params)
     if ends == "destroys":
         dist.destroy_process_group()
 """

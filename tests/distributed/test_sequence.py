@@ -498,7 +498,7 @@ def first_step(*, counts: bool, compiled: bool) -> str:
     except ConfigError as error:
         assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
         return str(error)
-    assert optimizer._sequence is not None and not optimizer._sequence.unchecked
+    assert optimizer.engine.sequence is not None and not optimizer.engine.sequence.unchecked
     torch._dynamo.reset()
     return ""
 

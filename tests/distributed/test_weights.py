@@ -111,11 +111,11 @@ def there_and_back(stage: int, folder: str) -> None:
         net(4).load_state_dict(state)
     other, other_optimizer = sharded(stage, seed=5)
     train(other, other_optimizer)
-    moments = [account.momentum.clone() for account in other_optimizer._steps.muon]
+    moments = [account.momentum.clone() for account in other_optimizer.engine.step.muon]
     compile_muon.load_full_state_dict(other, state if rank == 0 else None)
     same(whole(other), expected)
-    assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer._steps.muon, moments, strict=True))
-    for account in other_optimizer._ledger.accounts:  # what the model computes with is new, too
+    assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer.engine.step.muon, moments, strict=True))
+    for account in other_optimizer.engine.params:  # what the model computes with is new, too
         if account.replica is not None:
             account.await_refresh()
             assert torch.equal(account.replica, expected[account.name].to(account.replica.dtype)), account.name
@@ -476,7 +476,7 @@ def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
     compile_muon.save_pretrained(model, folder, max_shard_size=size)
     if world_and_rank()[1] == 0:
         torch.save(expected, Path(folder) / "want.pt")
-    for account in optimizer._ledger.accounts:
+    for account in optimizer.engine.params:
         account.local.detach().zero_()
     compile_muon.load_pretrained(model, folder)
     same(whole(model), expected)

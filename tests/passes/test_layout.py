@@ -228,8 +228,8 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=NAMES)
         model = torch.nn.Sequential(torch.nn.Linear(36, 24, bias=False), torch.nn.Linear(24, 12, bias=False))
         optimizer = MuonZero(model, mesh=mesh, stage=stage, shard_state_over="all", param_dtype="bf16")
-        sent = start_refresh(optimizer._ledger.accounts)
-    assert {tuple(a.replica.shape) for a in optimizer._ledger.accounts} == (
+        sent = start_refresh(optimizer.engine.params)
+    assert {tuple(a.replica.shape) for a in optimizer.engine.params} == (
         {(24, 36), (12, 24)} if stage < 3 else {(8, 36), (4, 24)}
     )
     formula: Counter[str] = Counter()

@@ -314,14 +314,14 @@ def test_reading_copies_is_free_of_errors_and_of_memory(model: Net, optimizer: M
         optimizer.zero_grad()
         del weight, total
         gc.collect()
-    handouts = optimizer._ledger.accounts[0].handouts
+    handouts = optimizer.engine.params[0].handouts
     model.up.weight  # noqa: B018
     assert all(storage() is None for storage in storages)
     assert not handouts._watches
 
 
 def test_what_a_data_alias_holds_is_let_go_at_the_next_read(model: Net, optimizer: MuonZero) -> None:
-    handouts = optimizer._ledger.accounts[0].handouts
+    handouts = optimizer.engine.params[0].handouts
     alias = model.down.weight.data
     assert len(handouts._watches) == 1
     del alias
@@ -479,7 +479,7 @@ def test_a_finalizer_never_raises(model: Net, optimizer: MuonZero, monkeypatch: 
 
     monkeypatch.setattr(Handouts, "_close", broken)
     del weight
-    assert not optimizer._ledger.accounts[0].handouts._watches
+    assert not optimizer.engine.params[0].handouts._watches
 
 
 # ---------------------------------------------------------------------------------------- full_parameters
@@ -641,11 +641,11 @@ def test_to_unfreeze_a_copy_is_to_unfreeze_the_parameter() -> None:
     read.requires_grad = True
     assert read.requires_grad and all(param.requires_grad for param in model.down.parameters())
     optimizer.step()
-    assert {account.name for account in optimizer._steps.accounts.values()} >= {"down.weight", "down.bias"}
+    assert {account.name for account in optimizer.engine.step.accounts.values()} >= {"down.weight", "down.bias"}
 
 
 def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:
-    ownership = optimizer._ownership
+    ownership = optimizer.engine.ownership
     assert isinstance(ownership, Ownership)
     model.probe = nn.Identity()
     model.teacher = nn.Linear(3, 3).requires_grad_(False)

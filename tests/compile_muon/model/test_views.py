@@ -19,7 +19,7 @@ def views_of(model: nn.Module, **settings: Any) -> dict[str, Any]:
     """Dim, and the rows or columns of each matrix, by the end of the parameter's name."""
     optimizer = MuonZero(model, update="step", **settings)
     found = {}
-    for account in optimizer._ledger.accounts:
+    for account in optimizer.engine.params:
         if account.spec.muon is not None and (view := account.spec.muon.view) is not None:
             numbers = torch.arange(account.param.shape[view.dim])
             shape = (-1, 1) if view.dim == 0 else (1, -1)
@@ -92,7 +92,7 @@ class Gated(nn.Module):
 
 def reasons(model: nn.Module, **settings: Any) -> dict[str, str]:
     optimizer = MuonZero(model, update="step", **settings)
-    return {name: each.reason for name, each in optimizer._assignments.items()}
+    return {name: each.reason for name, each in optimizer.engine.assignments.items()}
 
 
 def test_a_cut_by_a_name_is_one_that_the_modules_arithmetic_has() -> None:
@@ -140,7 +140,7 @@ def test_torchs_own_attention_patterns_and_attributes() -> None:
 def test_json_says_the_same() -> None:
     params = {"per_head_muon": True, "muon_views": {"up*": {"split": [8, 4]}}, "muon_lr": 0.1, "adam_lr": 0.1}
     optimizer = MuonZero.from_config(Model(), load_config({"optimizer": {"params": params}}))
-    views = {a.name: a.spec.muon.view for a in optimizer._ledger.accounts if a.spec.muon is not None}
+    views = {a.name: a.spec.muon.view for a in optimizer.engine.params if a.spec.muon is not None}
     assert views["up.weight"].count == 2 and views["attention.in_proj_weight"].count == 6
 
 

@@ -42,7 +42,7 @@ class Run:
         given = {"ns_dtype": "float32", "checks": "next_step", "nonfinite": "skip", "weight_decay": 0.1}
         self.optimizer = MuonZero(self.model, **(given | settings))
         self.params = dict(self.model.named_parameters())
-        self.optimizer._steps.recorded = recorded
+        self.optimizer.engine.step.recorded = recorded
         options = {"codegen": "eager", "cuda_graphs": True}
         self.compiled = torch.compile(self.model, backend="muon_zero", options=options)
 
@@ -92,7 +92,7 @@ def test_replayed_steps_write_the_bits_of_launched_ones(settings):
     assert [run.optimizer.totals()["skipped_steps"] for run in runs] == [1, 1]
     for name in ("directions_used", "directions_in_step", "newton_schulz_matrices"):
         assert len({run.optimizer.totals()[name] for run in runs}) == 1, name
-    assert runs[1].optimizer._steps.recorded.replays >= 8
+    assert runs[1].optimizer.engine.step.recorded.replays >= 8
 
 
 def test_what_a_replay_finds_is_that_steps_own():
@@ -179,7 +179,7 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again(monkeypatch):
 )
 def test_what_is_no_graph_says_why(settings, why):
     optimizer = Run(AsGraphs(), **settings).optimizer
-    assert why in optimizer._steps.outside
+    assert why in optimizer.engine.step.outside
     assert optimizer.summary().outside is None  # of a configuration without graphs
     optimizer.config = dataclasses.replace(optimizer.config, compile=CompileConfig(cuda_graphs=True))
     assert "in no CUDA graph" in str(optimizer.summary())
@@ -195,4 +195,4 @@ def test_a_step_that_is_never_alike_is_given_up():
     with pytest.warns(UserWarning, match="stays outside of CUDA graphs"):
         for _ in range(18):
             run.step(torch.randn(5, 8))
-    assert graphs.left_out(run.optimizer._steps) and not len(graphs)
+    assert graphs.left_out(run.optimizer.engine.step) and not len(graphs)

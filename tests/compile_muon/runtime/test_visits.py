@@ -421,7 +421,7 @@ def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     with pytest.raises(MemoryError):
         run(x).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), sums, strict=True))
-    assert all(account.speculations.current is None for account in optimizer._steps.muon)
+    assert all(account.speculations.current is None for account in optimizer.engine.step.muon)
     optimizer.step()
-    assert optimizer._ledger.balance() == 0
+    assert optimizer.engine.ledger.balance() == 0
     torch._dynamo.reset()

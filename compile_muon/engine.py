@@ -1,0 +1,84 @@
+"""One optimizer at work: what checkpoints, plans and integrations may name of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compile_muon.model.assignment import Assignment
+from compile_muon.model.mesh import Mesh
+from compile_muon.model.ownership import Ownership
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.pipeline_stages import PipelineStages
+from compile_muon.runtime.rank_status import RankStatus
+from compile_muon.runtime.step import Step
+from compile_muon.sequence.plan import SequencePlan
+
+if TYPE_CHECKING:
+    from compile_muon.storage.ranks import Ranks
+
+__all__ = ["Engine"]
+
+
+@dataclass(eq=False)
+class Engine:
+    """The parts of a :class:`~compile_muon.MuonZero` at work; ``optimizer.engine``.
+
+    An optimizer has parameter groups, state and what users call; the engine has what a step is made by. It lives as
+    long as its optimizer, and its parts stay the same objects; only ``assignments`` grows, by what is unfrozen.
+
+    Args:
+        ledger: what happened to each parameter since the last step, and what frames are asked for.
+        step: facts, directions and writes of ``optimizer.step()``.
+        ownership: which module holds which parameter.
+        assignments: by name, which method trains a parameter, and why.
+        mesh: of ranks, and ``group`` all of them; None for one process.
+        stages: of a pipeline; None without.
+        sequence: what is cut where ranks share sequences; None where none do.
+        hyper: ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group.
+        compares: whether there are other ranks to compare anything with.
+        meeting: of all checkpointers, once there was one: a process group has threads, and stays.
+    """
+
+    ledger: Ledger
+    step: Step
+    ownership: Ownership
+    assignments: dict[str, Assignment]
+    mesh: Mesh | None
+    group: dist.ProcessGroup | None
+    stages: PipelineStages | None
+    sequence: SequencePlan | None
+    hyper: Tensor
+    compares: bool
+    meeting: Ranks | None = None
+
+    @property
+    def params(self) -> list[Account]:
+        """The sharded parameters, in the order of the model, frozen ones included."""
+        return self.ledger.accounts
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was sharded."""
+        return self.ownership.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of parameters and collectives."""
+        return self.hyper.device
+
+    @property
+    def status(self) -> RankStatus:
+        """What this rank is doing, for the others to read."""
+        return self.ledger.status
+
+    @property
+    def home(self) -> Lender | None:
+        """The states that are not on the device, or kept in another dtype; None where there are none."""
+        return self.step.home
