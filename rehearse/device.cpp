@@ -10,6 +10,7 @@
 #include <nccl.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -103,7 +104,13 @@ void merge(std::vector<unsigned>& into, const std::vector<unsigned>& from) {
   for (size_t i = 0; i < from.size(); i++)
     if (into[i] < from[i]) into[i] = from[i];
 }
+// With REHEARSE_DEVICE=1 this process has the second of two devices, as another rank of a node has: all that is asked of
+// the first one is then a mistake, of a thread that has chosen none.
+const int own_device = getenv("REHEARSE_DEVICE") ? atoi(getenv("REHEARSE_DEVICE")) : 0;
+thread_local int current_device = 0;
+std::atomic<long long> noted_on[8];
 Op& note(int kind, void* s, const char* name, long long a = 0, long long b = 0) {
+  noted_on[current_device]++;
   Stream* stream = of(s);
   if ((int)stream->clock.size() <= stream->id) stream->clock.resize(stream->id + 1, 0);
   merge(stream->clock, host_clock);
@@ -299,15 +306,20 @@ API int fg_clock(int i, unsigned* out, int room) {
 }
 
 // ------------------------------------------------------------------------------------------ runtime
+API long long fg_noted_on(int device) { return noted_on[device]; }
 API cudaError_t cudaGetDeviceCount(int* n) {
-  *n = 1;
+  *n = own_device + 1;
   return cudaSuccess;
 }
 API cudaError_t cudaGetDevice(int* d) {
-  *d = 0;
+  *d = current_device;
   return cudaSuccess;
 }
-API cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+API cudaError_t cudaSetDevice(int d) {
+  if (d < 0 || d > own_device) return cudaErrorInvalidDevice;
+  current_device = d;
+  return cudaSuccess;
+}
 API cudaError_t cudaDriverGetVersion(int* v) {
   *v = 13000;
   return cudaSuccess;
@@ -504,7 +516,7 @@ API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* a, const void* p
   a->type = on_device(p)                             ? cudaMemoryTypeDevice
             : in(host_blocks, (unsigned long long)p) ? cudaMemoryTypeHost
                                                      : cudaMemoryTypeUnregistered;
-  a->device = a->type == cudaMemoryTypeUnregistered ? -2 : 0;
+  a->device = a->type == cudaMemoryTypeUnregistered ? -2 : own_device;
   return cudaSuccess;
 }
 const size_t SMALL = 1 << 16;  // what is larger than this and stays on the device nobody reads
@@ -813,12 +825,12 @@ API CUresult cuDriverGetVersion(int* v) {
   *v = 13000;
   return CUDA_SUCCESS;
 }
-API CUresult cuDeviceGet(CUdevice* d, int) {
-  *d = 0;
+API CUresult cuDeviceGet(CUdevice* d, int ordinal) {
+  *d = ordinal;
   return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetCount(int* n) {
-  *n = 1;
+  *n = own_device + 1;
   return CUDA_SUCCESS;
 }
 API CUresult cuDeviceGetAttribute(int* v, CUdevice_attribute a, CUdevice) {
@@ -829,7 +841,7 @@ API CUresult cuCtxGetCurrent(CUcontext* c) {
   *c = (CUcontext)0x30;
   return CUDA_SUCCESS;
 }
-API CUresult cuCtxGetDevice(CUdevice* d) { return cuDeviceGet(d, 0); }
+API CUresult cuCtxGetDevice(CUdevice* d) { return cuDeviceGet(d, current_device); }
 API CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
 API CUresult cuCtxGetLimit(size_t* v, CUlimit) {
   *v = 1 << 20;
@@ -840,9 +852,9 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* c, CUdevice) {
   *c = (CUcontext)0x30;
   return CUDA_SUCCESS;
 }
-API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* f, int* a) {
+API CUresult cuDevicePrimaryCtxGetState(CUdevice d, unsigned* f, int* a) {
   if (f) *f = 0;
-  *a = 1;
+  *a = d == own_device || noted_on[d] > 0;
   return CUDA_SUCCESS;
 }
 API CUresult cuGetErrorString(CUresult e, const char** s) {
@@ -1110,7 +1122,13 @@ API ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   }
   return ncclSuccess;
 }
+// NCCL allocates and waits there, which a stream that is captured does not take.
+static bool within_capture() {
+  if (captures_open) fprintf(stderr, "rehearse: a communicator is made during capture\n");
+  return captures_open;
+}
 API ncclResult_t ncclCommInitRankConfig(ncclComm_t* c, int n, ncclUniqueId id, int rank, ncclConfig_t*) {
+  if (within_capture()) return ncclInvalidUsage;
   *c = new ncclComm{rank, n, comms++};
   if (ranks::folder()) {
     (*c)->key = id.internal;
@@ -1149,6 +1167,7 @@ static ncclComm_t split_among(ncclComm_t c, int color, int key) {
   return made;
 }
 API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t* out, ncclConfig_t*) {
+  if (within_capture()) return ncclInvalidUsage;
   if (!c->key.empty()) {
     *out = split_among(c, color, key);
     return ncclSuccess;
@@ -1169,7 +1188,7 @@ API ncclResult_t ncclCommUserRank(const ncclComm_t c, int* n) {
   return ncclSuccess;
 }
 API ncclResult_t ncclCommCuDevice(const ncclComm_t, int* d) {
-  *d = 0;
+  *d = own_device;
   return ncclSuccess;
 }
 API const char* ncclGetErrorString(ncclResult_t) { return "rehearse nccl error"; }
