@@ -201,6 +201,8 @@ def full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     if not isinstance(tensor, DTensor):
         return tensor.cpu()
+    if tensor.device.type == "cpu" and (tensor.requires_grad or torch.is_inference_mode_enabled()):
+        return tensor.full_tensor()  # autograd goes through it, and in inference mode nothing else can be made of it
     # Gathered on the host wherever it is, and so by Gloo, whose gather of several tensors reads those on a GPU as if
     # they were on the host; from_local() would move back.
     return DTensor(tensor.detach().to_local().cpu(), tensor._spec, requires_grad=False).full_tensor()
