@@ -164,7 +164,7 @@ STEPS = (
     _lists("lists", "whole Newton–Schulz as a step has it, beside a product of the same minute", 1),
     _one_billion("step-8k", 150, "8,192 tokens a step: Muon by auto and standard, and AdamW, in turns",
                  ("ours-muon-auto", "ours-muon", "ours-adamw"), "--steps", "8", part=1, expected=(
-                     Expected("Muon, auto", step_ms("ours-muon-auto"), 166, 184, "ms"),
+                     Expected("Muon, auto", step_ms("ours-muon-auto"), 145, 165, "ms"),
                      Expected("Muon, standard", step_ms("ours-muon"), 178, 196, "ms"),
                      Expected("AdamW", step_ms("ours-adamw"), 106, 118, "ms"),
                  )),
@@ -222,6 +222,9 @@ STEPS = (
           *(f"tests/distributed/test_{name}.py" for name in TRAINED)),
          needs=("pytest", "rich", "transformers"),
          environment={"COMPILE_MUON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}, numbers=True),
+    Step("convergence", 720, "Muon beside AdamW at the size of GPT-2 small: loss over tokens and over seconds",
+         ("benchmarks/convergence.py", "--preset", "124m", "--json", "{out}/{name}.json"),
+         needs=("rich", "matplotlib"), timed=True, rehearsed=("--steps", "20")),
     _train(0),
     _train(0, "eager"),
     _train(3),
