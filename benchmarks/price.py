@@ -3,9 +3,10 @@
     python benchmarks/price.py                        # an hour of a core, no GPU: results/price.json and price.svg
     python benchmarks/price.py --models 1B --worlds 1 8 --layers 2 --json /tmp/price.json
 
-H100s in nodes of eight, `optimizer.type` "Muon" and `bf16`, defaults otherwise; micro-batches of 4,096 tokens. 1 B is
-the preset "1b" of train_step.py, 8 B and 70 B are the shapes of Llama 3.1, without activation checkpointing. Stages are
-the lowest that fit. The measured point is `results/h100_step_1b_*.json`, of the kernels of that day.
+H100s in nodes of eight, `optimizer.type` "Muon" and `bf16`, defaults otherwise. 1 B is the preset "1b" of
+train_step.py, 8 B and 70 B are the shapes of Llama 3.1, all without activation checkpointing; so a step has
+micro-batches of 4,096 tokens, or 2,048 of 70 B. Stages are the lowest that fit with several. The measured point is
+`results/h100_step_1b_*.json`, of the kernels of that day.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,8 @@ from compile_muon.planning.price import Price, prices, with_micro_batches
 from compile_muon.planning.trace import Target, Trace, trace_step
 
 RESULTS = Path(__file__).parent / "results"
-MICRO_BATCH = 4096
-COUNTS = (1, 2, 4, 8, 16, 32)
+#: of a GPU and step
+TOKENS = tuple(4096 * 2**i for i in range(6))
 WORLDS = (1, 8, 64, 512)
 #: ranks that weights are sharded over, at most: more are replicas
 SHARDED = 64
@@ -45,44 +46,65 @@ LLAMA = {
     "max_position_embeddings": 8192,
     "num_key_value_heads": 8,
 }
-#: stage, ranks at least, and shape
-MODELS: dict[str, tuple[int, int, Mapping[str, int] | None]] = {
-    "1B": (1, 1, None),
-    "8B": (1, 8, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
-    "70B": (
-        3,
-        64,
-        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
-    ),
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned.
+
+    Args:
+        stage: of ZeRO.
+        least: GPUs.
+        micro_batch: tokens of a GPU at a time.
+        shape: of a Llama; None for the preset "1b".
+    """
+
+    stage: int
+    least: int
+    micro_batch: int
+    shape: Mapping[str, int] | None = None
+
+
+def _llama(width: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (width, intermediate, layers, heads), strict=True))
+
+
+MODELS = {
+    "1B": Model(1, 1, 4096),
+    "8B": Model(2, 8, 4096, _llama(4096, 14336, 32, 32)),
+    "70B": Model(3, 64, 2048, _llama(8192, 28672, 80, 64)),
+}
 
 
 def subject(name: str, layers: int | None) -> tuple[Callable[[], nn.Module], Any]:
     """What builds the model, and its batch."""
-    shape = MODELS[name][2]
-    if shape is None:
+    model = MODELS[name]
+    if model.shape is None:
         gpt = replace(PRESETS["1b"], **({"layers": layers} if layers else {}))
-        tokens = torch.zeros(MICRO_BATCH // gpt.context, gpt.context, dtype=torch.long)
+        tokens = torch.zeros(model.micro_batch // gpt.context, gpt.context, dtype=torch.long)
 
         def build() -> nn.Module:
             with FakeTensorMode():
                 return GPT(gpt)
 
         return build, (tokens, tokens)
-    written = {**LLAMA, **shape} | ({"num_hidden_layers": layers} if layers else {})
+    written = {**LLAMA, **model.shape} | ({"num_hidden_layers": layers} if layers else {})
     folder = tempfile.mkdtemp()
     (Path(folder) / "config.json").write_text(json.dumps(written))
-    found = load_subject(folder, Batch(MICRO_BATCH, MICRO_BATCH))
+    found = load_subject(folder, Batch(model.micro_batch, model.micro_batch))
     return found.build, found.batch
 
 
 def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, list[Price]]:
     """Of a model, by GPUs."""
-    stage, least, _ = MODELS[name]
+    planned = MODELS[name]
     build, batch = subject(name, layers)
     machine = load_machine("h100")
     config = planned_for(
-        load_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, "optimizer": {"type": "Muon"}}),
+        load_config(
+            {"zero_optimization": {"stage": planned.stage}, "bf16": {"enabled": True}, "optimizer": {"type": "Muon"}}
+        ),
         machine,
         "h100",
     )
@@ -92,16 +114,17 @@ def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, li
     def traced(count: int) -> Trace:
         return trace_step(build, batch, with_micro_batches(config, count), options)
 
+    counts = [tokens // planned.micro_batch for tokens in TOKENS]
     found = {}
     for world in worlds:
-        if world < least:
+        if world < planned.least:
             continue
         axes = {"shard": world} if world <= SHARDED else {"replicate": world // SHARDED, "shard": SHARDED}
         target = Target(world, config, axes, "nccl")
-        owned = traced(1).owner_work(target)
+        owned = traced(1 if 1 in counts else 3).owner_work(target)
         rank = max(range(world), key=owned.__getitem__)
         found[world] = []
-        for price in prices(traced, target, machine, rank=rank, tokens=MICRO_BATCH, counts=COUNTS):
+        for price in prices(traced, target, machine, rank=rank, tokens=planned.micro_batch, counts=counts):
             found[world].append(price)
             print(f"{name}, {world} GPUs, {price.tokens:,} tokens: {price.share:+.1%}", flush=True)
     return found
@@ -120,8 +143,8 @@ def measured() -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """As Markdown: what is added, and in brackets what of it is waited for."""
-    lines = ["| model | stage | GPUs | " + " | ".join(f"{MICRO_BATCH * count:,}" for count in COUNTS) + " |"]
-    lines.append("|" + "---|" * (3 + len(COUNTS)))
+    lines = ["| model | stage | GPUs | " + " | ".join(f"{count:,}" for count in TOKENS) + " |"]
+    lines.append("|" + "---|" * (3 + len(TOKENS)))
     for row in rows:
         cells = (
             f"{p['share']:+.1%} ({p['exposed_share']:+.1%})" if p["fits"] else "does not fit" for p in row["prices"]
@@ -146,9 +169,8 @@ def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: P
             axes.plot([p["tokens"] for p in fitting], shown, "o-", color=colour, label=f"{row['gpus']} GPUs")
         if model == point["model"]:
             axes.plot([point["tokens"]], [100 * point["share"]], "k*", markersize=11, label="measured, 1 GPU")
-        tokens = [MICRO_BATCH * count for count in COUNTS]
         axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens, [f"{count // 1024}k" for count in tokens])
+        axes.set_xticks(TOKENS, [f"{count // 1024}k" for count in TOKENS])
         axes.set_title(f"{model}, simulated")
         axes.set_xlabel("tokens of a GPU and step")
         axes.grid(alpha=0.3)
@@ -166,7 +188,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "price.json", help="and the picture beside it, as SVG")
     options = parser.parse_args()
     rows = [
-        {"model": name, "stage": MODELS[name][0], "gpus": world, "prices": [price.to_json() for price in found]}
+        {"model": name, "stage": MODELS[name].stage, "gpus": world, "prices": [price.to_json() for price in found]}
         for name in options.models
         for world, found in priced(name, options.worlds, options.layers).items()
     ]
