@@ -147,7 +147,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append("|" + "---|" * (3 + len(TOKENS)))
     for row in rows:
         cells = (
-            f"{p['share']:+.1%} ({p['exposed_share']:+.1%})" if p["fits"] else "does not fit" for p in row["prices"]
+            f"{p['share']:+.1%} ({round(p['exposed_share'], 3) or 0.0:+.1%})" if p["fits"] else "does not fit"
+            for p in row["prices"]
         )
         lines.append(f"| {row['model']} | {row['stage']} | {row['gpus']} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -791,3 +791,11 @@ def test_the_price_of_muon(tmp_path: Path) -> None:
     for price in row["prices"]:
         assert price["share"] == pytest.approx(price["computed_share"] + price["exposed_share"])
     assert "<svg" in output.with_suffix(".svg").read_text()
+
+
+def test_the_page_has_the_prices_as_they_were_planned(benchmark: Callable[[str], Any]) -> None:
+    found = json.loads((BENCHMARKS / "results" / "price.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "reference" / "benchmarks.md").read_text()
+    assert benchmark("price").table(found["simulated"]) in page
+    assert f"Measured: {found['measured']['share']:.1%}" in page.replace(" %", "%")
+    assert benchmark("price").measured() == found["measured"]

@@ -69,7 +69,7 @@ def price_rows(plan: Plan) -> list[list[str]]:
 
 def price_text(price: Price) -> str:
     """A cell of that table."""
-    return f"{price.share:+.1%} ({price.exposed_share:+.1%})" + " !" * (not price.fits)
+    return f"{price.share:+.1%} ({round(price.exposed_share, 3) or 0.0:+.1%})" + " !" * (not price.fits)
 
 
 def report(plan: Plan) -> RenderableType:
