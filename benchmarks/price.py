@@ -167,7 +167,13 @@ def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: P
             fitting = [price for price in row["prices"] if price["fits"]]
             shown = [100 * price["share"] for price in fitting]
             colour = f"C{WORLDS.index(row['gpus'])}"
-            axes.plot([p["tokens"] for p in fitting], shown, "o-", color=colour, label=f"{row['gpus']} GPUs")
+            axes.plot(
+                [p["tokens"] for p in fitting],
+                shown,
+                "o-",
+                color=colour,
+                label=f"{row['gpus']} GPU" + "s" * (row["gpus"] > 1),
+            )
         if model == point["model"]:
             axes.plot([point["tokens"]], [100 * point["share"]], "k*", markersize=11, label="measured, 1 GPU")
         axes.set_xscale("log", base=2)
