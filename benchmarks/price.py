@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ from typing import Any
 
 import torch
 from gpt import GPT, PRESETS
+from plan_h100 import RESULTS
+from plan_h100 import measured as timed
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -30,10 +31,9 @@ from compile_muon.config import FrameOptions, load_config
 from compile_muon.planning.candidates import planned_for
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.models import Batch, load_subject
-from compile_muon.planning.price import Price, prices, with_micro_batches
+from compile_muon.planning.price import Price, percent, prices, with_micro_batches
 from compile_muon.planning.trace import Target, Trace, trace_step
 
-RESULTS = Path(__file__).parent / "results"
 #: of a GPU and step
 TOKENS = tuple(4096 * 2**i for i in range(6))
 WORLDS = (1, 8, 64, 512)
@@ -132,13 +132,9 @@ def priced(name: str, worlds: Sequence[int], layers: int | None) -> dict[int, li
 
 def measured() -> dict[str, Any]:
     """The point that has been timed: 1 B on one H100."""
-    took = {}
-    for kind in ("muon", "adamw"):
-        record = json.loads((RESULTS / f"h100_step_1b_{kind}.json").read_text())
-        (row,) = [sample for sample in record["samples"] if sample["contender"] == f"ours-{kind}"]
-        took[kind] = statistics.median(row["step_s"])
+    (record, muon), (_, adamw) = timed("muon"), timed("adamw")
     tokens = record["shape"]["batch"] * record["shape"]["context"]
-    return {"model": "1B", "gpus": 1, "tokens": tokens, "share": took["muon"] / took["adamw"] - 1}
+    return {"model": "1B", "gpus": 1, "tokens": tokens, "share": muon / adamw - 1}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -147,8 +143,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines.append("|" + "---|" * (3 + len(TOKENS)))
     for row in rows:
         cells = (
-            f"{p['share']:+.1%} ({round(p['exposed_share'], 3) or 0.0:+.1%})" if p["fits"] else "does not fit"
-            for p in row["prices"]
+            f"{p['share']:+.1%} ({percent(p['exposed_share'])})" if p["fits"] else "does not fit" for p in row["prices"]
         )
         lines.append(f"| {row['model']} | {row['stage']} | {row['gpus']} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from compile_muon.planning.capture import Captured
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.trace import Target, Trace
 
-__all__ = ["Price", "prices", "with_micro_batches"]
+__all__ = ["Price", "percent", "prices", "with_micro_batches"]
 
 #: micro-batches of a traced step that has a first, one in the midst and a last
 _SEVERAL = 3
@@ -62,6 +62,11 @@ class Price:
             "computed_share": self.computed_share,
             "exposed_share": self.exposed_share,
         }
+
+
+def percent(share: float) -> str:
+    """A share as tables have it, with its sign; what rounds to nothing is not negative."""
+    return f"{round(share, 3) or 0.0:+.1%}"
 
 
 def with_micro_batches(config: Config, count: int) -> Config:

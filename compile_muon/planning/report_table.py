@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compile_muon.planning.plan import Figures, Plan, World, gib, mesh_text
-from compile_muon.planning.price import Price
+from compile_muon.planning.price import Price, percent
 
 __all__ = ["COLUMNS", "PRICE", "WORDS", "headline", "price_rows", "price_text", "report", "rows"]
 
@@ -69,7 +69,7 @@ def price_rows(plan: Plan) -> list[list[str]]:
 
 def price_text(price: Price) -> str:
     """A cell of that table."""
-    return f"{price.share:+.1%} ({round(price.exposed_share, 3) or 0.0:+.1%})" + " !" * (not price.fits)
+    return f"{price.share:+.1%} ({percent(price.exposed_share)})" + " !" * (not price.fits)
 
 
 def report(plan: Plan) -> RenderableType:
