@@ -302,7 +302,7 @@ def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
     assert shown["requests"] == [written["html"].as_uri()]
     assert len(shown["drawings"]) == 4
     assert all(width > 600 and height > 100 for width, height in shown["drawings"])
-    assert shown["cut"] == [0], "the table is wider than the page"
+    assert shown["cut"] == [0, 0], "a table is wider than the page"  # of candidates, of prices
     assert shown["cells"] == Page(written["html"].read_text()).cells
     from matplotlib import image
 
