@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from compile_muon.kernels.dispatch import orthogonalize, triton_kernels
 from compile_muon.kernels.ops import plan_of
-from compile_muon.passes.fingerprint import FINGERPRINT, by_kernel
+from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kernel
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
 
 __all__ = ["kernels_ahead", "kernels_of"]
@@ -71,5 +71,5 @@ _OPERATORS: Mapping[Any, Callable[..., object]] = {
         plan_of(arguments),
         [x.new_empty(x.shape[:-1], dtype=torch.float32) for x in xs] if arguments[-1] else [],
     ),
-    FINGERPRINT: lambda xs, arguments: by_kernel(xs),
+    FINGERPRINT_OF_ROWS: lambda xs, arguments: finish_by_kernel(xs),
 }

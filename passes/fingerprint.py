@@ -1,24 +1,22 @@
-"""Two integers that tell whether a tensor still holds, bit for bit, what it held before.
+"""An integer that tells whether a tensor still holds, bit for bit, what it held before.
 
 A direction is used in ``optimizer.step()`` only if ``.grad`` still is the gradient it was made from. Keeping a copy of
-the gradient would cost its memory; its fingerprint costs two sums. The bits of the tensor in row-major order are read
-as 64-bit words (the last one padded with zero bytes) and laid out in rows of ``P = 257`` words; words of a last,
-incomplete row count as row sums of their own. Modulo ``2**64``:
+the gradient would cost its memory; its fingerprint costs a sum. The entries of a tensor are read as signed integers
+``b``, those of more than 32 bits as several of 32, in rows of its last dimension (of so many of the last ones that a row
+has 64 entries; a vector has rows of 1024). Modulo ``2**64``:
 
-    fingerprint = (F(sums of the rows), F(sums of the columns))
-    F(s)        = sum over k of mix(s[k] + (k + 1) 0x9E3779B97F4A7C15)
+    r[i]        = sum over j of b[i, j] v[j]
+    fingerprint = sum over i of mix(r[i] + (i + 1) 0x9E3779B97F4A7C15)
 
-where ``mix`` is a bijection of 64-bit integers, one round of the finalizer of SplitMix64 (Steele, Lea, Flood 2014,
-"Fast splittable pseudorandom number generators").
+where ``v`` are odd numbers that look random, and ``mix`` is a bijection, one round of the finalizer of SplitMix64
+(Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 
-What collides: sums are linear, so a change goes unseen if it adds to zero in every row and every column, or, with a
-chance near ``2**-128``, if the mixed sums do. That takes equal and opposite edits at the corners of rectangles, placed
-for it. A sign counts as plus or minus one power of two, or by parity alone where it is the top bit of its word; P is
-an odd prime, so that negating all of a matrix, rows, columns or every second entry leaves odd counts somewhere. It
-finds edits, not adversaries.
+What collides: a change of one entry never, as ``v`` is odd; of several in one row, or of several rows, with a chance
+near ``2**-64``. It finds edits, not adversaries. Only tensors of one shape are to be compared.
 
-On CUDA a Triton kernel makes those of a list in one pass and few launches (``compile_muon.kernels.gpu.fingerprint``),
-the same bits.
+Rows, because a compiler sums them in the kernel that makes a gradient: :func:`row_sums` are operations of a graph, and
+what is read again is one number a row. On CUDA Triton's kernels (``compile_muon.kernels.gpu.fingerprint``) make the
+fingerprints of a list in one pass and few launches, the same bits.
 
 ``torch.hash_tensor`` is no substitute: an exclusive or does not see swaps or an even number of equal edits.
 """
@@ -26,6 +24,7 @@ the same bits.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,16 +34,18 @@ from compile_muon.kernels.apply import may_launch
 
 from .norms import squares
 
-__all__ = ["EXAMINE", "FINGERPRINT", "FINGERPRINT_WORDS", "by_aten", "fingerprint"]
-
-_P = 257
+__all__ = ["EXAMINE", "FINGERPRINT", "FINGERPRINT_OF_ROWS", "by_aten", "fingerprint", "finish_by_kernel", "row_sums"]
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
+_LIBRARY.define("fingerprint_of_rows(Tensor[] sums) -> Tensor")
 _LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
 
-#: int64 numbers in one fingerprint
-FINGERPRINT_WORDS = 2
+#: entries that a row has at least, and those of a row of a vector
+_LEAST, _VECTOR = 64, 1024
+#: entries whose products are in memory at a time
+_AT_ONCE = 1 << 20
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def _signed(word: int) -> int:
@@ -54,38 +55,55 @@ def _signed(word: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FACTOR = _signed(0xBF58476D1CE4E5B9)
-#: the formula's numbers, as the kernel takes them
-_FORMULA = {"columns": _P, "golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
+#: the formula's numbers, as the kernels take them
+_FORMULA = {"golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
 
 
-def _words(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The bits of ``x`` in row-major order as int64: the whole words without a copy, and the padded rest, if any."""
-    flat = x.contiguous().view(-1)
-    per_word = 8 // flat.element_size()
-    beyond = flat.numel() % per_word
-    head = flat[: flat.numel() - beyond] if beyond else flat
-    if head.storage_offset() % per_word:
-        head = head.clone()
-    if not beyond:
-        return head.view(torch.int64), None
-    padded = flat.new_zeros(per_word)
-    padded[:beyond] = flat[-beyond:]
-    return head.view(torch.int64), padded.view(torch.int64)
+def _integers(x: Tensor) -> Tensor:
+    """The bits of ``x`` as integers of at most 32 bits."""
+    if x.element_size() > 4:
+        return x.reshape(x.shape or 1).contiguous().view(torch.int32)
+    return x.view(_INTEGERS[x.element_size()])
 
 
-def _sums(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Pieces of the sums of rows and of columns, 1-D each."""
-    words, rest = _words(x)
-    complete = words.numel() // _P
-    rows, columns = [], []
-    if complete:
-        grid = words.as_strided((complete, _P), (_P, 1))
-        rows, columns = [grid.sum(1)], [grid.sum(0)]
-    if words.numel() % _P:
-        rows.append(words[complete * _P :])
-    if rest is not None:
-        rows.append(rest)
-    return rows, columns
+def _columns(shape: Sequence[int]) -> int:
+    """How many integers a row has."""
+    if len(shape) < 2:
+        return min(_VECTOR, max(1, math.prod(shape)))
+    ends = itertools.accumulate(reversed(shape), lambda a, b: a * b)
+    return max(1, next((end for end in ends if end >= _LEAST), math.prod(shape)))
+
+
+def _weights(columns: int, device: torch.device) -> Tensor:
+    """``v``, [columns] int64."""
+    # Not by an addition or a product first: Inductor would take it for an index, which has 32 bits.
+    v = (torch.arange(columns, device=device) ^ _GOLDEN) * _FACTOR
+    return (v ^ (v >> 32)) * _FACTOR | 1
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """``r`` of the formula, 1-D int64, in operations that a compiler fuses with what makes ``x``."""
+    bits = _integers(x)
+    columns = _columns(bits.shape)
+    if beyond := bits.numel() % columns:
+        bits = torch.nn.functional.pad(bits.flatten(), (0, columns - beyond))
+    rows = bits.reshape(-1, columns)
+    return (rows.to(torch.int64) * _weights(columns, x.device)).sum(1)
+
+
+def _row_sums_in_parts(x: Tensor) -> Tensor:
+    """The same where nothing is fused, and integers of 64 bits would take twice the memory of ``x``."""
+    if x.numel() <= _AT_ONCE:
+        return row_sums(x)
+    bits = _integers(x.contiguous())
+    columns = _columns(bits.shape)
+    many = max(1, _AT_ONCE // columns) * columns
+    weights = _weights(columns, x.device)
+    sums = []
+    for part in bits.view(-1).split(many):
+        whole = torch.nn.functional.pad(part, (0, -part.numel() % columns)).view(-1, columns)
+        sums.append((whole.to(torch.int64) * weights).sum(1))
+    return torch.cat(sums)
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -95,19 +113,30 @@ def _mix(x: Tensor) -> Tensor:
     return x.bitwise_xor_((x >> 27).bitwise_and_(2**37 - 1))
 
 
+def _finish(sums: Sequence[Tensor]) -> Tensor:
+    """Fingerprints from the sums of rows."""
+    sizes = [own.numel() for own in sums]
+    # One pass over the sums of all tensors; numbered from 1 in each, so a tensor's company makes no difference.
+    counters = torch.arange(1, max(sizes) + 1, device=sums[0].device).mul_(_GOLDEN)
+    mixed = _mix(torch.cat(list(sums)) + torch.cat([counters[:size] for size in sizes]))
+    # Sums of consecutive parts as differences of running sums, the same modulo 2**64: one kernel for all.
+    running = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+    return torch.stack([running[end] for end in itertools.accumulate(sizes, initial=0)]).diff()
+
+
 @torch.library.impl(_LIBRARY, "fingerprint", "CompositeExplicitAutograd")
 def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
-    result = by_kernel(xs) if may_launch(list(xs)) else None
-    return by_aten(xs) if result is None else result
+    if may_launch(list(xs)):
+        from compile_muon.kernels.gpu import fingerprint as gpu
+
+        if all(map(gpu.takes, xs)):
+            return gpu.fingerprint(list(map(_as_rows, xs)), **_FORMULA)
+    return by_aten(xs)
 
 
-def by_kernel(xs: Sequence[Tensor]) -> Tensor | None:
-    """:func:`fingerprint` in Triton's kernels; None of tensors that they do not take."""
-    from compile_muon.kernels.gpu import fingerprint as gpu
-
-    if not all(map(gpu.takes, xs)):
-        return None
-    return gpu.fingerprint(xs, **_FORMULA)
+@torch.library.impl(_LIBRARY, "fingerprint_of_rows", "CompositeExplicitAutograd")
+def _fingerprint_of_rows(sums: Sequence[Tensor]) -> Tensor:
+    return finish_by_kernel(sums) if may_launch(list(sums)) else _finish(sums)
 
 
 @torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
@@ -116,37 +145,46 @@ def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         from compile_muon.kernels.gpu import fingerprint as gpu
 
         if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.takes, xs)):
-            return gpu.examine(xs, **_FORMULA)
+            return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **_FORMULA)
     return _fingerprint(xs), squares(xs)
+
+
+def _as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """The integers of a contiguous tensor, 1-D, and how many a row has."""
+    bits = _integers(x)
+    return bits.view(-1), _columns(bits.shape)
+
+
+def finish_by_kernel(sums: Sequence[Tensor]) -> Tensor:
+    """``fingerprint_of_rows`` in Triton's kernel."""
+    from compile_muon.kernels.gpu import fingerprint as gpu
+
+    return gpu.finish(sums, **_FORMULA)
 
 
 def by_aten(xs: Sequence[Tensor]) -> Tensor:
     """:func:`fingerprint` in PyTorch's own operations, on any device."""
-    families = [family for x in xs for family in _sums(x)]
-    sizes = [sum(piece.numel() for piece in family) for family in families]
-    # One pass over the sums of all tensors; numbered from 1 in each family, so a tensor's company makes no difference.
-    none = xs[0].new_empty(0, dtype=torch.int64)  # of empty tensors there are no sums
-    sums = torch.cat([none, *(piece for family in families for piece in family)])
-    counters = torch.arange(1, max(sizes, default=0) + 1, device=sums.device).mul_(_GOLDEN)
-    mixed = _mix(sums.add_(torch.cat([counters[:size] for size in sizes])))
-    # Sums of consecutive parts as differences of running sums, the same modulo 2**64: one kernel for all.
-    running = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
-    ends = torch.stack([running[end] for end in itertools.accumulate(sizes, initial=0)])
-    return ends.diff().view(len(xs), FINGERPRINT_WORDS)
+    return _finish([_row_sums_in_parts(x) for x in xs])
 
 
 @torch.library.register_fake("muon_zero::fingerprint", lib=_LIBRARY)
 def _(xs: Sequence[Tensor]) -> Tensor:
-    return xs[0].new_empty((len(xs), FINGERPRINT_WORDS), dtype=torch.int64)
+    return xs[0].new_empty(len(xs), dtype=torch.int64)
+
+
+@torch.library.register_fake("muon_zero::fingerprint_of_rows", lib=_LIBRARY)
+def _(sums: Sequence[Tensor]) -> Tensor:
+    return sums[0].new_empty(len(sums))
 
 
 @torch.library.register_fake("muon_zero::examine", lib=_LIBRARY)
 def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    found = xs[0].new_empty((len(xs), FINGERPRINT_WORDS), dtype=torch.int64)
-    return found, xs[0].new_empty(len(xs), dtype=torch.float32)
+    return xs[0].new_empty(len(xs), dtype=torch.int64), xs[0].new_empty(len(xs), dtype=torch.float32)
 
 
 FINGERPRINT = torch.ops.muon_zero.fingerprint.default
+#: of tensors whose :func:`row_sums` it is given
+FINGERPRINT_OF_ROWS = torch.ops.muon_zero.fingerprint_of_rows.default
 #: the fingerprints of tensors and the squares of their norms, on CUDA in one pass over them
 EXAMINE = torch.ops.muon_zero.examine.default
 
@@ -155,13 +193,12 @@ def fingerprint(xs: Sequence[Tensor]) -> Tensor:
     """Fingerprints of the contents of ``xs``, see the module's docstring for the formula and for what collides.
 
     Bits count, not numbers: -0.0 and 0.0 differ, and so do two NaNs of different payload. Strides do not count: a
-    copy in another layout, read in the order of its indices, has the same fingerprint. Nothing waits for the device,
-    and the only copies are of tensors that are not contiguous or start in the middle of a word.
+    copy in another layout, read in the order of its indices, has the same fingerprint. Nothing waits for the device.
 
     Args:
         xs: at least one tensor, of any shapes (empty ones too) and dtypes, on one device. Not modified.
     Returns:
-        ``[len(xs), FINGERPRINT_WORDS]`` int64, on that device.
+        ``[len(xs)]`` int64, on that device.
     Raises:
         ValueError: no tensor.
     """

@@ -50,8 +50,8 @@ class Extras(Generic[T]):
     Args:
         unreduced: of ACCUMULATE: the gradient of the whole weight, ``spec.layout.shape``, master dtype.
         directions: of SPECULATE: ``spec.layout.local_shape``, in the dtype of Newton-Schulz.
-        fingerprints: None without SPECULATE, else ``[SPECULATEs, FINGERPRINT_WORDS]`` int64: of the gradient
-            (``carried`` included) that each direction was made from.
+        fingerprints: None without SPECULATE, else ``[SPECULATEs]`` int64: of the gradient (``carried`` included) that
+            each direction was made from.
     """
 
     unreduced: dict[int, T]

@@ -218,7 +218,7 @@ def _edited(accounts: Sequence[Account], before: Tensor | None, after: Tensor | 
         return []
     return [
         f"{account.name}: was edited in a full_parameters block without write=True"
-        for account, edited in zip(accounts, (before != after).any(dim=1).tolist(), strict=True)
+        for account, edited in zip(accounts, (before != after).tolist(), strict=True)
         if edited
     ]
 

@@ -35,7 +35,7 @@ class Copies:
 
     Args:
         names: of the tensors.
-        fingerprints: ``[len(names), FINGERPRINT_WORDS]`` int64, on the device.
+        fingerprints: ``[len(names)]`` int64, on the device.
     """
 
     names: tuple[str, ...]
@@ -75,9 +75,9 @@ class Copies:
 
     def numbers(self) -> Tensor:
         """A digest of all of them as fp32 integers, on the device."""
-        words = fingerprint([self.fingerprints])[0]
+        word = fingerprint([self.fingerprints])
         mask = 2**_WORD - 1
-        return torch.cat([words & mask, (words >> _WORD) & mask]).float()
+        return torch.cat([(word >> shift) & mask for shift in range(0, 64, _WORD)]).float()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Agreement:
         return self._error(_first_difference(gather_objects(self.trail.visits(), group)), _VISITS)
 
     def _name_copies(self, group: dist.ProcessGroup, copies: Copies) -> LedgerError:
-        rows = gather_objects([tuple(row) for row in copies.fingerprints.tolist()], group)
+        rows = gather_objects(copies.fingerprints.tolist(), group)
         said = []
         for i, name in enumerate(copies.names):
             column = [row[i] for row in rows]

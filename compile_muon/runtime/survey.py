@@ -130,7 +130,7 @@ class Survey:
         if examined:
             now, own = EXAMINE([account.local_grad for account in examined])
             then = torch.stack([ready[account.name].fingerprint for account in examined])
-            differs = (now != then).any(dim=1).float()
+            differs = (now != then).float()
             found.update(zip((account.name for account in examined), own.unbind(), strict=True))
         if others:
             own = squares([account.local_grad for account in others])

@@ -1,16 +1,16 @@
 """Fingerprints of a list of tensors in few launches; the twin of ``passes.fingerprint`` in plain aten, bit for bit.
 
-    (F(sums of the rows), F(sums of the columns))      of the words of a tensor in rows of P
-    F(s) = sum over k of mix(s[k] + (k + 1) golden)     modulo 2**64
+    r[i] = sum over j of b[i, j] v[j]                          of the integers of a tensor, in rows
+    F    = sum over i of mix(r[i] + (i + 1) golden)            modulo 2**64
 
 and, of the same pass over memory where it is asked for, the sum of the squares of a tensor's numbers.
 
-One pass over memory. A program takes rows of one tensor: their sums are mixed and added up, and sums of columns are
-added to those of other programs by atomics. Integers add up to the same in any order; sums of squares do not, and each
-program has a place for its own. Up to ``MOST`` tensors share a launch, by one compiled kernel whatever they are; a
-second one mixes the columns of all.
+A program takes tiles of one tensor and adds what it finds of rows to their sums by atomics; a second kernel mixes the
+sums of all tensors. Integers add up to the same in any order; sums of squares do not, and each program has a place for
+its own. Up to ``MOST`` tensors share a launch, by one compiled kernel whatever they are.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +21,14 @@ from torch import Tensor
 from .launch import Launch, coded, filled
 from .model import ceildiv
 
-__all__ = ["NUMBERS", "examine", "fingerprint", "takes"]
+__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "takes"]
 
-ROWS, WARPS = 16, 8  # rows of a program at a time
+ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
 MOST = 16  # tensors per launch
 MOST_PROGRAMS = 256  # of one tensor: more would only meet at the atomics
-#: what squares are summed of, and how many bits one has
-NUMBERS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}
+SPLIT, BLOCK = 8, 1024  # programs that mix the sums of one tensor, and how many of them at a time
+#: what squares are summed of
+NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -39,168 +40,185 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _squares(x, BITS: tl.constexpr, BRAIN: tl.constexpr):
-    """Of each int64 word of ``x`` the sum of the squares of the numbers in it: float32, bfloat16 or float16."""
-    total = (x * 0).to(tl.float32)
-    for place in tl.static_range(64 // BITS):
-        word = x >> (BITS * place)
-        if BITS == 32:
-            number = word.to(tl.int32).to(tl.float32, bitcast=True)
-        elif BRAIN:
-            number = word.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
-        else:
-            number = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        total += number * number
-    return total
+def _weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
+    """``v[j]``, int64."""
+    v = (j.to(tl.uint64) ^ GOLDEN) * FACTOR
+    v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # the sign is copied, as PyTorch does
+    return (v * FACTOR | 1).to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def _programs(size, P: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr):
-    """Of a tensor of so many bytes."""
-    return tl.minimum(tl.maximum(tl.cdiv(size, 8 * P * ROWS), 1), MOST)
+def _numbers(x, BRAIN: tl.constexpr):
+    """Of integers the float32, bfloat16 or float16 with these bits."""
+    if x.dtype == tl.int32:
+        return x.to(tl.float32, bitcast=True)
+    elif BRAIN:
+        return x.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    else:
+        return x.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _tiles(size, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a tensor of ``size`` integers, ``columns`` in a row."""
+    return tl.cdiv(tl.cdiv(size, columns), ROWS) * tl.cdiv(columns, WIDTH)
 
 
 @triton.jit
 def sums_kernel(
-    words,
+    integers,
     sizes,
+    columns,
     sums,
     COUNT: tl.constexpr,
-    P: tl.constexpr,
-    WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     MOST: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
-    SPAN: tl.constexpr,
-    BITS: tl.constexpr,
+    SQUARES: tl.constexpr,
     BRAIN: tl.constexpr,
 ):
-    """Of each tensor P sums of columns, and F of the sums of its rows, added to ``sums``, [tensors, SPAN], whose next
-    number says whether there is a whole row, and the others, where ``BITS`` is not 0, what squares each program has
-    summed. ``words`` are their bytes, ``sizes`` how many, :func:`launch.coded`; what fills them up to COUNT has no
-    program."""
+    """Adds to ``sums`` of each tensor those of its rows; in front of them, where there are ``SQUARES``, ``MOST`` places
+    for what squares each program has summed. ``sizes`` and ``columns`` are :func:`launch.coded`; what fills the lists
+    up to COUNT has no program."""
     program = tl.program_id(0)
-    column = tl.arange(0, WIDTH)
     # Which tensor this program is of: only this is done COUNT times over, or the kernel takes half a minute to compile.
-    tensor = program * 0
-    first = tensor
-    programs = tensor
-    size = (tensor + sizes[0]) * 0
-    address = words[0].to(tl.int64)
+    first = program * 0
+    programs = first
+    size = (first + sizes[0]) * 0
+    width = (first + columns[0]) * 0 + 1
+    address = integers[0].to(tl.int64)
+    result = sums[0].to(tl.int64)
     begin = program * 0
     for i in tl.static_range(COUNT):
-        bytes_of = (program * 0 + sizes[i] - 3) // 2
-        many = _programs(bytes_of, P, ROWS, MOST)
+        size_of = (program * 0 + sizes[i] - 3) // 2
+        width_of = (program * 0 + columns[i] - 3) // 2
+        many = tl.minimum(_tiles(size_of, tl.maximum(width_of, 1), ROWS, WIDTH), MOST)
         mine = (program >= begin) & (program < begin + many)
-        tensor = tl.where(mine, i, tensor)
         first = tl.where(mine, begin, first)
         programs = tl.where(mine, many, programs)
-        size = tl.where(mine, bytes_of, size)
-        address = tl.where(mine, words[i].to(tl.int64), address)
+        size = tl.where(mine, size_of, size)
+        width = tl.where(mine, width_of, width)
+        address = tl.where(mine, integers[i].to(tl.int64), address)
+        result = tl.where(mine, sums[i].to(tl.int64), result)
         begin += many
-    start = address.to(tl.pointer_type(tl.int64))
-    count = size // 8
-    rows = count // P
-    columns = tl.zeros((WIDTH,), dtype=tl.int64)
-    found = tl.zeros((ROWS,), dtype=tl.int64)
+    start = address.to(integers[0].dtype)
+    found = result.to(tl.pointer_type(tl.int64))
+    rows = tl.cdiv(size, width)
+    across = tl.cdiv(width, WIDTH)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
-    for block in range(program - first, tl.cdiv(rows, ROWS), programs):
-        row = block * ROWS + tl.arange(0, ROWS).to(tl.int64)
-        inside = (row < rows)[:, None] & (column < P)[None, :]
-        x = tl.load(start + row[:, None] * P + column[None, :], mask=inside, other=0)
-        columns += tl.sum(x, axis=0)
-        found += tl.where(row < rows, _mixed(tl.sum(x, axis=1), row, GOLDEN, FACTOR), 0)
-        if BITS:
-            squares += tl.sum(_squares(x, BITS, BRAIN), axis=1)
-    total = tl.sum(found, axis=0)
-    square = tl.sum(squares, axis=0)
-    sums += tensor * SPAN
-    if program == first:
-        # What is left of a row, and of a word, are sums of their own.
-        k = rows * P + column
-        x = tl.load(start + k, mask=(column < P) & (k < count), other=0)
-        total += tl.sum(tl.where((column < P) & (k < count), _mixed(x, rows + column, GOLDEN, FACTOR), 0))
-        if BITS:
-            square += tl.sum(_squares(x, BITS, BRAIN), axis=0)
-        if size % 8 != 0:
-            j = tl.arange(0, 8)
-            end = address.to(tl.pointer_type(tl.int8)) + count * 8
-            byte = tl.load(end + j, mask=count * 8 + j < size, other=0)
-            word = tl.sum(byte.to(tl.uint8, bitcast=True).to(tl.int64) << (8 * j).to(tl.int64), axis=0)
-            total += _mixed(word, rows + count - rows * P, GOLDEN, FACTOR)
-            if BITS:
-                square += _squares(word, BITS, BRAIN)
-        tl.store(sums + P + 1, (rows > 0).to(tl.int64))
-    tl.atomic_add(sums + P, total)
-    tl.atomic_add(sums + column, columns, mask=column < P)
-    if BITS:
-        tl.store(sums + P + 2 + program - first, square.to(tl.int32, bitcast=True).to(tl.int64))
+    for tile in range(program - first, _tiles(size, width, ROWS, WIDTH), programs):
+        row = (tile // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        column = tile % across * WIDTH + tl.arange(0, WIDTH)
+        k = row[:, None] * width + column[None, :]
+        x = tl.load(start + k, mask=(column < width)[None, :] & (k < size), other=0)
+        total = tl.sum(x.to(tl.int64) * _weights(column, GOLDEN, FACTOR)[None, :], axis=1)
+        tl.atomic_add(found + SQUARES * MOST + row, total, mask=row < rows)
+        if SQUARES:
+            number = _numbers(x, BRAIN)
+            squares += tl.sum(number * number, axis=1)
+    if SQUARES:
+        tl.store(found + program - first, tl.sum(squares, axis=0).to(tl.int32, bitcast=True).to(tl.int64))
 
 
 @triton.jit
-def columns_kernel(
+def mix_kernel(
     sums,
+    sizes,
     out,
     squares,
-    P: tl.constexpr,
-    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
     GOLDEN: tl.constexpr,
     FACTOR: tl.constexpr,
-    SPAN: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """[COUNT, 2] fingerprints, and where there are ``PARTS`` of them [COUNT] sums of squares, from what ``sums_kernel``
-    found."""
-    place = sums + tl.program_id(0) * SPAN
-    column = tl.arange(0, WIDTH)
-    x = tl.load(place + column, mask=column < P, other=0)
-    mixed = tl.sum(tl.where(column < P, _mixed(x, column, GOLDEN, FACTOR), 0), axis=0)
-    tl.store(out + 2 * tl.program_id(0), tl.load(place + P))
-    tl.store(out + 2 * tl.program_id(0) + 1, tl.where(tl.load(place + P + 1) != 0, mixed, 0))
+    """Adds to ``out``, [COUNT], F of the sums of rows; where there are ``PARTS`` in front of them, [COUNT] sums of
+    squares are of these."""
+    tensor = tl.program_id(0) // SPLIT
+    size = (tensor + sizes[0]) * 0
+    address = sums[0].to(tl.int64)
+    for i in tl.static_range(COUNT):
+        size = tl.where(tensor == i, (sizes[i] - 3) // 2, size)
+        address = tl.where(tensor == i, sums[i].to(tl.int64), address)
+    start = address.to(tl.pointer_type(tl.int64))
+    total = tl.zeros((BLOCK,), dtype=tl.int64)
+    for block in range(tl.program_id(0) % SPLIT, tl.cdiv(size, BLOCK), SPLIT):
+        k = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        x = tl.load(start + PARTS + k, mask=k < size, other=0)
+        total += tl.where(k < size, _mixed(x, k, GOLDEN, FACTOR), 0)
+    tl.atomic_add(out + tensor, tl.sum(total, axis=0))
     if PARTS:
-        parts = tl.load(place + P + 2 + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
-        tl.store(squares + tl.program_id(0), tl.sum(parts, axis=0))
+        if tl.program_id(0) % SPLIT == 0:
+            parts = tl.load(start + tl.arange(0, PARTS)).to(tl.int32).to(tl.float32, bitcast=True)
+            tl.store(squares + tensor, tl.sum(parts, axis=0))
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the kernel reads this tensor: contiguous, and from the beginning of a word on."""
-    return x.is_contiguous() and x.data_ptr() % 8 == 0
+    """Whether the kernel reads this tensor."""
+    return x.is_contiguous()
 
 
-def fingerprint(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int) -> Tensor:
-    """Fingerprints of tensors that :func:`takes` takes, on one device.
+def fingerprint(xs: Sequence[tuple[Tensor, int]], *, golden: int, factor: int) -> Tensor:
+    """Fingerprints of integers on one device, 1-D and of at most 32 bits, given with how many there are in a row.
 
     Args:
-        columns: P.
         golden, factor: of the formula, below 2**64.
     Returns:
-        [len(xs), 2] int64.
+        [len(xs)] int64.
     """
-    return _run(xs, columns, golden, factor, 0)[0]
+    return _run(xs, 0, False, golden, factor)[0]
 
 
-def examine(xs: Sequence[Tensor], *, columns: int, golden: int, factor: int) -> tuple[Tensor, Tensor]:
-    """The same of tensors of one dtype of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
-    found, squares = _run(xs, columns, golden, factor, MOST_PROGRAMS)
-    return found, squares
+def examine(
+    xs: Sequence[tuple[Tensor, int]], numbers: torch.dtype, *, golden: int, factor: int
+) -> tuple[Tensor, Tensor]:
+    """The same of what are ``numbers``, of :data:`NUMBERS`, and their squared norms, [len(xs)] fp32."""
+    return _run(xs, MOST_PROGRAMS, numbers is torch.bfloat16, golden, factor)
 
 
-def _run(xs: Sequence[Tensor], columns: int, golden: int, factor: int, parts: int) -> tuple[Tensor, Tensor]:
-    span = columns + 2 + parts
-    sums = torch.zeros(len(xs), span, dtype=torch.int64, device=xs[0].device)
-    out = torch.empty(len(xs), 2, dtype=torch.int64, device=xs[0].device)
-    squares = torch.empty(len(xs) if parts else 0, dtype=torch.float32, device=xs[0].device)
-    width = triton.next_power_of_2(columns)
-    settings = {"P": columns, "WIDTH": width, "GOLDEN": golden, "FACTOR": factor, "SPAN": span, "num_warps": WARPS}
-    own = {"COUNT": MOST, "ROWS": ROWS, "MOST": MOST_PROGRAMS}
-    own |= {"BITS": NUMBERS[xs[0].dtype] if parts else 0, "BRAIN": parts > 0 and xs[0].dtype is torch.bfloat16}
-    for start in range(0, len(xs), MOST):
-        chunk = xs[start : start + MOST]
-        sizes = [x.numel() * x.element_size() for x in chunk]
-        programs = sum(min(MOST_PROGRAMS, max(1, ceildiv(size, 8 * columns * ROWS))) for size in sizes)
-        views = [x.view(-1).view(torch.int8) for x in chunk]
-        arguments = (filled(views, MOST), filled([coded(size) for size in sizes], MOST), sums[start:])
-        Launch(sums_kernel, programs, out, arguments, {**settings, **own}).run()
-    Launch(columns_kernel, len(xs), out, (sums, out, squares), {**settings, "PARTS": parts}).run()
-    return out, squares
+def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
+    """Fingerprints of what has these sums of rows, 1-D int64: [len(sums)] int64."""
+    out = torch.zeros(len(sums), dtype=torch.int64, device=sums[0].device)
+    _mix(sums, [own.numel() for own in sums], out, out[:0], 0, golden, factor)
+    return out
+
+
+def _run(
+    xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int
+) -> tuple[Tensor, Tensor]:
+    device = xs[0][0].device
+    rows = [ceildiv(x.numel(), columns) for x, columns in xs]
+    # Zeros of all in one: fingerprints, then of each tensor its parts and rows. An odd beginning would have another
+    # kernel compiled, as Triton looks whether addresses are multiples of 16 bytes.
+    sizes = [(size + 1) // 2 * 2 for size in (len(xs), *(parts + own for own in rows))]
+    out, *sums = torch.zeros(sum(sizes), dtype=torch.int64, device=device).split(sizes)
+    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "MOST": MOST_PROGRAMS}
+    settings |= {"ROWS": ROWS, "WIDTH": WIDTH, "SQUARES": parts > 0, "BRAIN": brain}
+    for kind in {x.dtype for x, _ in xs}:
+        own = [i for i, (x, _) in enumerate(xs) if x.dtype is kind]
+        for start in range(0, len(own), MOST):
+            chunk = [(*xs[i], sums[i]) for i in own[start : start + MOST]]
+            programs = sum(min(MOST_PROGRAMS, _tiles_of(x.numel(), columns)) for x, columns, _ in chunk)
+            lists = zip(*((x, coded(x.numel()), coded(columns), result) for x, columns, result in chunk), strict=True)
+            Launch(sums_kernel, programs, out, tuple(filled(values, MOST) for values in lists), settings).run()
+    squares = torch.empty(len(xs) if parts else 0, dtype=torch.float32, device=device)
+    _mix(sums, rows, out, squares, parts, golden, factor)
+    return out[: len(xs)], squares
+
+
+def _tiles_of(size: int, columns: int) -> int:
+    return ceildiv(ceildiv(size, columns), ROWS) * ceildiv(columns, WIDTH)
+
+
+def _mix(
+    sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, squares: Tensor, parts: int, golden: int, factor: int
+) -> None:
+    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
+    settings |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
+    for start in range(0, len(sums), MOST):
+        chunk = [coded(size) for size in sizes[start : start + MOST]]
+        arguments = (filled(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
+        Launch(mix_kernel, SPLIT * len(chunk), out, arguments, settings).run()

@@ -7,11 +7,12 @@ holds.
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
-from ..fingerprint import fingerprint
+from ..fingerprint import FINGERPRINT_OF_ROWS, row_sums
 from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphPass, Half, PassContext, tensor_value
 from .gradients import reduced_grads
@@ -38,8 +39,12 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
             reduction = reductions[i]
             marker = Orthogonalize.insert(gm.graph, gradient, reduction.state, reduction.hyper, reduction.spec)
             directions.append(marker.node)
-    insert_outputs(gm, directions + inline(gm, output, lambda *tensors: [fingerprint(tensors)], gradients))
+    insert_outputs(gm, directions + inline(gm, output, _fingerprints, gradients))
     return gm
+
+
+def _fingerprints(*gradients: Tensor) -> list[Tensor]:
+    return [FINGERPRINT_OF_ROWS([row_sums(gradient) for gradient in gradients])]
 
 
 def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:

@@ -17,14 +17,14 @@ if triton.knobs.runtime.interpret:
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
-from compile_muon.kernels.gpu import apply, newton_schulz, normalize  # noqa: E402
+from compile_muon.kernels.gpu import apply, fingerprint, newton_schulz, normalize  # noqa: E402
 from compile_muon.kernels.gpu.jobs import Job, NoDevice, compile_job, jobs_of  # noqa: E402
 from compile_muon.kernels.gpu.launch import noting  # noqa: E402
 from compile_muon.kernels.gpu.tiles import load_tables  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
 from compile_muon.passes import ahead  # noqa: E402
-from compile_muon.passes.fingerprint import FINGERPRINT, by_kernel  # noqa: E402
+from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -48,9 +48,9 @@ def test_one_kernel_serves_lists_of_any_length(tmp_path: Path) -> None:
     """Each pattern of sizes and alignments would be compiled by itself."""
     with noting(torch.device("cuda")) as launches:
         for sizes in ([1], [3, 16, 64], [5] * 16, range(1, 20), [1 << 20, 7]):
-            by_kernel([meta(n) for n in sizes])
-    assert {job.name for job in jobs_of(launches, TARGET, tmp_path)} == {"sums_kernel", "columns_kernel"}
-    assert len(jobs_of(launches, TARGET, tmp_path)) == 2 and len(launches) == 5 + 6
+            fingerprint.fingerprint([(meta(n, dtype=torch.int32), min(n, 7)) for n in sizes], golden=1, factor=1)
+    assert {job.name for job in jobs_of(launches, TARGET, tmp_path)} == {"sums_kernel", "mix_kernel"}
+    assert len(jobs_of(launches, TARGET, tmp_path)) == 2 and len(launches) == 6 + 6
 
     with noting(torch.device("cuda")) as launches:
         for count, size in ((1, 64), (3, 16), (8, 1 << 20), (11, 4096), (2, 31), (9, 1)):
@@ -72,13 +72,13 @@ def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: py
             with torch._subclasses.FakeTensorMode():
                 inputs[-1].meta["val"] = torch.empty(shape, device=device)
         made = graph.call_function(torch.ops.muon_zero.newton_schulz.default, (inputs, *plan))
-        graph.output((made, graph.call_function(FINGERPRINT, (inputs,))))
+        graph.output((made, graph.call_function(FINGERPRINT_OF_ROWS, (inputs,))))
         return GraphModule({}, graph)
 
     jobs = ahead.kernels_of(graph("cuda"))
     names = {job.name for job in jobs}
     assert {"grouped_symmetric_kernel", "grouped_product_kernel", "product_kernel", "divide_kernel"} < names
-    assert {"partial_norms_kernel", "sums_kernel", "columns_kernel"} < names
+    assert {"partial_norms_kernel", "mix_kernel"} < names
     with_norms = [job.name for job in ahead.kernels_of(graph("cuda", (*plan[:-1], ["norms"]))) if job not in jobs]
     assert with_norms == ["partial_norms_kernel"]
     assert len(jobs) <= 16 and all(job.target == TARGET and job.cache == tmp_path for job in jobs)

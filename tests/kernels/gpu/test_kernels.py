@@ -26,7 +26,7 @@ from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
-from compile_muon.passes.fingerprint import EXAMINE, FINGERPRINT, by_aten  # noqa: E402
+from compile_muon.passes.fingerprint import EXAMINE, FINGERPRINT, FINGERPRINT_OF_ROWS, by_aten, row_sums  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
@@ -347,14 +347,16 @@ def test_apply(rate_on, dtypes, count, device):
 
 
 def test_fingerprints_are_those_of_aten(device):
-    """Whole rows, a part of one, a part of a word, nothing; more tensors than a launch takes."""
-    xs = [matrix(n, 257, device=device, seed=n) for n in range(1, 18)]
+    """Rows of many entries and of few, a part of one, nothing; kinds of integers; more tensors than a launch takes."""
+    xs = [matrix(n, 257, device=device, seed=n) for n in range(1, 9)]
     xs += [xs[0][0, :n].to(dtype) for n in (0, 1, 3, 255) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
-    xs += [torch.arange(2057, device=device).to(torch.uint8), matrix(600, 514, device=device, seed=0).bfloat16()]
-    assert all(map(fingerprint.takes, xs)) and not fingerprint.takes(xs[1].mT) and not fingerprint.takes(xs[-1][0, 1:])
+    xs += [torch.arange(2057, device=device).to(torch.uint8), matrix(300, 130, device=device, seed=0).bfloat16()]
+    xs += [xs[-1].view(-1)[1:], xs[0].expand(20, 257).contiguous().view(4, 5, 257), matrix(1, 9000, device=device, seed=1)]
+    assert all(map(fingerprint.takes, xs)) and not fingerprint.takes(xs[1].mT)
     expected = torch.cat([by_aten([x.cpu()]) for x in xs])
     assert torch.equal(FINGERPRINT(xs).cpu(), expected)
-    assert len({tuple(row) for row in expected.tolist()}) == len(xs) - 2  # of nothing there are three
+    assert len(set(expected.tolist())) == len(xs) - 2  # of nothing there are three
+    assert torch.equal(FINGERPRINT_OF_ROWS([row_sums(x) for x in xs]).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -34,9 +34,9 @@ class _Reads(TorchDispatchMode):
         return result
 
 
-def test_a_muon_element_costs_34_bytes_beside_its_momentum(device, monkeypatch):
+def test_a_muon_element_costs_30_bytes_beside_its_momentum(device, monkeypatch):
     """The gradient once for its norm and its fingerprint, and the writes: 4 + 22. In backward, behind what the compiler
-    makes, the gradient's fingerprint, and the division of the update by a norm that is known: 4 + 4."""
+    makes, the division of the update by a norm that is known: 4."""
     from compile_muon.kernels.gpu.launch import Launch
 
     launched: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def test_a_muon_element_costs_34_bytes_beside_its_momentum(device, monkeypatch):
         launched.clear()
         compiled(torch.randn(4, COLS, device=device)).square().mean().backward()
         beside = {name: count for name, count in launched.items() if "product" not in name and "symmetric" not in name}
-        assert beside == {"sums_kernel": 4, "columns_kernel": 0, "partial_norms_kernel": 0, "divide_kernel": 4}
+        assert beside == {"mix_kernel": 0, "partial_norms_kernel": 0, "divide_kernel": 4}
         launched.clear()
         if step == 1:  # operators are seen, and kernels stay away
             with _Reads() as reads:
@@ -67,6 +67,6 @@ def test_a_muon_element_costs_34_bytes_beside_its_momentum(device, monkeypatch):
         optimizer.zero_grad()
     assert optimizer.totals()["directions_used"] == 3
     # It reads weight, direction, momentum and gradient, and writes weight and momentum: 14 + 8.
-    assert launched == {"sums_kernel": 4, "columns_kernel": 0, "apply_kernel": 14}
+    assert launched == {"sums_kernel": 4, "mix_kernel": 0, "apply_kernel": 14}
     scans = {name: count for name, count in reads.found.items() if not name.endswith("_")}
     assert scans == {"examine": 4}
