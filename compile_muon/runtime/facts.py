@@ -17,6 +17,7 @@ from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.qk_clip import check_heads
+from compile_muon.runtime.recorded import Given
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_agreement import Agreement, Copies
@@ -88,7 +89,7 @@ def begin(trained: Trained) -> Begun:
     return Begun(mode, facts, told(trained, agreed, used, problem), agreed, muon, rest, candidates, used)
 
 
-def measure(trained: Trained, begun: Begun, given: Tensor | None = None) -> Tensor:
+def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tensor:
     """Have the device find the rest, and sum it over the ranks; nothing is waited for.
 
     Args:
@@ -97,7 +98,7 @@ def measure(trained: Trained, begun: Begun, given: Tensor | None = None) -> Tens
         The norm of all gradients, 0-dim fp32 on the device.
     """
     asked(trained, begun.survey, begun.agreement, begun.ready)
-    begun.survey.reduce(given)
+    begun.survey.reduce(None if given is None else given.facts)
     return begun.survey.total("gradient").sqrt().float()
 
 

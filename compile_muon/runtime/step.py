@@ -114,7 +114,7 @@ class Step(Trained):
                 be sent to the host. Then resident weights are still on their way when this returns.
         """
         survey = begun.survey
-        norm = measure(self, begun, None if given is None else given.facts)
+        norm = measure(self, begun, given)
         directions, traffic = make(self, begun, decision, norm)
         survey.reduce()
         if given is None:
