@@ -125,4 +125,4 @@ def decide(facts: Facts, mode: Mode) -> Decision:
     # A direction of an unscaled gradient is right up to Newton-Schulz's eps, but its momentum is not.
     use = frozenset[str]() if facts.clipped else facts.held & facts.wanted
     make = facts.wanted - use
-    return Decision(facts.clipped, use, make, bool(make) and not mode.later, facts.wrong(use))
+    return Decision(facts.clipped, use, make, bool(make), facts.wrong(use))

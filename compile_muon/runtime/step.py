@@ -66,7 +66,7 @@ class Step(Trained):
         """A step that the host knows to be right before it writes. It waits for the device once, and again only where
         some directions were made in backward and others must be made here."""
         self.grad_norm = norm = measure(self, begun)
-        facts = begun.facts if begun.mode.at_once else self._read(begun.survey, begun.agreement, begun.facts)
+        facts = begun.facts if begun.mode.at_once else self._read(begun, begun.facts)
         if self.stages is not None:
             facts = self.stages.confer(facts)
             self.norm = facts.norm
@@ -77,7 +77,7 @@ class Step(Trained):
         directions, traffic = make(self, begun, decision, norm)
         self._count(begun, decision, traffic)
         if decision.wait:
-            facts = self._read(begun.survey, begun.agreement, facts)
+            facts = self._read(begun, facts)
         wrong = facts.wrong(facts.wanted)
         if self.stages is not None:
             self.stages.confirm(wrong=bool(wrong))
@@ -142,7 +142,9 @@ class Step(Trained):
         if pending is None:
             return None
         survey, agreement, directions = pending
-        facts = self._read(survey, agreement, Facts())
+        facts = read(self, survey, Facts())
+        self.norm = facts.norm
+        check_agreement(self, survey, agreement)
         edited = sorted(survey.names("differs"))
         if edited:
             raise LedgerError(
@@ -166,11 +168,11 @@ class Step(Trained):
             self.recorded.release()
         self.pending = None
 
-    def _read(self, survey: Survey, agreement: Agreement | None, known: Facts) -> Facts:
+    def _read(self, begun: Begun, known: Facts) -> Facts:
         """The facts of all ranks by now, which do the same; the host waits for the device."""
-        facts = read(self, survey, known)
+        facts = read(self, begun.survey, known)
+        check_agreement(self, begun.survey, begun.agreement)
         self.norm = facts.norm
-        check_agreement(self, survey, agreement)
         return facts
 
     def _count(self, begun: Begun, decision: Decision, traffic: Traffic) -> None:
