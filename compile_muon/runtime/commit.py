@@ -64,7 +64,7 @@ def commit(
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     home, ledger = trained.home, trained.ledger
-    beside, lending = home is None, partial(_lend, trained)
+    beside, lending = home is None, partial(lend, trained)
     # Where the device decides whether to write, no momentum has been moved for good.
     moved = home.moved(fetches) if home is not None and withheld is None else frozenset[Account]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
@@ -87,7 +87,7 @@ def commit(
     return None if threshold is None else clip_heads(trained.muon, threshold, trained.group, withheld)
 
 
-def _lend(
+def lend(
     trained: Trained, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
 ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
     """Their states, to be read and written; all at once where they are beside the parameters.
