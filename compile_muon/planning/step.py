@@ -23,6 +23,8 @@ from compile_muon.planning.lent import fetches, noting_lends
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.commit import commit
+from compile_muon.runtime.facts import agreement, asked, told
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.replicas import Refresh, gathers
 from compile_muon.runtime.shards import edits_of
@@ -70,9 +72,9 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
-            optimizer.engine.step.commit({account.name: directions[account.name] for account in muon})
-        commit = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
-        found.append(replace(commit, fused=_fused(optimizer)))
+            commit(optimizer.engine.step, {account.name: directions[account.name] for account in muon}, {})
+        written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
+        found.append(replace(written, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
 
 
@@ -96,7 +98,9 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
     }
     steps = optimizer.engine.step
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
-        survey = steps.survey(None, steps.agreement() if steps.compares else None, made)
+        agreed = agreement(steps) if steps.compares else None
+        survey = told(steps, agreed, made)
+        asked(steps, survey, agreed, made)
         survey.reduce()
     return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer.engine.ledger.checks_later)
 

@@ -6,9 +6,10 @@ wait for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,14 +24,81 @@ from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.lender import GRADIENT, MASTER, WEIGHT, Lent
+from compile_muon.runtime.qk_clip import clip_heads
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.trained import Trained
 
-__all__ = ["Lend", "Matrices", "Prepared", "advance", "commit_elements", "commit_states", "commit_weights"]
+__all__ = ["Lend", "Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
 
 
 #: accounts, what of them -> some of them after the other, each with its states: what is written to these is kept. The
 #: momentum is one of them, but where it was moved already.
 Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
+
+
+def commit(
+    trained: Trained,
+    directions: dict[str, Tensor],
+    fetches: Mapping[Account, int],
+    withheld: Tensor | None = None,
+    rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+) -> Tensor | None:
+    """Write momenta, moments and parameters.
+
+    Args:
+        directions: by name; each is let go once it is written.
+        fetches: which fetch of the momentum each of them is made of, where they were fetched.
+        withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
+        rates: of a group; None for those that it holds.
+    Returns:
+        The largest logit that ``qk_clip`` has seen, on the device; None without it.
+    """
+    matrices, rest = [], []
+    for group in trained.optimizer.param_groups:
+        method, own = trained.method(group), trained.with_gradient(group)
+        own_rates: Mapping[str, Any] = group if rates is None else rates(group)
+        if isinstance(method, MatrixMethod):
+            made = {account: directions.pop(account.name) for account in own}
+            scale = partial(trained.scale, trained.config.muon.adjust_lr or method.adjust_lr)
+            matrices.append(Matrices(method, own_rates, made, scale))
+        elif isinstance(method, ElementMethod):
+            rest.append((method, own_rates, own))
+    home, ledger = trained.home, trained.ledger
+    beside, lending = home is None, partial(lend, trained)
+    # Where the device decides whether to write, no momentum has been moved for good.
+    moved = home.moved(fetches) if home is not None and withheld is None else frozenset[Account]()
+    # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
+    masters = any(account.spec.master for account in trained.muon)
+    with home.writing(withheld) if home is not None else nullcontext():
+        with ledger.range("step commit muon"):
+            prepared = commit_states(matrices, partial(lending, moved=moved), withheld, beside=beside)
+            if home is not None and masters and trained.summed:
+                home.confirm()
+            if beside or masters:
+                commit_weights(prepared, trained.summed, trained.group, withheld, lending if masters else None)
+        with ledger.range("step commit adamw"):
+            for method, taken, own in rest:
+                for chosen, states in lending(own, Lent.ALL):
+                    commit_elements(method, taken, chosen, states, withheld)
+    if not (beside or masters):
+        with ledger.range("step commit muon"):
+            commit_weights(prepared, trained.summed, trained.group, withheld)
+    threshold = trained.config.muon.qk_clip
+    return None if threshold is None else clip_heads(trained.muon, threshold, trained.group, withheld)
+
+
+def lend(
+    trained: Trained, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
+) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
+    """Their states, to be read and written; all at once where they are beside the parameters.
+
+    Args:
+        moved: whose momentum has been moved already.
+    """
+    if trained.home is not None:
+        yield from trained.home.lend(accounts, what, trained.ledger.status.step, moved=moved)
+    elif accounts:
+        yield accounts, [trained.optimizer.state[account.param] for account in accounts]
 
 
 def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:

@@ -1,34 +1,68 @@
-"""What a step does, decided from what the ranks have found: a function of facts alone, the same on every rank."""
+"""What a step does, decided from what the ranks have found: functions of facts alone, the same on every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
-__all__ = ["Decision", "Facts", "decide", "over"]
+__all__ = ["Decision", "Facts", "Mode", "decide", "mode_of", "over"]
+
+
+class Mode(Enum):
+    """Whose directions a step takes, and when the host reads what the device finds."""
+
+    IN_STEP = "read, take the directions of backward that hold, and make the others"
+    STAGES = "the same by the norm of all pipeline stages, which is known once they have met"
+    AT_ONCE = "make all, since backward makes none, and read"
+    LATER = "take all from backward, let the device decide whether to write, and read in the next step"
+    AT_ONCE_LATER = "make all, let the device decide whether to write, and read in the next step"
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all directions are made in the step, before the host knows anything of the device."""
+        return self in (Mode.AT_ONCE, Mode.AT_ONCE_LATER)
+
+    @property
+    def later(self) -> bool:
+        """Whether the host reads in the next step."""
+        return self in (Mode.LATER, Mode.AT_ONCE_LATER)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What one survey has read, of all ranks together.
+    """What decides over a step: at first what the host of one rank knows, then what a survey has read of all ranks.
 
     Args:
-        gradients: squared norm of each gradient, by name.
-        spoiled: names of what else is not finite, by kind: momenta, states, rates.
+        wanted: names of the matrices with a gradient.
+        limit: ``gradient_clipping``.
         held: names of the directions of backward that every rank has, made from the gradient it has.
+        anywhere: names of the matrices of which some rank may have a gradient.
+        gradients: squared norm of each gradient, by name; empty until it is read, as is all below.
+        spoiled: names of what else is not finite, by kind: momenta, states, rates.
         directions: names of the directions that are not finite.
+        total: norm of the gradients of all pipeline stages; None for those of this one.
     """
 
-    gradients: Mapping[str, float]
-    spoiled: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    wanted: frozenset[str] = frozenset()
+    limit: float | None = None
     held: frozenset[str] = frozenset()
+    anywhere: frozenset[str] = frozenset()
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    spoiled: Mapping[str, Sequence[str]] = field(default_factory=dict)
     directions: frozenset[str] = frozenset()
+    total: float | None = None
 
     @property
     def norm(self) -> float:
         """Of all gradients."""
-        return math.sqrt(sum(self.gradients.values()))
+        return math.sqrt(sum(self.gradients.values())) if self.total is None else self.total
+
+    @property
+    def clipped(self) -> bool:
+        """Whether the norm is known to be over the limit."""
+        return bool(self.gradients or self.total is not None) and over(self.limit, self.norm)
 
     def wrong(self, used: Collection[str]) -> dict[str, list[str]]:
         """What is not finite of all that a step would use, names by kind; what follows from other things is not named.
@@ -48,15 +82,17 @@ class Decision:
     """What a step does.
 
     Args:
-        clip: whether gradients are scaled to the limit.
+        clip: whether the device scales gradients whose norm is over the limit.
         use: names of the directions of backward that it takes.
         make: names of those that it makes itself.
-        wrong: what is not finite, names by kind: then nothing is written.
+        wait: whether the host reads what the device finds, once these are made and before anything is written.
+        wrong: what is not finite, names by kind: then nothing is made or written.
     """
 
     clip: bool
     use: frozenset[str]
     make: frozenset[str]
+    wait: bool
     wrong: dict[str, list[str]]
 
 
@@ -65,15 +101,28 @@ def over(limit: float | None, norm: float) -> bool:
     return limit is not None and limit / (norm + 1e-6) < 1
 
 
-def decide(facts: Facts, wanted: Collection[str], limit: float | None, norm: float | None = None) -> Decision:
-    """What a step does with these facts.
+def mode_of(facts: Facts, *, speculating: bool, later: bool, stages: bool) -> Mode:
+    """How a step goes on.
 
     Args:
-        wanted: names of the matrices with a gradient.
-        limit: ``gradient_clipping``.
-        norm: of the gradients of all pipeline stages; None for those of ``facts``.
+        facts: of the host.
+        speculating: whether any backward may make directions.
+        later: whether checks are read in the next step; never so with pipeline stages.
+        stages: whether there are other pipeline stages.
     """
-    clip = over(limit, facts.norm if norm is None else norm)
+    if stages:
+        return Mode.STAGES
+    if not speculating:
+        return Mode.AT_ONCE_LATER if later else Mode.AT_ONCE
+    # What a step must know for its own course it waits for.
+    return Mode.LATER if later and facts.limit is None and facts.wanted <= facts.held else Mode.IN_STEP
+
+
+def decide(facts: Facts, mode: Mode) -> Decision:
+    """What a step does with these facts: of the host where ``mode`` reads nothing before, else of all ranks."""
+    if mode.at_once:
+        return Decision(facts.limit is not None, frozenset(), facts.anywhere, not mode.later, facts.wrong(()))
     # A direction of an unscaled gradient is right up to Newton-Schulz's eps, but its momentum is not.
-    use = frozenset() if clip else facts.held.intersection(wanted)
-    return Decision(clip, use, frozenset(wanted) - use, facts.wrong(use))
+    use = frozenset[str]() if facts.clipped else facts.held & facts.wanted
+    make = facts.wanted - use
+    return Decision(facts.clipped, use, make, bool(make), facts.wrong(use))

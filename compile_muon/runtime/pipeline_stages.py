@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -24,10 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_muon.config import ZeroConfig
 from compile_muon.errors import LedgerError, by_rank, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
+from compile_muon.runtime.decision import Decision, Facts, Mode, decide, over
 from compile_muon.runtime.heartbeat import backend_of, gather_objects
 from compile_muon.runtime.rank_status import RankStatus
 
-__all__ = ["Outlook", "PipelineStages"]
+__all__ = ["PipelineStages"]
 
 #: what decides over a step, so that stages which differ in it would part
 _SHARED = ("gradient_clipping", "nonfinite", "max_skipped_steps")
@@ -46,6 +48,12 @@ class Outlook(IntEnum):
     """It makes some, which may turn out not to be finite."""
     WRONG = 2
     """It has something that is not finite."""
+
+
+def _outlook(decision: Decision) -> Outlook:
+    if decision.wrong:
+        return Outlook.WRONG
+    return Outlook.LATER if decision.make else Outlook.READY
 
 
 class _Told(NamedTuple):
@@ -149,26 +157,26 @@ class PipelineStages:
                     self._gather(_Told(number, refused=1.0))
             raise
 
-    def decide(self, norm: float, under: Outlook, over: Outlook, over_limit: Callable[[float], bool]) -> float:
+    def confer(self, facts: Facts) -> Facts:
         """The step's first gather.
 
         Args:
-            norm: of this stage's gradients.
-            under, over: what follows for this stage if the norm of all is under the limit, and if it is over it.
-            over_limit: which of the two it is.
+            facts: of this stage.
         Returns:
-            The norm of all gradients, bit for bit the same on every rank of every stage.
+            The same with the norm of all gradients, bit for bit the same on every rank of every stage.
         Raises:
             LedgerError: another stage refuses the step, or is in another one.
             PeerError: another stage does not come.
         """
-        rows = self._checked(_Told(self._status.step, 0.0, norm, under, over))
+        # What follows here if the norm of all is under the limit, and if it is over it.
+        under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.STAGES)) for norm in (0.0, math.inf))
+        rows = self._checked(_Told(self._status.step, 0.0, facts.norm, under, beyond))
         # In any order of the stages the same number.
         total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))
-        follows = [row.over if over_limit(total) else row.under for row in rows]
+        follows = [row.over if over(facts.limit, total) else row.under for row in rows]
         self.wrong = [stage for stage, what in enumerate(follows) if what == Outlook.WRONG]
         self._owes = not self.wrong and Outlook.LATER in follows
-        return total
+        return replace(facts, total=total)
 
     def confirm(self, *, wrong: bool) -> None:
         """The step's second gather, where there is one.
@@ -176,7 +184,7 @@ class PipelineStages:
         Args:
             wrong: whether this stage has made a direction that is not finite.
         Raises:
-            LedgerError, PeerError: as :meth:`decide`.
+            LedgerError, PeerError: as :meth:`confer`.
         """
         if self._owes:
             what = Outlook.WRONG if wrong else Outlook.READY

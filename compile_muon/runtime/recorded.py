@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,7 @@ from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.survey import Survey
-
-if TYPE_CHECKING:
-    from compile_muon.runtime.step import Step
+from compile_muon.runtime.trained import Trained
 
 __all__ = ["Given", "Launch", "Launched", "Recorded"]
 
@@ -124,7 +122,7 @@ class Recorded:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def left_out(self, step: Step) -> str | None:
+    def left_out(self, step: Trained) -> str | None:
         """Why no step of an optimizer is recorded; None where they are."""
         config = step.config
         if not step.ledger.checks_later:
@@ -147,7 +145,7 @@ class Recorded:
                 return f"rates of group {group['name']!r} are tensors"
         return self.gave_up
 
-    def run(self, step: Step, launch: Launch, survey: Survey, used: Mapping[str, Speculation] | None) -> Launched:
+    def run(self, step: Trained, launch: Launch, survey: Survey, used: Mapping[str, Speculation] | None) -> Launched:
         """Launch a step, or replay one that is like it; what it finds is sent to the host.
 
         Args:
@@ -187,7 +185,7 @@ class Recorded:
         self._seen.clear()
         self._pool = None
 
-    def _given(self, step: Step, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]) -> Given:
+    def _given(self, step: Trained, values: list[float], facts: int, places: Mapping[str, Mapping[str, int]]) -> Given:
         numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
         return Given(numbers, facts, places)
 
@@ -206,7 +204,7 @@ class Recorded:
                 "the host longer"
             )
 
-    def _record(self, step: Step, launch: Launch, given: Given, values: list[float]) -> _Recording:
+    def _record(self, step: Trained, launch: Launch, given: Given, values: list[float]) -> _Recording:
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         # NCCL's watchdog asks for events meanwhile, in a thread of its own.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -215,7 +213,7 @@ class Recorded:
 
     @staticmethod
     def recording(
-        step: Step,
+        step: Trained,
         replay: Callable[[], None],
         given: Given,
         values: list[float],
@@ -244,7 +242,7 @@ class Recorded:
         # The next replay writes what this one found; users keep norms.
         return Launched(found.survey.again(survey.step, survey.refusal), found.norm.clone(), found.traffic)
 
-    def _kind(self, step: Step, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
+    def _kind(self, step: Trained, used: Mapping[str, Speculation]) -> tuple[Any, ...]:
         """What a step has to have alike with another one for one graph to do both."""
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
@@ -268,7 +266,7 @@ class Recorded:
         return tensor.data_ptr()
 
 
-def _states(step: Step, account: Account) -> list[Tensor]:
+def _states(step: Trained, account: Account) -> list[Tensor]:
     return [local_tensor(state) for state in step.optimizer.state[account.param].values()]
 
 

@@ -104,17 +104,6 @@ class Survey:
         width = len(numbers) // self._world
         return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
-    def add_presence(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
-        """Which gradients are missing, and which matrices have a direction from backward.
-
-        Args:
-            accounts: the same on every rank.
-            ready: this rank's directions, by name.
-        """
-        self.add_facts("missing", {account.name: float(account.grad is None) for account in accounts})
-        matrices = [account.name for account in accounts if account.spec.muon is not None]
-        self.add_facts("ready", {name: float(name in ready) for name in matrices})
-
     def add_gradients(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
         """Squared norms of all gradients (0 without one), and which are not what a direction was made from.
 

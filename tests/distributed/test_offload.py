@@ -29,6 +29,7 @@ from compile_muon.errors import OffloadError
 from compile_muon.offload import store
 from compile_muon.offload.arena import Arena
 from compile_muon.passes.methods import adamw
+from compile_muon.runtime import step as runtime_step
 from compile_muon.runtime.shards import local_tensor
 
 SMALL = {"buffer_bytes": 1}  # so that there are many buckets
@@ -388,14 +389,14 @@ def _through_a_fault(
     call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:
         call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))
-    steps, error = optimizer.engine.step, ""
-    commit = steps.commit
+    error = ""
+    commit = runtime_step.commit
 
-    def failing_commit(*args: Any) -> None:  # a read ahead of that fails amid an exchange, which others wait in
+    def failing_commit(*args: Any) -> Any:  # a read ahead of that fails amid an exchange, which others wait in
         with mock.patch.object(disk, what, call):
-            commit(*args)
+            return commit(*args)
 
-    with mock.patch.object(steps, "commit", failing_commit):
+    with mock.patch.object(runtime_step, "commit", failing_commit):
         try:
             optimizer.step()
         except OffloadError as found:

@@ -368,7 +368,8 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
     mine = Trained(parts=parts, stage=1, update="step", **settings)
     optimizer, module, found = mine.optimizer, mine.module, {}
     odd = mine.rank == mine.shards - 1
-    orthogonalize = optimizer.engine.step._orthogonalize
+    graphs = optimizer.engine.step.step_graphs
+    orthogonalize = graphs.orthogonalize
     for number, what in enumerate(kinds):
         mine.backward(number)
         before = mine.state()
@@ -381,7 +382,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         elif what == "sums" and mine.stage == 0:
             mine.named["embed.weight"].grad.mul_(2)
         elif what == "later" and mine.stage == 1:
-            optimizer.engine.step._orthogonalize = fails  # type: ignore[method-assign]
+            graphs.orthogonalize = fails  # type: ignore[method-assign]
         elif what == "steps" and mine.stage == 0:
             optimizer.loaded(7)
         try:
@@ -391,7 +392,7 @@ def refuses(kinds: list[str], parts: tuple[str, ...], micro: int = MICRO) -> dic
         assert all(torch.equal(*pair) for pair in zip(before, mine.state(), strict=True))
         if hasattr(module, "extra"):
             del module.extra
-        optimizer.engine.step._orthogonalize = orthogonalize  # type: ignore[method-assign]
+        graphs.orthogonalize = orthogonalize  # type: ignore[method-assign]
         optimizer.param_groups[-1]["lr"] = ADAMW_LR
         optimizer.loaded(number)
         optimizer.zero_grad()

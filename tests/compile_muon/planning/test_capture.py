@@ -28,7 +28,7 @@ from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
 from compile_muon.runtime import frame
-from compile_muon.runtime.step import Step
+from compile_muon.runtime import step as runtime_step
 from compile_muon.runtime.survey import Survey
 
 LAYERS, WORLD = 4, 4
@@ -140,7 +140,7 @@ def test_bytes_are_those_that_the_optimizer_counts(stage: int, monkeypatch: pyte
     """
     monkeypatch.setattr(buckets, "_SMALLEST", 2**20)
     expected = step(stage, backend="nccl", options=FrameOptions(codegen="eager")).simulated(SLOW).traffic
-    monkeypatch.setattr(Step, "_refused", lambda *args: False)
+    monkeypatch.setattr(runtime_step, "refused", lambda *args: False)
     monkeypatch.setattr(Survey, "held", lambda survey: frozenset(survey.names("ready")))
     torch.compiler.reset()
     with fake_group(0, WORLD):

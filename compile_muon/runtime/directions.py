@@ -1,0 +1,77 @@
+"""The directions that a decision asks for: taken from backward, or made here of gradients scaled to the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compile_muon.passes.collectives import Traffic
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.decision import Decision
+from compile_muon.runtime.facts import Begun
+from compile_muon.runtime.finite import directions_not_finite
+from compile_muon.runtime.trained import Trained
+
+__all__ = ["fetches_of", "make", "note"]
+
+
+def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> tuple[dict[str, Tensor], Traffic]:
+    """Make what is to be made, all at once. Gradients whose norm is over the limit are scaled in place before, as
+    ``clip_grad_norm_`` does. Nothing is waited for.
+
+    Args:
+        norm: of all gradients, 0-dim fp32 on the device.
+    Returns:
+        Directions of all matrices with a gradient, by name, each of its shard's shape in the dtype of Newton-Schulz;
+        and what was sent. The survey is given which of those made here are not finite.
+    """
+    if decision.clip:
+        _clip(trained, norm)
+    found = {name: speculation.direction for name, speculation in begun.used(decision).items()}
+    accounts = [account for account in trained.muon if account.name in decision.make]
+    if not accounts:
+        return found, Traffic()
+    grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
+    with trained.ledger.range("step directions", payload=len(accounts)):
+        results, traffic = trained.step_graphs.orthogonalize(accounts, grads, trained.ledger.options)
+    wrong = directions_not_finite([account.spec for account in accounts], results)
+    begun.survey.add("direction", [account.name for account in accounts], wrong)
+    made = zip(accounts, results, strict=True)
+    return found | {account.name: result for account, result in made if account.grad is not None}, traffic
+
+
+def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Account, int]:
+    """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
+    if trained.home is None:
+        return {}
+    used = begun.used(decision)
+    return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}
+
+
+def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -> None:
+    """Note in the accounts what has become of the directions of backward.
+
+    Args:
+        clipped: whether the norm was over the limit, as far as it is known.
+    """
+    for account in begun.candidates:
+        if account.name in decision.use:
+            account.speculations.used()
+    trained.ledger.counters.used += len(decision.use)
+    reason = "clipped" if clipped else "edited"
+    trained.ledger.discarded([account for account in begun.candidates if account.name not in decision.use], reason)
+    for account in trained.muon:
+        account.speculations.note_norm(under_limit=not clipped)
+
+
+def _clip(trained: Trained, norm: Tensor) -> None:
+    """Scale all gradients by torch's ``limit / (norm + 1e-6)`` where that is under 1; not waited for."""
+    limit = trained.config.zero.gradient_clipping
+    gradients = [a.local_grad for a in (*trained.muon, *trained.rest) if a.grad is not None]
+    if limit is None or not gradients:
+        return
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    # A step that will be refused leaves gradients as they are.
+    torch._foreach_mul_(gradients, torch.where(torch.isfinite(norm), factor, torch.ones_like(factor)))

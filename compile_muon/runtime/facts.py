@@ -1,0 +1,209 @@
+"""The facts of a step: what the host knows when it begins, and the survey that asks the device for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from compile_muon.errors import UnsupportedModelError
+from compile_muon.passes.eager_traffic import traffic_of_reduction
+from compile_muon.passes.exchange import transfers
+from compile_muon.passes.norms import not_finite
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
+from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.qk_clip import check_heads
+from compile_muon.runtime.recorded import Given
+from compile_muon.runtime.shards import edits_of, local_tensor
+from compile_muon.runtime.speculation import Speculation
+from compile_muon.runtime.step_agreement import Agreement, Copies
+from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.trained import Trained
+
+__all__ = ["Begun", "agreement", "asked", "begin", "measure", "read", "told"]
+
+#: directions of backward, by name
+Ready = Mapping[str, Speculation]
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """A step of which the host knows what it can know by itself.
+
+    Args:
+        mode: how it goes on.
+        facts: of this rank's host.
+        survey: that asks the device for the others.
+        agreement: what the ranks compare; None where none answers.
+        muon, rest: parameters with a gradient.
+        candidates: directions of backward whose momentum is what they were made with.
+        ready: by name, those that the step may use: their gradient is, too, as far as the host knows.
+    """
+
+    mode: Mode
+    facts: Facts
+    survey: Survey
+    agreement: Agreement | None
+    muon: Sequence[Account]
+    rest: Sequence[Account]
+    candidates: Mapping[Account, Speculation]
+    ready: Ready
+
+    def used(self, decision: Decision) -> dict[str, Speculation]:
+        """The directions of backward that a decision takes, in the order of the model."""
+        return {name: made for name, made in self.ready.items() if name in decision.use}
+
+
+def begin(trained: Trained) -> Begun:
+    """Gather what the host knows. Gradients are whole then, and momenta the optimizer's.
+
+    Raises:
+        UnsupportedModelError: see :class:`~compile_muon.MuonZero`; of several ranks all raise it when they have met.
+        LedgerError: a gradient was edited between micro-batches.
+    """
+    problem = _model_problem(trained)
+    trained.own_momenta()
+    trained.sync_momentum()
+    _whole_gradients(ledger := trained.ledger)
+    muon = [account for account in trained.muon if account.grad is not None]
+    rest = [account for account in trained.rest if account.grad is not None]
+    agreed = agreement(trained) if trained.compares else None
+    made = {account: found for account in muon if (found := account.speculations.current) is not None}
+    candidates = {a: m for a, m in made.items() if (m.factor, m.edits) == (a.factor, edits_of(a.momentum_buffer))}
+    # Where the host must know of edits, autograd has noted how it left the gradient.
+    ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
+    facts = Facts(
+        frozenset(account.name for account in muon),
+        trained.config.zero.gradient_clipping,
+        frozenset(ready),
+        # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
+        frozenset(account.name for account in (muon if trained.group is None else trained.muon)),
+    )
+    stages = trained.stages is not None
+    mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, stages=stages)
+    used = {} if mode.at_once else ready
+    return Begun(mode, facts, told(trained, agreed, used, problem), agreed, muon, rest, candidates, used)
+
+
+def measure(trained: Trained, begun: Begun, given: Given | None = None) -> Tensor:
+    """Have the device find the rest, and sum it over the ranks; nothing is waited for.
+
+    Args:
+        given: what the host knows, on the device; None for it to be copied there.
+    Returns:
+        The norm of all gradients, 0-dim fp32 on the device.
+    """
+    asked(trained, begun.survey, begun.agreement, begun.ready)
+    begun.survey.reduce(None if given is None else given.facts)
+    return begun.survey.total("gradient").sqrt().float()
+
+
+def read(trained: Trained, survey: Survey, known: Facts) -> Facts:
+    """Wait for the device, once; the facts of all ranks by now.
+
+    Args:
+        known: before.
+    """
+    with trained.ledger.range("step wait"):
+        survey.wait()
+    held = survey.held() if trained.ledger.speculating else frozenset[str]()
+    gradients, directions = survey.numbers("gradient"), frozenset(survey.names("direction"))
+    return replace(known, held=held, gradients=gradients, spoiled=survey.spoiled(), directions=directions)
+
+
+def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: Exception | None = None) -> Survey:
+    """The half of a survey that the host knows; with the reason why this rank refuses the step, if it does."""
+    survey = Survey(trained.group, trained.device, trained.ledger.status.step, problem)
+    survey.add_facts(
+        "missing", {account.name: float(account.grad is None) for account in (*trained.muon, *trained.rest)}
+    )
+    survey.add_facts("ready", {account.name: float(account.name in ready) for account in trained.muon})
+    for name, rate in trained.rates().items():
+        if not isinstance(rate, Tensor):
+            survey.add_rate(name, rate)
+    if agreement is not None:
+        agreement.put(survey)
+    return survey
+
+
+def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: Ready) -> None:
+    """The other half, which is on the device."""
+    survey.add_gradients([*trained.muon, *trained.rest], ready)
+    # One beside its parameter is seen by the direction that is made of it, all of which is NaN then.
+    home = trained.home
+    away = {a.name: flag for a in trained.muon if home and (flag := home.wrong(a, "momentum")) is not None}
+    if away:
+        survey.add("momentum", list(away), torch.stack(list(away.values())))
+    held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
+    for group in trained.optimizer.param_groups:
+        for state in trained.method(group).states:
+            if state.each != "parameter":
+                accounts = [trained.accounts[param] for param in group["params"]]
+                # Copied first: to read one that a GPU still writes to the host is to wait.
+                own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in accounts}
+                held.setdefault(state.label, {}).update(own)
+    for label, tensors in held.items():
+        survey.add(label, [a.name for a in tensors], _not_finite(home, label, tensors))
+    for name, rate in trained.rates().items():
+        if isinstance(rate, Tensor):
+            survey.add_rate(name, rate)
+    if agreement is not None:
+        agreement.measure(survey)
+    survey.add_speculations(trained.muon, ready)
+
+
+def _not_finite(home: Lender | None, label: str, states: Mapping[Account, Tensor]) -> Tensor:
+    """Which of these states are not finite: what is away was looked at when it was written."""
+    known = {a: flag for a in states if home is not None and (flag := home.wrong(a, label)) is not None}
+    here = [a for a in states if a not in known]
+    tensors = [states[a] for a in here]
+    if not known:
+        return not_finite(tensors)
+    found = known | dict(zip(here, not_finite(tensors).unbind() if here else (), strict=True))
+    return torch.stack([found[a] for a in states])
+
+
+def agreement(trained: Trained) -> Agreement:
+    """What every rank must bring to this step alike."""
+    values = trained.rates()
+    scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    settings = {name: repr(value) for name, value in values.items() if name not in scalars}
+    step, every = trained.ledger.status.step, trained.config.zero.check_replicas
+    copies = Copies.of(trained.ledger.accounts, trained.optimizer.state) if every and step % every == 0 else None
+    return Agreement(step, settings, scalars, trained.ledger.trail, copies)
+
+
+def _whole_gradients(ledger: Ledger) -> None:
+    """See to it that ``.grad`` is the whole gradient, placed as the parameter is.
+
+    Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
+    """
+    for account in ledger.accounts:
+        account.place_gradient()
+        account.sums.check(account.grad, account.name)
+        if account.sums.delivered is not None:
+            account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
+            ledger.count(traffic_of_reduction(account.text))
+            account.speculations.drop()
+        account.sums.close()
+
+
+def _model_problem(trained: Trained) -> UnsupportedModelError | None:
+    """What of the model forbids a step; raised only when all ranks know of it, or the others would wait for this.
+
+    One process raises at once.
+    """
+    try:
+        trained.check_model()
+        trained.handouts.check(thoroughly=True)
+        if trained.config.muon.qk_clip is not None:
+            check_heads(trained.muon, trained.config.muon.qk_clip_alpha)
+    except UnsupportedModelError as problem:
+        if trained.group is None:
+            raise
+        return problem
+    return None

@@ -1,0 +1,142 @@
+"""Why a step writes nothing: its ranks do not do the same, or something that it would use is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from compile_muon.errors import LedgerError, NonFiniteError, listed, ranks_named, warn_user
+from compile_muon.passes.norms import not_finite
+from compile_muon.runtime.heartbeat import gather_objects
+from compile_muon.runtime.step_agreement import Agreement
+from compile_muon.runtime.survey import Survey
+from compile_muon.runtime.trained import Trained
+
+__all__ = ["check_agreement", "refused"]
+
+#: of a gradient's norm, whose square is finite in fp32
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+
+
+def check_agreement(trained: Trained, survey: Survey, agreement: Agreement | None) -> None:
+    """Raise, on every rank, what one rank refuses or does otherwise than the others; nothing has been written."""
+    if trained.group is None:
+        return
+    if survey.names("refused"):
+        raise survey.refusal or LedgerError(
+            "step() was refused by another rank, whose own error says why: nothing was updated; do to the model on "
+            "every rank what is done to it on one"
+        )
+    missing = [name for name, count in survey.numbers("missing").items() if 0 < count < trained.group.size()]
+    if missing:
+        where = survey.ranks({"missing": missing})
+        raise LedgerError(
+            f"gradient of {listed(missing)} = None{where} only: nothing was updated in "
+            f"step {survey.step}; every rank must use the same parameters in a step, e.g. by adding "
+            "0 * parameter.sum() to the loss where one is not used"
+        )
+    if agreement is not None:
+        agreement.check(survey, trained.group)
+    if trained.ledger.checks_later:
+        # A rank on which all directions hold does not wait to hear that they do not on another.
+        some = [name for name, count in survey.numbers("ready").items() if 0 < count < trained.group.size()]
+        if some:
+            raise LedgerError(
+                f"gradient of {listed(some)} was edited{survey.ranks({'ready': some})} only: nothing was updated "
+                f"in step {survey.step}; edit gradients on every rank, or set checks='in_step'"
+            )
+
+
+def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, later: bool = False) -> bool:
+    """Raise for, or skip, a step that would write something that is not finite; nothing has been written yet.
+
+    Args:
+        wrong: names by kind.
+        later: whether its gradients may be gone.
+    """
+    others = "" if trained.stages is None else trained.stages.elsewhere()
+    if not wrong and not others:
+        return False
+    zero, counters = trained.config.zero, trained.ledger.counters
+    if wrong:
+        found = _named(trained, survey, wrong, later=later)
+    else:
+        found = f"{others} found inf or nan, and itself says where"
+    if batches := trained.differing_batches():
+        raise NonFiniteError(
+            f"{batches}, which makes them NaN: nothing was updated in step {survey.step}; optimizer.data_place "
+            "says which data a rank is to load"
+        )
+    problem = f"{found}: nothing was updated in step {survey.step}"
+    if zero.nonfinite == "error":
+        raise NonFiniteError(
+            f"{problem}; lower the learning rate, look at the batch, or set nonfinite='skip' to leave such steps out"
+        )
+    counters.skipped += 1
+    counters.skipped_in_a_row += 1
+    if counters.skipped_in_a_row >= zero.max_skipped_steps:
+        raise NonFiniteError(
+            f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
+            "does not recover by itself, go back to a checkpoint"
+        )
+    if counters.skipped == 1:
+        warn_user(
+            f"{problem}; the step was skipped, and so will others be without a word "
+            "(optimizer.totals()['skipped_steps'] counts them)"
+        )
+    return True
+
+
+def _named(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, later: bool) -> str:
+    """What is not finite, and where; collective."""
+    value, large = "inf or nan", frozenset[str]()
+    squares = survey.numbers("gradient")
+    together = trained.compares and (not later or trained.config.zero.nonfinite == "error")
+    spoiled = _spoiled(trained, wrong.get("direction", ()), together)
+    if any(spoiled):
+        momenta = sorted(frozenset().union(*spoiled))
+        others = [name for name in wrong["direction"] if name not in momenta]
+        wrong = {**wrong, "momentum": momenta, "direction": others}
+    if infinite := [name for name in wrong.get("gradient", ()) if squares[name] == math.inf]:
+        if later:
+            value = f"inf, nan or over {_LARGEST:.1e} (whose square is inf in float32)"
+        else:
+            large = _finite(trained, infinite)
+    found = {what: [name for name in names if what != "gradient" or name not in large] for what, names in wrong.items()}
+    parts = ["; ".join(f"{what} of {listed(names)}" for what, names in found.items() if names)]
+    parts[0] += f" = {value}" if parts[0] else ""
+    if large:
+        named = listed([name for name in infinite if name in large])
+        parts.append(f"gradient of {named} = over {_LARGEST:.1e}, finite, but its square is inf in float32")
+    where = ""
+    if trained.compares and trained.config.zero.nonfinite == "error":
+        holders = [rank for rank, names in enumerate(spoiled) if names]
+        where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else survey.ranks(wrong)
+    return "; ".join(filter(None, parts)) + where + ("" if trained.stages is None else trained.stages.here())
+
+
+def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set[str]]:
+    """Of each rank, of which of these the momentum is not finite, whence the direction is not.
+
+    Args:
+        together: collective; else of this rank alone.
+    """
+    beside = [a for a in trained.muon if a.name in names and a.momentum.numel()]
+    wrong = not_finite([account.momentum for account in beside]).tolist() if beside else []
+    mine = {account.name for account, flag in zip(beside, wrong, strict=True) if flag}
+    return _of_ranks(trained, mine, together=together and bool(names))
+
+
+def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
+    """Those of these gradients that hold no inf on any rank; collective."""
+    named = {account.name: account for account in (*trained.muon, *trained.rest)}
+    held = [name for name in names if named[name].grad is not None]
+    infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
+    return frozenset(names).difference(*_of_ranks(trained, infinite, together=trained.compares))
+
+
+def _of_ranks(trained: Trained, mine: set[str], *, together: bool) -> list[set[str]]:
+    """These names of every rank, which is collective; of this one alone unless ``together``."""
+    return gather_objects(mine, trained.group) if together and trained.group is not None else [mine]
