@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.background import Background
 from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, described, empty_like, fit
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
@@ -34,7 +35,6 @@ from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.boxes import read_tensors, write_tensors
-from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Checkpointer"]
 

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compile_muon.agreement.heartbeat import Heartbeat, gather_objects
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.mesh import Mesh
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.heartbeat import Heartbeat, gather_objects
 
 __all__ = ["agree"]
 

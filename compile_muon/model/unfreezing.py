@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compile_muon.agreement.heartbeat import gather_objects
 from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
 from compile_muon.errors import UnsupportedModelError, by_rank, config_error, listed
@@ -19,7 +20,6 @@ from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.agreement.heartbeat import backend_of, gather_objects
+from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
 from compile_muon.errors import LedgerError, by_rank, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
-from compile_muon.runtime.heartbeat import backend_of, gather_objects
-from compile_muon.runtime.rank_status import RankStatus
 
 __all__ = ["Outlook", "PipelineStages"]
 

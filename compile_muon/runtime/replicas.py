@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.agreement.heartbeat import gather_objects
 from compile_muon.errors import LedgerError, by_rank, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
@@ -26,7 +27,6 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of, has_memory
 
 __all__ = [

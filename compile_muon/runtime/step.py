@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from compile_muon.agreement.heartbeat import gather_objects
 from compile_muon.config import Config
 from compile_muon.errors import (
     LedgerError,
@@ -39,7 +40,6 @@ from compile_muon.runtime.commit import Matrices, commit_elements, commit_states
 from compile_muon.runtime.decision import Decision, Facts, decide, over
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.handouts import Handouts
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pinned import pinned_numbers
@@ -392,7 +392,7 @@ class Step:
         settings = {name: repr(value) for name, value in values.items() if name not in scalars}
         step, every = self.ledger.status.step, self.config.zero.check_replicas
         copies = Copies.of(self.ledger.accounts, self.optimizer.state) if every and step % every == 0 else None
-        return Agreement(step, settings, scalars, self.ledger.trail, copies)
+        return Agreement(step, settings, scalars, self.ledger.frame_log, copies)
 
     def _whole_gradients(self) -> None:
         """See to it that ``.grad`` is the whole gradient, placed as the parameter is.

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compile_muon.agreement.frame_log import FrameLog, Visit, frame_label
+from compile_muon.agreement.heartbeat import gather_objects
 from compile_muon.errors import LedgerError, by_rank, listed, ranks_named
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
-from compile_muon.runtime.trail import Trail, Visit, frame_label
 
 __all__ = ["Agreement", "Copies"]
 
@@ -88,20 +88,20 @@ class Agreement:
         step: which one, from 1.
         settings: hyperparameters that the host knows, by name.
         scalars: those that are tensors.
-        trail: visits since the last step.
+        log: visits since the last step.
         copies: what to compare in this step beside.
     """
 
     step: int
     settings: Mapping[str, str]
     scalars: Mapping[str, Tensor]
-    trail: Trail
+    log: FrameLog
     copies: Copies | None
 
     def put(self, survey: Survey) -> None:
         """Add what the host knows and is to be compared to the step's numbers."""
         text = repr((self.step, sorted(self.settings.items()))).encode()
-        digest = hashlib.blake2b(text + self.trail.digest(), digest_size=6).digest()
+        digest = hashlib.blake2b(text + self.log.digest(), digest_size=6).digest()
         survey.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
 
     def measure(self, survey: Survey) -> None:
@@ -135,7 +135,7 @@ class Agreement:
         if differing:
             said = [f"{key} = {by_rank([facts.get(key) for facts in everyone])}" for key in differing]
             return self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
-        return self._error(_first_difference(gather_objects(self.trail.visits(), group)), _VISITS)
+        return self._error(_first_difference(gather_objects(self.log.visits(), group)), _VISITS)
 
     def _name_copies(self, group: dist.ProcessGroup, copies: Copies) -> LedgerError:
         rows = gather_objects([tuple(row) for row in copies.fingerprints.tolist()], group)
@@ -158,11 +158,11 @@ _COPIES = "go back to the last checkpoint, and do on every rank what is done to 
 
 
 def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
-    """Where the ranks' trails part."""
-    start = max(min(trail, default=0) for trail in everyone)
-    end = max(max(trail, default=-1) for trail in everyone)
+    """Where the ranks' frame logs part."""
+    start = max(min(log, default=0) for log in everyone)
+    end = max(max(log, default=-1) for log in everyone)
     for number in range(start, end + 1):
-        visits = [trail.get(number) for trail in everyone]
+        visits = [log.get(number) for log in everyone]
         if len({visit and visit.compared for visit in visits}) > 1:
             return f"on visit {number + 1} of a frame: {by_rank(_described(visits))}"
     return f"on a visit more than {end + 1 - start} visits ago"

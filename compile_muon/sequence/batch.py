@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compile_muon.agreement.heartbeat import gather_objects
 from compile_muon.errors import by_rank, config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import join
 from compile_muon.passes.torch_private import group_named
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["check_shapes", "note_batch"]

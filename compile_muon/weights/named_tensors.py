@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.agreement.heartbeat import gather_objects
+from compile_muon.agreement.status import RankStatus
+from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank, listed
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_accounts", "weights_of"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.boxes import Box, TensorFacts
-from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
 from compile_muon.weights.files import TensorFile, TensorFolder, batches, nbytes, ordered, parse_size, place, split

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.agreement.heartbeat import gather_objects
+from compile_muon.agreement.status import RankStatus
 from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
-from compile_muon.runtime.heartbeat import gather_objects
-from compile_muon.runtime.rank_status import RankStatus
-from compile_muon.runtime.shards import host_mesh
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "host_mesh"]
 
 T = TypeVar("T")
 
@@ -133,6 +132,22 @@ class Ranks:
         except Exception as error:
             found = error
         self.agree(doing, found)
+
+
+def host_mesh(
+    trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: dist.ProcessGroup | None = None
+) -> DeviceMesh:
+    """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
+
+    Args:
+        known: what was made before, and is not made again.
+        group: of these ranks, for a mesh of one dimension; None for the mesh's own.
+    """
+    if trained_on not in known:
+        groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
+        names = trained_on.mesh_dim_names
+        known[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
+    return known[trained_on]
 
 
 def _text(error: Exception) -> str:
