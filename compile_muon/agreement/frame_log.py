@@ -40,8 +40,8 @@ class Visit(NamedTuple):
 
     half: str
     frame: str
-    names: tuple[str, ...]
-    details: tuple[str, ...]
+    names: Sequence[str]
+    details: Sequence[str]
 
     @property
     def compared(self) -> tuple[object, ...]:
@@ -58,15 +58,13 @@ class FrameLog:
     """
 
     count: int = 0
-    _last: deque[tuple[str, str, Sequence[str], Sequence[str]]] = field(
-        default_factory=lambda: deque(maxlen=_REMEMBERED)
-    )
+    _last: deque[Visit] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _hash: Any = field(default_factory=hashlib.blake2b)
 
     def note(self, half: str, frame: str, names: Sequence[str], details: Sequence[str] = ()) -> None:
         """A frame with parameters of these ``names`` has run."""
         self.count += 1
-        self._last.append((half, frame, names, details))
+        self._last.append(Visit(half, frame, names, details))
         self._hash.update("\n".join((half, *details, *names, "\0")).encode())
 
     def digest(self) -> bytes:
@@ -75,9 +73,7 @@ class FrameLog:
 
     def visits(self) -> dict[int, Visit]:
         """The last ones, by number from 0."""
-        first = self.count - len(self._last)
-        found = (Visit(half, frame, tuple(names), tuple(details)) for half, frame, names, details in self._last)
-        return dict(enumerate(found, first))
+        return dict(enumerate(self._last, self.count - len(self._last)))
 
     def close(self) -> None:
         """End of a step."""

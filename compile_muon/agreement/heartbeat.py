@@ -14,17 +14,16 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from compile_muon.errors import PeerError, by_rank, ranks_named
+from compile_muon.agreement.compare import by_rank, ranks_named
+from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import timeout_of
 
-__all__ = ["Heartbeat", "Entry", "backend_of", "gather_objects", "report"]
-
-T = TypeVar("T")
+__all__ = ["Heartbeat", "Entry", "backend_of", "report"]
 
 #: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
 _BEATS = 500.0
@@ -44,13 +43,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
     """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends.get(torch.device(device).type, "")
-
-
-def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """``value`` of every rank, on every rank; small things between our own processes."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 class Entry(NamedTuple):

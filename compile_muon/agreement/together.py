@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compile_muon.agreement.heartbeat import gather_objects
+from compile_muon.agreement.compare import differing, gather_objects
 from compile_muon.agreement.status import RankStatus
 from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
@@ -80,10 +80,12 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
-        if self.group is None:
-            return [value]
         with self._answering():
             return gather_objects(value, self.group)
+
+    def compare(self, mine: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """See :func:`~compile_muon.agreement.compare.compare`."""
+        return differing(self.gather(mine))
 
     def first(self, value: T) -> T:
         """``value`` of rank 0, on every rank; of any size, for it is nowhere twice."""

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from compile_muon.agreement.compare import ranks_named
 from compile_muon.agreement.together import host_mesh
 from compile_muon.config import Config, OffloadConfig
-from compile_muon.errors import OffloadError, config_error, ranks_named
+from compile_muon.errors import OffloadError, config_error
 from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from compile_muon.agreement.heartbeat import gather_objects
+from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.config import Config
 from compile_muon.errors import (
     LedgerError,
@@ -27,7 +27,6 @@ from compile_muon.errors import (
     UnsupportedModelError,
     config_error,
     listed,
-    ranks_named,
     warn_user,
 )
 from compile_muon.passes.collectives import Traffic

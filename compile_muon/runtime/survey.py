@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.agreement.heartbeat import gather_objects
-from compile_muon.errors import ranks_named
+from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.passes.fingerprint import EXAMINE
 from compile_muon.passes.methods import METHODS
 from compile_muon.passes.norms import squares
