@@ -43,11 +43,6 @@ class Visit(NamedTuple):
     names: Sequence[str]
     details: Sequence[str]
 
-    @property
-    def compared(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
-        return self.half, self.names, self.details
-
 
 @dataclass
 class FrameLog:

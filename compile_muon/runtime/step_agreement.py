@@ -153,7 +153,7 @@ _COPIES = "go back to the last checkpoint, and do on every rank what is done to 
 def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
     """Where the ranks' frame logs part."""
     start = max(min(log, default=0) for log in everyone)
-    known = [{number: visit.compared for number, visit in log.items() if number >= start} for log in everyone]
+    known = [{i: visit._replace(frame="") for i, visit in log.items() if i >= start} for log in everyone]
     found = differing(known)
     if not found:
         return f"on a visit more than {max(map(len, known))} visits ago"
