@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.agreement.heartbeat import backend_of
+from compile_muon.agreement.status import RankStatus
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment, assign
@@ -27,10 +29,8 @@ from compile_muon.offload import Home
 from compile_muon.passes.methods import ElementMethod, MatrixMethod
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import backend_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.pipeline_stages import PipelineStages
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.sequence import plan_sequence
 from compile_muon.sequence.plan import SequencePlan

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compile_muon.agreement.status import RankStatus
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
 from compile_muon.model.ownership import Ownership
@@ -16,12 +17,11 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.pipeline_stages import PipelineStages
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.step import Step
 from compile_muon.sequence.plan import SequencePlan
 
 if TYPE_CHECKING:
-    from compile_muon.storage.ranks import Ranks
+    from compile_muon.agreement.together import Ranks
 
 __all__ = ["Engine"]
 

@@ -27,13 +27,11 @@ __all__ = [
     "PeerError",
     "UnsupportedModelError",
     "VerificationError",
-    "by_rank",
     "config_error",
     "join_errors",
     "listed",
     "raise_all",
     "printable",
-    "ranks_named",
     "shown",
     "warn_user",
 ]
@@ -110,28 +108,6 @@ def listed(names: Sequence[str]) -> str:
     'a, b'
     """
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """At least one rank, in words.
-
-    >>> ranks_named([1]), ranks_named([0, 2])
-    ('rank 1', 'ranks 0, 2')
-    """
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> str:
-    """Which ranks have which value, the rarest first; these numbers of ranks, or from 0.
-
-    >>> by_rank([2, 3, 2])
-    '3 on rank 1, 2 on ranks 0, 2'
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, value in zip(numbers or range(len(values)), values, strict=True):
-        ranks.setdefault(str(value), []).append(rank)
-    rarest = sorted(ranks.items(), key=lambda item: len(item[1]))
-    return ", ".join(f"{value} on {ranks_named(who)}" for value, who in rarest)
 
 
 def config_error(field: str, value: object, problem: str, remedy: str) -> ConfigError:

@@ -57,7 +57,7 @@ class Alone:
 
     def _objects(self) -> None:
         def objects(value: Any, group: Any) -> list[Any]:
-            return [value] * group.size()
+            return [value] * (1 if group is None else group.size())
 
         for name, module in list(sys.modules.items()):
             if name.startswith("compile_muon") and hasattr(module, "gather_objects"):

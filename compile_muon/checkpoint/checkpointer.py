@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compile_muon.agreement.compare import by_rank, differing, ranks_named
+from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.background import Background
 from compile_muon.checkpoint.contents import Contents, HostCopies, contents_of, described, empty_like, fit
 from compile_muon.checkpoint.dice import check_random_state, random_state, set_random_state
@@ -29,12 +31,11 @@ from compile_muon.checkpoint.folder import STATE, TENSORS, Folder
 from compile_muon.checkpoint.manifest import Manifest, describe_file, raise_damage
 from compile_muon.checkpoint.values import Values
 from compile_muon.config.checks import check_boolean, check_integer
-from compile_muon.errors import CheckpointError, DamagedError, by_rank, ranks_named, warn_user
+from compile_muon.errors import CheckpointError, DamagedError, warn_user
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.boxes import read_tensors, write_tensors
-from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Checkpointer"]
 
@@ -376,13 +377,11 @@ def _differs(everyone: Sequence[tuple[int, Any, dict[str, str]]], step: int) -> 
     others = sorted({other for other, _, _ in everyone} - {step})
     if others:
         return CheckpointError(f"step = {step}: other ranks save step {others[0]}")
-    for name in dict.fromkeys(name for _, _, facts in everyone for name in facts):
-        said = [facts.get(name, "none") for _, _, facts in everyone]
-        if len(set(said)) > 1:
-            return CheckpointError(
-                f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the same "
-                "parameters and buffers on every rank"
-            )
+    for name, said in differing([facts for _, _, facts in everyone], absent="none").items():
+        return CheckpointError(
+            f"{name.removeprefix('model/')}: ranks hold different ones ({by_rank(said)}); register the same "
+            "parameters and buffers on every rank"
+        )
     return None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.model.groups import values_of
@@ -21,7 +22,6 @@ from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.disk import memory_in_file
-from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import named_state
 
 __all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]

@@ -42,6 +42,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.agreement.status import RankStatus
+from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
@@ -50,10 +52,8 @@ from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
 from compile_muon.integrations.common import Source, filled, is_sharded, refused_tensor
 from compile_muon.optimizer import MuonZero
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.sequence.plan import SequencePlan, plan_of, plan_sequence
-from compile_muon.storage.ranks import Ranks
 from compile_muon.weights import full_state_dict, load_full_state_dict
 
 __all__ = ["MuonZeroStrategy", "grad_norm"]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.agreement.status import READING
 from compile_muon.errors import LedgerError, UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.markers import UNSHARD
@@ -26,7 +27,6 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import in_forward
 from compile_muon.runtime.local import local_of, of_trained
 from compile_muon.runtime.parameter import of_frozen
-from compile_muon.runtime.rank_status import READING
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import like_parameter, ordinary_tensors, user_attributes
 
@@ -182,7 +182,7 @@ def _reader(name: str) -> property:
             raise _stays_here(module, "traced by torch.jit")
         ledger = account.ledger
         inside, evaluates = in_forward(), not torch.is_grad_enabled()
-        with ledger.status.at("an eager read", "", [account]), ordinary_tensors(), outside_transforms():
+        with ledger.status.at("an eager read", "", [account.name]), ordinary_tensors(), outside_transforms():
             shard = local_of(param) if account.distributed else param
             check_kind(account, shard)
             if account.spec.layout.gathered:
@@ -192,7 +192,7 @@ def _reader(name: str) -> property:
             whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
             if account.spec.layout.gathered:
                 ledger.count(traffic_of_gather(account.text))
-                ledger.trail.note("forward", "", [account])
+                ledger.frame_log.note("forward", "", [account.name])
             account.handouts.read(account.name, whole, inside=inside)
             if not inside:
                 whole = of_frozen(whole, account.param)

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compile_muon.agreement.compare import compare, worded
+from compile_muon.agreement.heartbeat import Heartbeat
 from compile_muon.config import Config
-from compile_muon.errors import ConfigError, UnsupportedModelError, by_rank, listed
+from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.model.mesh import Mesh
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.heartbeat import Heartbeat, gather_objects
 
 __all__ = ["agree"]
 
@@ -29,7 +30,6 @@ __all__ = ["agree"]
 #: no number
 _OWN = ("index", "group", "reduce_group", "exchange_group", "dump", "nvtx", "machine")
 _ORDER = "order of parameters"
-_ABSENT = "(absent)"
 
 
 def _versions() -> dict[str, str]:
@@ -111,15 +111,13 @@ def agree(
 
 def _disagreement(title: str, mine: dict[str, str], mesh: Mesh) -> Exception:
     """What to raise; collective."""
-    found = gather_objects(mine, mesh.everyone)
-    keys = list(dict.fromkeys(key for facts in found for key in facts))
-    differing = [key for key in keys if len({facts.get(key) for facts in found}) > 1]
-    if len(differing) > 1 and _ORDER in differing:
-        differing.remove(_ORDER)  # follows from the others
+    found = compare(mine, mesh.everyone, absent="(absent)")
+    if len(found) > 1:
+        found.pop(_ORDER, None)  # follows from the others
     if title == "layouts":  # the first field of a parameter says enough
-        differing = list({key.split(" ")[0]: key for key in reversed(differing)}.values())[::-1]
-    said = [f"{key} = {by_rank([facts.get(key, _ABSENT) for facts in found])}" for key in differing]
-    message = f"ranks disagree on {title}: {listed(said)}; nothing was changed"
+        first = {key.split(" ")[0]: key for key in reversed(found)}
+        found = {key: values for key, values in found.items() if key in first.values()}
+    message = f"ranks disagree on {title}: {worded(found)}; nothing was changed"
     if title in ("library versions", "settings"):
         return ConfigError(f"{message}; start every rank from the same environment with the same settings")
     return UnsupportedModelError(f"{message}; build the same model on every rank")

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.config import Config
 from compile_muon.config.groups import GroupConfig, check_groups, named_groups
-from compile_muon.errors import UnsupportedModelError, by_rank, config_error, listed
+from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.assignment import Assignment, assign
 from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 
@@ -57,10 +57,8 @@ def agree_on(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> No
     Raises:
         UnsupportedModelError: it differs, or has a dtype that cannot be trained; on all ranks.
     """
-    names = [account.name for account in accounts]
-    everyone = [names] if group is None else gather_objects(names, group)
-    if any(other != names for other in everyone):
-        said = by_rank([listed(other) for other in everyone])
+    if found := compare({"names": [account.name for account in accounts]}, group):
+        said = by_rank([listed(names) for names in found["names"]])
         raise UnsupportedModelError(f"parameters were unfrozen otherwise: {said}; set requires_grad alike on all ranks")
     for account in accounts:
         check_trainable(account.name, account.param)

@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from compile_muon.agreement.compare import ranks_named
+from compile_muon.agreement.together import host_mesh
 from compile_muon.config import Config, OffloadConfig
-from compile_muon.errors import OffloadError, config_error, ranks_named
+from compile_muon.errors import OffloadError, config_error
 from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
@@ -32,7 +34,7 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters, weight_of
 from compile_muon.runtime.lender import MASTER, Lent
-from compile_muon.runtime.shards import as_state, edits_of, host_mesh, local_tensor, row_state_shape
+from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 
 __all__ = ["Home"]
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from compile_muon.agreement.status import TRAINING
 from compile_muon.errors import LedgerError
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
@@ -24,7 +25,6 @@ from compile_muon.passes.torch_private import accumulator_of, current_backward, 
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.parameter import raw_gradient
-from compile_muon.runtime.rank_status import TRAINING
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
 from compile_muon.runtime.sums import UnreducedSums
@@ -118,13 +118,11 @@ class Account:
     refresh: Refresh | None = None
     accumulated: Tensor | None = None
     tags: tuple[str, ...] = ()
-    key: bytes = field(init=False)
     momentum_buffer: Tensor = field(init=False)
     _watched: bool = False
     _holders: int = 0
 
     def __post_init__(self) -> None:
-        self.key = self.name.encode()
         self.text = self.spec.encode()
         self.refreshed_at = edits_of(self.param)
         fetched = self.spec.muon is not None and self.spec.muon.fetched
@@ -272,12 +270,12 @@ class Account:
     def reducing(self) -> Iterator[None]:
         """Around the reduction of an eager backward."""
         detail = "reduce" if self.grad is None else "reduce and add to .grad"
-        with self.ledger.status.at("an eager backward", "", [self]):
+        with self.ledger.status.at("an eager backward", "", [self.name]):
             self.ledger.status.change(TRAINING)
             yield
         if not self.spec.layout.everyone.alone:
             self.ledger.count(traffic_of_reduction(self.text))
-            self.ledger.trail.note("backward", "", [self], [detail])
+            self.ledger.frame_log.note("backward", "", [self.name], [detail])
 
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""

@@ -174,7 +174,7 @@ def agreement(trained: Trained) -> Agreement:
     settings = {name: repr(value) for name, value in values.items() if name not in scalars}
     step, every = trained.ledger.status.step, trained.config.zero.check_replicas
     copies = Copies.of(trained.ledger.accounts, trained.optimizer.state) if every and step % every == 0 else None
-    return Agreement(step, settings, scalars, trained.ledger.trail, copies)
+    return Agreement(step, settings, scalars, trained.ledger.frame_log, copies)
 
 
 def _whole_gradients(ledger: Ledger) -> None:

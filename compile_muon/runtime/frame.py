@@ -17,6 +17,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compile_muon.agreement.status import TRAINING
 from compile_muon.config import FrameOptions
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import (
@@ -42,7 +43,7 @@ from compile_muon.passes.torch_private import (
     current_backward,
 )
 from compile_muon.runtime.account import Account, account_of
-from compile_muon.runtime.rank_status import TRAINING
+from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.replicas import keep_fresh
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
@@ -96,11 +97,12 @@ def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]
 
 
 def _note(half: str, frame: str, accounts: Sequence[Account], details: Sequence[str]) -> None:
-    """Leave a visit that met other ranks in the trail of every optimizer whose parameters it read."""
-    ledgers = {id(account.ledger): account.ledger for account in accounts}
-    for ledger in ledgers.values():
-        own = accounts if len(ledgers) == 1 else [account for account in accounts if account.ledger is ledger]
-        ledger.trail.note(half, frame, own, details)
+    """Leave a visit that met other ranks in the frame log of every optimizer whose parameters it read."""
+    read: dict[Ledger, list[str]] = {}
+    for account in accounts:
+        read.setdefault(account.ledger, []).append(account.name)
+    for ledger, names in read.items():
+        ledger.frame_log.note(half, frame, names, details)
 
 
 def _range(options: PassOptions, name: str) -> AbstractContextManager[None]:
@@ -156,8 +158,8 @@ class ForwardGraph:
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
-        ledger = accounts[0].ledger
-        with ledger.status.at("forward", self._frame, accounts), _range(self._options, self._title):
+        ledger, names = accounts[0].ledger, [account.name for account in accounts]
+        with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
             if ledger.check_batch is not None and self._groups:
                 ledger.check_batch(self._groups, [args[i] for i in self._integers])
             if self._meets:
@@ -206,8 +208,8 @@ class BackwardGraph:
         accounts = _accounts_at(args, [grad.state_index for grad in self.grads])
         if not accounts:
             return self._visit(args, accounts)
-        status = accounts[0].ledger.status
-        with status.at("backward", self.ctx.frame, accounts), _range(self.ctx.options, self.ctx.title):
+        status, names = accounts[0].ledger.status, [account.name for account in accounts]
+        with status.at("backward", self.ctx.frame, names), _range(self.ctx.options, self.ctx.title):
             status.change(TRAINING)
             return self._visit(args, accounts)
 

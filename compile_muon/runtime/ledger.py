@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
+from compile_muon.agreement.frame_log import FrameLog
+from compile_muon.agreement.status import EVALUATION, TRAINING, RankStatus
 from compile_muon.config import FrameOptions
 from compile_muon.errors import warn_user
 from compile_muon.passes import Purpose
@@ -24,8 +26,6 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.rank_status import EVALUATION, TRAINING, RankStatus
-from compile_muon.runtime.trail import Trail
 
 __all__ = ["Counters", "Ledger"]
 
@@ -91,7 +91,7 @@ class Ledger:
         costs: what the machine costs, as each of its ranks sees it; the same on every rank.
         options: of the frame compiled last, eager code before one is; the step graph uses them too.
         status: where this rank is, for the others to read.
-        trail: visits since the last step that met other ranks.
+        frame_log: visits since the last step that met other ranks.
         stepped: whether there is an optimizer, which a copied module does not have.
         checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
@@ -113,7 +113,7 @@ class Ledger:
     options: FrameOptions = FrameOptions(codegen="eager")
     counters: Counters = field(default_factory=Counters)
     status: RankStatus = field(default_factory=RankStatus)
-    trail: Trail = field(default_factory=Trail)
+    frame_log: FrameLog = field(default_factory=FrameLog)
     stepped: bool = True
     checks_later: bool = False
     shares_sequences: bool = False
@@ -246,7 +246,7 @@ class Ledger:
             )
         for account in self.accounts:
             account.close()
-        self.trail.close()
+        self.frame_log.close()
         self.status.step += 1
 
     def drop_gradients(self) -> None:

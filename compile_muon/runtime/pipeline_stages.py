@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.agreement.compare import by_rank, differing, gather_objects
+from compile_muon.agreement.heartbeat import backend_of
+from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
-from compile_muon.errors import LedgerError, by_rank, config_error, raise_all
+from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 from compile_muon.runtime.decision import Decision, Facts, Mode, decide, over
-from compile_muon.runtime.heartbeat import backend_of, gather_objects
-from compile_muon.runtime.rank_status import RankStatus
 
 __all__ = ["PipelineStages"]
 
@@ -124,16 +125,14 @@ class PipelineStages:
         heartbeat = self._status.heartbeat
         mine = [dist.get_rank()] if own is None else dist.get_process_group_ranks(own)
         shared = {name: getattr(settings, name) for name in _SHARED}
-        found = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
-        stages, everyone, numbers, matrices = zip(*found, strict=True)
+        told = gather_objects((mine, shared, 0 if heartbeat is None else heartbeat.number, muon), self._group)
+        stages, everyone, numbers, matrices = zip(*told, strict=True)
         if len(set().union(*stages)) < sum(map(len, stages)):
             shown = dist.get_process_group_ranks(self._group)
             raise config_error("norm_group", shown, "has several ranks of one stage's own group", _REMEDY)
-        values = {name: [facts[name] for facts in everyone] for name in _SHARED}
-        # As text: None equals itself, and settings of several types meet here.
-        differing = [name for name, column in values.items() if len(set(map(repr, column))) > 1]
+        found = differing(everyone)
         said = "differs between pipeline stages (their places in norm_group are called ranks here)"
-        raise_all(config_error(n, by_rank(values[n]), said, "give every stage the same") for n in differing)
+        raise_all(config_error(n, by_rank(values), said, "give every stage the same") for n, values in found.items())
         if not any(matrices):
             remedy = "set param.use_muon = True on a matrix, widen muon_params, or use torch.optim.AdamW"
             raise config_error("model", f"{len(stages)} parts", "no stage has a parameter for Muon", remedy)

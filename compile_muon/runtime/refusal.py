@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from compile_muon.errors import LedgerError, NonFiniteError, listed, ranks_named, warn_user
+from compile_muon.agreement.compare import gather_objects, ranks_named
+from compile_muon.errors import LedgerError, NonFiniteError, listed, warn_user
 from compile_muon.passes.norms import not_finite
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.step_agreement import Agreement
 from compile_muon.runtime.survey import Survey
 from compile_muon.runtime.trained import Trained

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.errors import LedgerError, by_rank, listed
+from compile_muon.agreement.compare import by_rank, compare
+from compile_muon.errors import LedgerError, listed
 from compile_muon.passes import PassOptions
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs, gather_start
@@ -26,7 +27,6 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of, has_memory
 
 __all__ = [
@@ -274,14 +274,10 @@ def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None
 
 def _compare_edits(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> None:
     """Who reads alone waits for the others' next read, and must not get their rows of another edit."""
-    if group is None:
-        return
     edits = {a.name: edits_of(a.param) - a.refreshed_at for a in accounts if a.replica is not None}
-    everyone = gather_objects(edits, group)
-    names = [name for name in edits if len({found.get(name) for found in everyone}) > 1]
-    if names:
-        counts = by_rank([found.get(names[0], 0) for found in everyone])
+    if found := compare(edits, group):
+        first, counts = next(iter(found.items()))
         raise LedgerError(
-            f"{listed(names)}: ranks read the weight after different numbers of edits ({counts} of {names[0]}); edit "
-            "on every rank alike, and read, evaluate or train on all of them before the next edit"
+            f"{listed([*found])}: ranks read the weight after different numbers of edits ({by_rank(counts)} of "
+            f"{first}); edit on every rank alike, and read, evaluate or train on all of them before the next edit"
         )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -24,7 +23,6 @@ __all__ = [
     "contiguous_stride",
     "edits_of",
     "has_memory",
-    "host_mesh",
     "like_parameter",
     "local_tensor",
     "new_state",
@@ -53,22 +51,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether there is anything behind it: not on the meta device, and not fake, as in plans."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
-
-
-def host_mesh(
-    trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: ProcessGroup | None = None
-) -> DeviceMesh:
-    """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
-
-    Args:
-        known: what was made before, and is not made again.
-        group: of these ranks, for a mesh of one dimension; None for the mesh's own.
-    """
-    if trained_on not in known:
-        groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
-        names = trained_on.mesh_dim_names
-        known[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
-    return known[trained_on]
 
 
 @contextlib.contextmanager

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.errors import LedgerError, by_rank, listed, ranks_named
+from compile_muon.agreement.compare import by_rank, compare, differing, gather_objects, ranks_named, worded
+from compile_muon.agreement.frame_log import FrameLog, Visit, frame_label
+from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
-from compile_muon.runtime.trail import Trail, Visit, frame_label
 
 __all__ = ["Agreement", "Copies"]
 
@@ -88,20 +88,20 @@ class Agreement:
         step: which one, from 1.
         settings: hyperparameters that the host knows, by name.
         scalars: those that are tensors.
-        trail: visits since the last step.
+        log: visits since the last step.
         copies: what to compare in this step beside.
     """
 
     step: int
     settings: Mapping[str, str]
     scalars: Mapping[str, Tensor]
-    trail: Trail
+    log: FrameLog
     copies: Copies | None
 
     def put(self, survey: Survey) -> None:
         """Add what the host knows and is to be compared to the step's numbers."""
         text = repr((self.step, sorted(self.settings.items()))).encode()
-        digest = hashlib.blake2b(text + self.trail.digest(), digest_size=6).digest()
+        digest = hashlib.blake2b(text + self.log.digest(), digest_size=6).digest()
         survey.add_each("agreement", [float(int.from_bytes(half, "big")) for half in (digest[:3], digest[3:])])
 
     def measure(self, survey: Survey) -> None:
@@ -117,10 +117,9 @@ class Agreement:
         Raises:
             LedgerError: naming what differs and on which ranks.
         """
-        differing = [name for name in self.scalars if len(set(survey.each(name))) > 1]
-        if differing:
-            said = [f"{name} = {by_rank([row[0] for row in survey.each(name)])}" for name in differing]
-            raise self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
+        rows = zip(*(survey.numbers(name).values() for name in self.scalars), strict=True)
+        if found := differing([dict(zip(self.scalars, row, strict=True)) for row in rows]):
+            raise self._error(f"on hyperparameters: {worded(found)}", _SETTINGS)
         if len(set(survey.each("agreement"))) > 1:
             raise self._explain(group)
         if self.copies is not None and len(set(survey.each("copies"))) > 1:
@@ -130,22 +129,16 @@ class Agreement:
         return LedgerError(f"ranks disagree in step {self.step} {what}: nothing was updated; {remedy}")
 
     def _explain(self, group: dist.ProcessGroup) -> LedgerError:
-        everyone = gather_objects({"steps": str(self.step), **self.settings}, group)
-        differing = [key for key in everyone[0] if len({facts.get(key) for facts in everyone}) > 1]
-        if differing:
-            said = [f"{key} = {by_rank([facts.get(key) for facts in everyone])}" for key in differing]
-            return self._error(f"on hyperparameters: {listed(said)}", _SETTINGS)
-        return self._error(_first_difference(gather_objects(self.trail.visits(), group)), _VISITS)
+        if found := compare({"steps": str(self.step), **self.settings}, group):
+            return self._error(f"on hyperparameters: {worded(found)}", _SETTINGS)
+        return self._error(_first_difference(gather_objects(self.log.visits(), group)), _VISITS)
 
     def _name_copies(self, group: dist.ProcessGroup, copies: Copies) -> LedgerError:
-        rows = gather_objects(copies.fingerprints.tolist(), group)
+        found = compare(dict(zip(copies.names, copies.fingerprints.tolist(), strict=True)), group)
         said = []
-        for i, name in enumerate(copies.names):
-            column = [row[i] for row in rows]
-            if len(set(column)) > 1:
-                usual = max(column, key=column.count)
-                odd = [rank for rank, value in enumerate(column) if value != usual]
-                said.append(f"{name} on {ranks_named(odd)}")
+        for name, rows in found.items():
+            usual = max(rows, key=rows.count)
+            said.append(f"{name} on {ranks_named([rank for rank, row in enumerate(rows) if row != usual])}")
         return self._error(f"on what all hold a copy of: {listed(said)} is not what the other ranks have", _COPIES)
 
 
@@ -158,21 +151,21 @@ _COPIES = "go back to the last checkpoint, and do on every rank what is done to 
 
 
 def _first_difference(everyone: Sequence[Mapping[int, Visit]]) -> str:
-    """Where the ranks' trails part."""
-    start = max(min(trail, default=0) for trail in everyone)
-    end = max(max(trail, default=-1) for trail in everyone)
-    for number in range(start, end + 1):
-        visits = [trail.get(number) for trail in everyone]
-        if len({visit and visit.compared for visit in visits}) > 1:
-            return f"on visit {number + 1} of a frame: {by_rank(_described(visits))}"
-    return f"on a visit more than {end + 1 - start} visits ago"
+    """Where the ranks' frame logs part."""
+    start = max(min(log, default=0) for log in everyone)
+    known = [{i: visit._replace(frame="") for i, visit in log.items() if i >= start} for log in everyone]
+    found = differing(known)
+    if not found:
+        return f"on a visit more than {max(map(len, known))} visits ago"
+    number = min(found)
+    return f"on visit {number + 1} of a frame: {by_rank(_described([log.get(number) for log in everyone]))}"
 
 
 def _described(visits: Sequence[Visit | None]) -> list[str]:
     """What each rank did, with the first parameter in which they differ."""
     found = [visit for visit in visits if visit is not None]
-    place = _parting([visit.names for visit in found])
-    detail = _parting([visit.details for visit in found])
+    place = next(iter(differing([dict(enumerate(visit.names)) for visit in found])), None)
+    detail = next(iter(differing([dict(enumerate(visit.details)) for visit in found])), None)
     texts = []
     for visit in visits:
         if visit is None:
@@ -187,9 +180,3 @@ def _described(visits: Sequence[Visit | None]) -> list[str]:
             what = f" of {visit.names[0]}"
         texts.append(f"{visit.half} of {frame}{what}")
     return texts
-
-
-def _parting(rows: Sequence[Sequence[str]]) -> int | None:
-    """The first place in which the rows are not all the same."""
-    columns = ([row[i : i + 1] for row in rows] for i in range(max(map(len, rows))))
-    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), None)

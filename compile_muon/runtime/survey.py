@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.errors import ranks_named
+from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.passes.fingerprint import EXAMINE
 from compile_muon.passes.methods import METHODS
 from compile_muon.passes.norms import squares
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.finite import directions_not_finite
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.speculation import Speculation
 

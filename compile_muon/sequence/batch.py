@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compile_muon.errors import by_rank, config_error
+from compile_muon.agreement.compare import by_rank, compare
+from compile_muon.errors import config_error
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.exchange.sequence import join
 from compile_muon.passes.torch_private import group_named
-from compile_muon.runtime.heartbeat import gather_objects
 from compile_muon.sequence.running import FIELD, Batch
 
 __all__ = ["check_shapes", "note_batch"]
@@ -46,10 +46,10 @@ def check_shapes(batch: Batch, place: Place, given: Sequence[Tensor]) -> None:
     if shapes in batch.shapes:
         return
     group = group_named(place.group)
-    everyone = [[list(shape) for shape in each] for each in gather_objects(shapes, group)]
-    if any(each != everyone[0] for each in everyone):
-        problem = f"ranks share a sequence and were given {by_rank(everyone, dist.get_process_group_ranks(group))}"
-        shown = [list(x) for x in shapes]
+    shown = [list(x) for x in shapes]
+    if found := compare({"batch": shown}, group):
+        said = by_rank(found["batch"], dist.get_process_group_ranks(group))
+        problem = f"ranks share a sequence and were given {said}"
         raise config_error("batch", shown, problem, "give the ranks of a group the same batch (optimizer.data_place)")
     batch.shapes.add(shapes)
 

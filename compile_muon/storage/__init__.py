@@ -1,1 +1,1 @@
-"""Tensors in files, and the ranks that write and read them together; checkpoints and weights are the use."""
+"""Tensors in files; checkpoints and weights are the use."""

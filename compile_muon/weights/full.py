@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.boxes import converted
-from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compile_muon.errors import CheckpointError, UnsupportedModelError, by_rank, listed
+from compile_muon.agreement.compare import by_rank, compare
+from compile_muon.agreement.status import RankStatus
+from compile_muon.agreement.together import Ranks
+from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
 from compile_muon.model.readers import accounts_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.heartbeat import gather_objects
-from compile_muon.runtime.rank_status import RankStatus
 from compile_muon.runtime.shards import local_tensor
-from compile_muon.storage.ranks import Ranks
 
 __all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_accounts", "weights_of"]
 
@@ -104,15 +104,14 @@ class Weights:
         ranks = Ranks(self.group, self.device, self.status, apart=False)
         held = [(name, entry.shape, encode_dtype(entry.tensor.dtype)) for name, entry in self.entries.items()]
         digest = hashlib.sha256(repr((held, sorted(self.others), facts)).encode()).hexdigest()
-        everyone = ranks.gather((doing, digest))
-        if len({what for what, _ in everyone}) > 1:
+        found = ranks.compare({"function": doing, "digest": digest[:16]})
+        if "function" in found:
+            said = by_rank(found["function"])
+            raise CheckpointError(f"ranks call different functions: {said}; call one on every rank")
+        if found:
             raise CheckpointError(
-                f"ranks call different functions: {by_rank([what for what, _ in everyone])}; call one on every rank"
-            )
-        if len({which for _, which in everyone}) > 1:
-            raise CheckpointError(
-                f"{doing}: ranks hold different models or give different arguments "
-                f"({by_rank([which[:8] for _, which in everyone])}); give the same on every rank"
+                f"{doing}: ranks hold different models or give different arguments ({by_rank(found['digest'])}); give "
+                "the same on every rank"
             )
         with ranks.together(f"{doing}: nothing was done"):
             self.accounts[0].handouts.check(thoroughly=True)
@@ -162,16 +161,11 @@ def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
     Raises:
         UnsupportedModelError: a rank has others; on all of them.
     """
-    if group is None:
-        return
     facts = {name: f"{encode_dtype(buffer.dtype)} {list(buffer.shape)}" for name, buffer in buffers.items()}
-    everyone = gather_objects(facts, group)
-    for name in dict.fromkeys(name for other in everyone for name in other):
-        said = [other.get(name, "none") for other in everyone]
-        if len(set(said)) > 1:
-            raise UnsupportedModelError(
-                f"{name}: ranks have different buffers of that name ({by_rank(said)}); register the same on every rank"
-            )
+    for name, said in compare(facts, group, absent="none").items():
+        raise UnsupportedModelError(
+            f"{name}: ranks have different buffers of that name ({by_rank(said)}); register the same on every rank"
+        )
 
 
 def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from compile_muon.agreement.compare import by_rank
+from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.boxes import Box, TensorFacts
-from compile_muon.storage.ranks import Ranks
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
 from compile_muon.weights.files import TensorFile, TensorFolder, batches, nbytes, ordered, parse_size, place, split
@@ -206,8 +207,9 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
             stored = TensorFolder(folder)
             blocks = _fit(weights, stored.facts, strict)
         digest = hashlib.sha256(repr(sorted(stored.facts.items())).encode()).hexdigest()
-        if len(set(ranks.gather(digest))) > 1:
-            raise CheckpointError(f"folder = {folder}: ranks see different weights in it; nothing was loaded")
+        if found := ranks.compare({"digest": digest[:16]}):
+            said = f"ranks see different weights in it ({by_rank(found['digest'])})"
+            raise CheckpointError(f"folder = {folder}: {said}; nothing was loaded: give every rank the same folder")
         try:
             with ranks.together(f"{folder}: loading stopped halfway, the model holds old and new weights"):
                 # Headers are looked through at each reading, and a file is mapped while it is read.

@@ -186,9 +186,7 @@ def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
     return out
 
 
-def _run(
-    xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int
-) -> tuple[Tensor, Tensor]:
+def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int, factor: int) -> tuple[Tensor, Tensor]:
     device = xs[0][0].device
     rows = [ceildiv(x.numel(), columns) for x, columns in xs]
     # Zeros of all in one: fingerprints, then of each tensor its parts and rows. An odd beginning would have another

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 import compile_muon
+from compile_muon.agreement.compare import compare, worded
 from compile_muon.planning.machine import load_machine
 from compile_muon.planning.machines.calibrate import write_machine
 
@@ -52,6 +53,30 @@ class Stack(nn.Module):
 def stack() -> Stack:
     torch.manual_seed(0)
     return Stack()
+
+
+def compared() -> list[tuple[str, dict[str, list[Any]]]]:
+    """Each rank in turn has another value, and an entry of its own."""
+    found = []
+    for odd in range(dist.get_world_size()):
+        own = {"lr": 0.2, "alone": 1} if dist.get_rank() == odd else {"lr": 0.1}
+        differences = compare({"first": 0, **own, "last": 0}, dist.group.WORLD)
+        found.append((worded(differences), differences))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_compare_names_the_odd_rank_and_the_first_entry_on_every_rank(
+    ranks: Callable[[int], Ranks], world: int
+) -> None:
+    first, *others = ranks(world).run(compared)
+    assert all(other == first for other in others)
+    for odd, (said, found) in enumerate(first):
+        here = [rank == odd for rank in range(world)]
+        assert [*found.items()] == [
+            ("lr", [0.2 if own else 0.1 for own in here]), ("alone", [1 if own else None for own in here]),
+        ]  # fmt: skip
+        assert said.startswith("lr = ") and f"0.2 on rank {odd}" in said
 
 
 def compile_as(model: Stack, how: str) -> None:

@@ -351,7 +351,11 @@ def test_fingerprints_are_those_of_aten(device):
     xs = [matrix(n, 257, device=device, seed=n) for n in range(1, 9)]
     xs += [xs[0][0, :n].to(dtype) for n in (0, 1, 3, 255) for dtype in (torch.bfloat16, torch.float32, torch.float64)]
     xs += [torch.arange(2057, device=device).to(torch.uint8), matrix(300, 130, device=device, seed=0).bfloat16()]
-    xs += [xs[-1].view(-1)[1:], xs[0].expand(20, 257).contiguous().view(4, 5, 257), matrix(1, 9000, device=device, seed=1)]
+    xs += [
+        xs[-1].view(-1)[1:],
+        xs[0].expand(20, 257).contiguous().view(4, 5, 257),
+        matrix(1, 9000, device=device, seed=1),
+    ]
     assert all(map(fingerprint.takes, xs)) and not fingerprint.takes(xs[1].mT)
     expected = torch.cat([by_aten([x.cpu()]) for x in xs])
     assert torch.equal(FINGERPRINT(xs).cpu(), expected)

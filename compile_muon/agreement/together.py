@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compile_muon.agreement.compare import differing, gather_objects
+from compile_muon.agreement.status import RankStatus
 from compile_muon.errors import CheckpointError, DamagedError, MuonZeroError
 from compile_muon.passes.torch_private import timeout_of
-from compile_muon.runtime.heartbeat import gather_objects
-from compile_muon.runtime.rank_status import RankStatus
-from compile_muon.runtime.shards import host_mesh
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "host_mesh"]
 
 T = TypeVar("T")
 
@@ -81,10 +80,12 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, on every rank; small things between our own processes, nothing of a file."""
-        if self.group is None:
-            return [value]
         with self._answering():
             return gather_objects(value, self.group)
+
+    def compare(self, mine: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """See :func:`~compile_muon.agreement.compare.compare`."""
+        return differing(self.gather(mine))
 
     def first(self, value: T) -> T:
         """``value`` of rank 0, on every rank; of any size, for it is nowhere twice."""
@@ -133,6 +134,22 @@ class Ranks:
         except Exception as error:
             found = error
         self.agree(doing, found)
+
+
+def host_mesh(
+    trained_on: DeviceMesh, known: dict[DeviceMesh, DeviceMesh], group: dist.ProcessGroup | None = None
+) -> DeviceMesh:
+    """The same ranks on the CPU. It says where shards belong; nothing is sent over it.
+
+    Args:
+        known: what was made before, and is not made again.
+        group: of these ranks, for a mesh of one dimension; None for the mesh's own.
+    """
+    if trained_on not in known:
+        groups = trained_on.get_all_groups() if group is None or trained_on.ndim > 1 else [group]
+        names = trained_on.mesh_dim_names
+        known[trained_on] = DeviceMesh.from_group(groups, "cpu", trained_on.mesh, mesh_dim_names=names)
+    return known[trained_on]
 
 
 def _text(error: Exception) -> str:

@@ -2,40 +2,40 @@
 
 A rank that is killed, hangs or raises stops the others in a collective, and what PyTorch then says names a socket. So
 every rank keeps its status (step, half, frame, collectives so far) where the others can read it
-(:mod:`compile_muon.runtime.heartbeat`), and whoever is stopped tells everyone's.
+(:mod:`compile_muon.agreement.heartbeat`), and whoever is stopped tells everyone's.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from itertools import takewhile
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from compile_muon.agreement.frame_log import frame_label
+from compile_muon.agreement.heartbeat import Entry, Heartbeat, backend_of
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
-from compile_muon.runtime.heartbeat import Entry, Heartbeat, backend_of, keep_up
-from compile_muon.runtime.trail import frame_label
-
-if TYPE_CHECKING:
-    from compile_muon.runtime.account import Account
 
 __all__ = ["EVALUATION", "READING", "TRAINING", "RankStatus"]
 
 #: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
 TRAINING, EVALUATION, READING = "training", "evaluation", "reading weights"
 
+_log = logging.getLogger("compile_muon")
+
 
 class RankStatus:
     """Where this rank is; a context manager around whatever may wait for other ranks.
 
-    ``with status.at("forward", frame, accounts): ...``
+    ``with status.at("forward", frame, names): ...``
 
     Args:
         group: of the optimizer; None for one process, which has nobody to tell.
@@ -53,7 +53,7 @@ class RankStatus:
         self.collectives = 0
         self.phase = TRAINING
         self.changes = 0
-        self._at: tuple[int, str, str, Sequence[Account]] = (1, "", "", ())
+        self._at: tuple[int, str, str, Sequence[str]] = (1, "", "", ())
         self._entered: float | None = None
         self._raised = ""
         self.heartbeat: Heartbeat | None = None
@@ -64,7 +64,7 @@ class RankStatus:
             self.heartbeat = Heartbeat(store, group, device)
             self.heartbeat.publish(self.told())
             arguments = (weakref.ref(self), self.heartbeat)
-            beats = threading.Thread(target=keep_up, args=arguments, name="muon_zero_place", daemon=True)
+            beats = threading.Thread(target=_keep_up, args=arguments, name="muon_zero_place", daemon=True)
             beats.start()
             weakref.finalize(self, self.heartbeat.end, beats)
 
@@ -72,9 +72,9 @@ class RankStatus:
         """A copied model has no optimizer, and meets nobody."""
         return memo.setdefault(id(self), RankStatus())
 
-    def at(self, half: str, frame: str = "", accounts: Sequence[Account] = ()) -> RankStatus:
-        """Say where; ``with`` says for how long."""
-        self._at = (self.step, half, frame, accounts)
+    def at(self, half: str, frame: str = "", names: Sequence[str] = ()) -> RankStatus:
+        """Say where, with parameters of these ``names``; ``with`` says for how long."""
+        self._at = (self.step, half, frame, names)
         return self
 
     def __enter__(self) -> RankStatus:
@@ -142,10 +142,10 @@ class RankStatus:
 
     def told(self) -> Entry:
         """The status as the others read it."""
-        step, half, name, accounts = self._at
+        step, half, name, names = self._at
         label = frame_label(name)
         frame = f" of {label}" if label else ""
-        where = f"{half}{frame}{_holder([account.name for account in accounts])}"
+        where = f"{half}{frame}{_holder(names)}"
         inside = self._entered is not None
         return Entry(step, where, inside, self.collectives, self._raised, changes=self.changes)
 
@@ -153,6 +153,21 @@ class RankStatus:
         """Seconds since it was entered; 0 outside."""
         entered = self._entered
         return 0.0 if entered is None else time.monotonic() - entered
+
+
+def _keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
+    """Thread: publish the status as long as it lives, and speak up where the backend would end the process."""
+    spoken = False
+    while not heartbeat.stopped.wait(heartbeat.interval):
+        status = reference()
+        if status is None or not heartbeat.publish(status.told()):
+            return
+        heartbeat.remember()
+        late = status.waited() > heartbeat.patience
+        if late and not spoken:
+            _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
+        spoken = late
+        del status
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
-"""The trail: which frames ran since the last step, in order, where running them meant meeting the other ranks.
+"""The frame log: which frames ran since the last step, in order, where running them meant meeting the other ranks.
 
 Collectives pair up by their order alone. A rank that runs two equal blocks in the other order, or one of them twice,
 exchanges one parameter's numbers for another's, and no size or count betrays it. So every visit that communicates is
-noted by the names of its parameters; ``step()`` compares a digest of the trail with every other rank's.
+noted by the names of its parameters; ``step()`` compares a digest of the log with every other rank's.
 """
 
 from __future__ import annotations
@@ -11,12 +11,9 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from compile_muon.runtime.account import Account
-
-__all__ = ["Trail", "Visit", "frame_label"]
+__all__ = ["FrameLog", "Visit", "frame_label"]
 
 #: visits that can still be named; the digest knows of all
 _REMEMBERED = 4096
@@ -43,17 +40,12 @@ class Visit(NamedTuple):
 
     half: str
     frame: str
-    names: tuple[str, ...]
-    details: tuple[str, ...]
-
-    @property
-    def compared(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
-        return self.half, self.names, self.details
+    names: Sequence[str]
+    details: Sequence[str]
 
 
 @dataclass
-class Trail:
+class FrameLog:
     """Visits since the last step.
 
     Args:
@@ -61,17 +53,14 @@ class Trail:
     """
 
     count: int = 0
-    _last: deque[tuple[str, str, Sequence[Account], Sequence[str]]] = field(
-        default_factory=lambda: deque(maxlen=_REMEMBERED)
-    )
+    _last: deque[Visit] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _hash: Any = field(default_factory=hashlib.blake2b)
 
-    def note(self, half: str, frame: str, accounts: Sequence[Account], details: Sequence[str] = ()) -> None:
-        """A frame with these parameters has run."""
+    def note(self, half: str, frame: str, names: Sequence[str], details: Sequence[str] = ()) -> None:
+        """A frame with parameters of these ``names`` has run."""
         self.count += 1
-        self._last.append((half, frame, accounts, details))
-        text = "\n".join((half, *details)).encode()
-        self._hash.update(b"\n".join([text, *(account.key for account in accounts), b"\0"]))
+        self._last.append(Visit(half, frame, names, details))
+        self._hash.update("\n".join((half, *details, *names, "\0")).encode())
 
     def digest(self) -> bytes:
         """Of all visits so far."""
@@ -79,12 +68,7 @@ class Trail:
 
     def visits(self) -> dict[int, Visit]:
         """The last ones, by number from 0."""
-        first = self.count - len(self._last)
-        found = (
-            Visit(half, frame, tuple(account.name for account in accounts), tuple(details))
-            for half, frame, accounts, details in self._last
-        )
-        return dict(enumerate(found, first))
+        return dict(enumerate(self._last, self.count - len(self._last)))
 
     def close(self) -> None:
         """End of a step."""

@@ -10,28 +10,20 @@ instead: there the thread logs it, shortly before the group's time-out.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from compile_muon.errors import PeerError, by_rank, ranks_named
+from compile_muon.agreement.compare import by_rank, ranks_named
+from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import timeout_of
 
-if TYPE_CHECKING:
-    from compile_muon.runtime.rank_status import RankStatus
-
-__all__ = ["Heartbeat", "Entry", "backend_of", "gather_objects", "keep_up", "report"]
-
-T = TypeVar("T")
-
-_log = logging.getLogger("compile_muon")
+__all__ = ["Heartbeat", "Entry", "backend_of", "report"]
 
 #: beats per second that a store gets from all ranks together; a TCPStore takes a hundred times as many
 _BEATS = 500.0
@@ -51,13 +43,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device | str) -> str:
     """Name of the backend that ``group`` uses on ``device``, such as ``"gloo"``."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return backends.get(torch.device(device).type, "")
-
-
-def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
-    """``value`` of every rank, on every rank; small things between our own processes."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 class Entry(NamedTuple):
@@ -139,7 +124,7 @@ class Heartbeat:
         """The optimizer, or the process, is at its end.
 
         Args:
-            beats: runs :func:`keep_up`. Coming back from the store while the interpreter is being taken down, it would
+            beats: publishes for it. Coming back from the store while the interpreter is being taken down, it would
                 end the process by std::terminate: exit code -6, of a training that went well.
         """
         self.publish(self._last._replace(inside=False, ended=True))
@@ -230,21 +215,6 @@ def _elsewhere(other: Entry, entry: Entry) -> bool:
     """Whether a rank will not change over as this one has: it is in a collective behind, or at its end."""
     gone_on = (other.step, other.collectives) >= (entry.step, entry.collectives)
     return other.changes < entry.changes and (other.ended or (other.inside and gone_on))
-
-
-def keep_up(reference: weakref.ref[RankStatus], heartbeat: Heartbeat) -> None:
-    """Thread: publish the status as long as it lives, and speak up where the backend would end the process."""
-    spoken = False
-    while not heartbeat.stopped.wait(heartbeat.interval):
-        status = reference()
-        if status is None or not heartbeat.publish(status.told()):
-            return
-        heartbeat.remember()
-        late = status.waited() > heartbeat.patience
-        if late and not spoken:
-            _log.error("no collective has ended for %.0f s: %s", status.waited(), heartbeat.ask(status.told()))
-        spoken = late
-        del status
 
 
 def report(world: int, statuses: Mapping[int, Entry], alive: Collection[int]) -> str:

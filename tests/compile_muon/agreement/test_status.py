@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from compile_muon.agreement.heartbeat import Entry, report
+from compile_muon.agreement.status import RankStatus, _holder
 from compile_muon.errors import PeerError
-from compile_muon.runtime.heartbeat import Entry, report
-from compile_muon.runtime.rank_status import RankStatus, _holder
 
 LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 9)
 WAITING = Entry(3, "forward of frame 5", True, 9)
@@ -76,10 +76,6 @@ def test_the_module_of_a_frame(names: list[str], said: str) -> None:
     assert _holder(names) == said
 
 
-def parameters(*names: str) -> Any:
-    return [SimpleNamespace(name=name) for name in names]
-
-
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -109,7 +105,7 @@ def threads() -> int:
 
 def test_a_thread_keeps_the_place_up_to_date(group: Any) -> None:
     status = status_in(group)
-    with status.at("forward", "frame0003", parameters("blocks.1.up.weight")):
+    with status.at("forward", "frame0003", ["blocks.1.up.weight"]):
         soon(lambda: status.heartbeat.read()[0][1:3] == ("forward of frame 3 (blocks.1.up)", True))
     soon(lambda: status.heartbeat.read()[0].inside is False)
     before = status.heartbeat.read()[0].beat
@@ -169,7 +165,7 @@ def test_two_optimizers_have_places_of_their_own(group: Any) -> None:
 )
 def test_a_failed_collective_tells_everyones_place(group: Any, error: Exception) -> None:
     status = status_in(group)
-    with pytest.raises(PeerError) as caught, status.at("backward", "frame0002", parameters("a.weight")):
+    with pytest.raises(PeerError) as caught, status.at("backward", "frame0002", ["a.weight"]):
         raise error
     assert str(caught.value) == f"{error}\nrank 0 waits in step 1, backward of frame 2 (a)"
     assert caught.value.__cause__ is error

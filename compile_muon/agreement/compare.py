@@ -1,0 +1,81 @@
+"""One way to compare something over ranks: gather what each has, find the entries that differ, say who has what.
+
+``if found := compare({"stage": 2}, group): raise ConfigError(f"ranks disagree on {worded(found)}; ...")``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from compile_muon.errors import listed
+
+__all__ = ["by_rank", "compare", "differing", "gather_objects", "ranks_named", "worded"]
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+_FEW = 8  # ranks that are named where there are more
+
+
+def gather_objects(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """``value`` of every rank, on every rank (of one process without a group); small things between our processes."""
+    if group is None:
+        return [value]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def compare(mine: Mapping[K, Any], group: dist.ProcessGroup | None, absent: object = None) -> dict[K, list[Any]]:
+    """:func:`differing`, the same on every rank; collective, but for one process without a group."""
+    return differing(gather_objects(mine, group), absent)
+
+
+def differing(everyone: Sequence[Mapping[K, Any]], absent: object = None) -> dict[K, list[Any]]:
+    """Entries that ranks do not all have alike, in the order in which ranks have them, each with every rank's value.
+
+    Args:
+        everyone: what each rank has.
+        absent: stands for what a rank has not.
+
+    >>> differing([{"lr": 1, "decay": 2}, {"lr": 3, "decay": 2, "beta": 4}])
+    {'lr': [1, 3], 'beta': [None, 4]}
+    """
+    keys = dict.fromkeys(key for facts in everyone for key in facts)
+    columns = {key: [facts.get(key, absent) for facts in everyone] for key in keys}
+    return {key: column for key, column in columns.items() if any(value != column[0] for value in column[1:])}
+
+
+def worded(found: Mapping[Any, Sequence[object]]) -> str:
+    """What :func:`differing` has found, for an error.
+
+    >>> worded({"lr": [1, 3, 1]})
+    'lr = 3 on rank 1, 1 on ranks 0, 2'
+    """
+    return listed([f"{entry} = {by_rank(column)}" for entry, column in found.items()])
+
+
+def by_rank(values: Sequence[object], numbers: Sequence[int] | None = None) -> str:
+    """Which ranks have which value, the rarest first; these numbers of ranks, or from 0.
+
+    >>> by_rank([2, 3, 2])
+    '3 on rank 1, 2 on ranks 0, 2'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in zip(numbers or range(len(values)), values, strict=True):
+        ranks.setdefault(str(value), []).append(rank)
+    rarest = sorted(ranks.items(), key=lambda item: len(item[1]))
+    return listed([f"{value} on {ranks_named(who)}" for value, who in rarest])
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """At least one rank, in words.
+
+    >>> ranks_named([1]), ranks_named([0, 2]), ranks_named(range(64))
+    ('rank 1', 'ranks 0, 2', 'ranks 0, 1, 2, 3, 4, 5, 6, 7, … (64 in all)')
+    """
+    more = f", … ({len(ranks)} in all)" if len(ranks) > _FEW else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_FEW]))}{more}"
