@@ -2,8 +2,8 @@
 
 A direction is used in ``optimizer.step()`` only if ``.grad`` still is the gradient it was made from. Keeping a copy of
 the gradient would cost its memory; its fingerprint costs a sum. The entries of a tensor are read as signed integers
-``b``, those of more than 32 bits as several of 32, in rows of its last dimension (of so many of the last ones that a row
-has 64 entries; a vector has rows of 1024). Modulo ``2**64``:
+``b``, those of more than 32 bits as several of 32, in rows of its last dimension (of so many of the last ones that a
+row has 64 entries; a vector has rows of 1024). Modulo ``2**64``:
 
     r[i]        = sum over j of b[i, j] v[j]
     fingerprint = sum over i of mix(r[i] + (i + 1) 0x9E3779B97F4A7C15)

@@ -10,7 +10,6 @@ sums of all tensors. Integers add up to the same in any order; sums of squares d
 its own. Up to ``MOST`` tensors share a launch, by one compiled kernel whatever they are.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
