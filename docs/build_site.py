@@ -29,9 +29,11 @@ COPIED = {".png", ".svg", ".json"}
 SETTINGS = "docs/reference/configuration.md"
 
 _LINK = re.compile(r'(\]\(|<a href="|<img src=")([^)"\s]+)([)"])')
-_FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2`*$\n?", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2`*$\n*", re.MULTILINE | re.DOTALL)
 #: a row of them: names, and what is said of them
 _SETTING = re.compile(r"^\| (`[a-z][\w.]*`(?:, `[a-z][\w.]*`)*) \|(.*)\|$", re.MULTILINE)
+#: what makes of text a drawing or a table
+_COLUMNS = re.compile(r"\S {2,}\S|[─│▼]")
 _LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml"}
 
 
@@ -44,7 +46,16 @@ def main() -> int:
 
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]
-    command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", str(ROOT / "mkdocs.yml")]
+    command = [
+        sys.executable,
+        "-m",
+        "zensical",
+        "build",
+        "--strict",
+        "--clean",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+    ]
     status = subprocess.run(command, env=os.environ | {"SITE_NAME": f"compile_muon {version}"}).returncode
     if status == 0:
         _index(settings((ROOT / SETTINGS).read_text(encoding="utf-8")))
@@ -78,14 +89,15 @@ def settings(text: str) -> dict[str, str]:
 
 
 def with_anchors(text: str) -> str:
-    """The page with an anchor at each setting, where it stands first."""
+    """The page with an anchor at each setting, where it stands first; names break where their parts end."""
     waiting = set(settings(text))
 
     def name(found: re.Match[str]) -> str:
         if found[1] not in waiting:
             return found.group()
         waiting.remove(found[1])
-        return f"{found.group()}{{#{found[1]}}}"
+        parts = [part if len(part) <= 20 else part.replace("_", "_<wbr>") for part in found[1].split(".")]
+        return f'<code id="{found[1]}">{".<wbr>".join(parts).replace("_", "&#95;")}</code>'
 
     return _SETTING.sub(lambda row: f"| {re.sub('`([^`]*)`', name, row[1])} |{row[2]}|", text)
 
@@ -132,7 +144,7 @@ def page(text: str) -> str:
             target = re.sub(r"\.md$", ".html", target)
         return f"{before}{target}{mark}{anchor}{after}"
 
-    return outside_fences(_without_mermaid(text), lambda part: _LINK.sub(point, part))
+    return outside_fences(_FENCE.sub(_fence, text), lambda part: _LINK.sub(point, part))
 
 
 def site_path(path: str) -> str:
@@ -178,9 +190,12 @@ def _shown(path: str, text: str) -> str:
     return f"# {path}\n\n~~~~~~{{.{language}}}\n{text}\n~~~~~~\n"
 
 
-def _without_mermaid(text: str) -> str:
-    """Diagrams of Mermaid need its script; each has a twin in text."""
-    return re.sub(r"^```mermaid\n.*?^```\n+", "", text, flags=re.MULTILINE | re.DOTALL)
+def _fence(found: re.Match[str]) -> str:
+    """Sentences in a fence may wrap. A diagram of Mermaid needs its script, and has a twin in text."""
+    fence = found.group()
+    if fence.startswith("```mermaid"):
+        return ""
+    return fence if _COLUMNS.search(fence) else fence.replace("```text", "```{.text .wraps}", 1)
 
 
 if __name__ == "__main__":
