@@ -11,6 +11,7 @@
 # RANKS=4                               how many processes `make train` starts
 # LINK=1600mbit                         rates that `make bench` limits the link between ranks to (root, Linux)
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
+# REPOSITORY=https://host/edit/main     where the pages of `make docs` link to be edited; else to their files beside it
 # REHEARSE_VENV=/path/to/env            where `make rehearse` installs torch's CUDA build (.venv-rehearse)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
 
@@ -106,14 +107,14 @@ $(REHEARSE_VENV)/.rehearse: pyproject.toml
 rehearse: $(REHEARSE_VENV)/.rehearse
 	$(REHEARSE_VENV)/bin/python rehearse/run.py $(REHEARSE_ARGS)
 
-# A site from docs/, into build/site. A broken link or a missing reference fails.
+# A site from the pages, into build/site. A broken link or a missing reference fails.
 $(VENV)/.docs: $(VENV)/.train
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e ".[docs]"
 	touch $@
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python docs/build_site.py
 
 clean:
-	rm -rf .venv .venv-rehearse .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
+	rm -rf .venv .venv-rehearse .cache .mypy_view .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist runs *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

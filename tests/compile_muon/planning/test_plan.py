@@ -295,7 +295,8 @@ def test_the_command_writes_one_plan_in_four_ways(written: dict[str, Path]) -> N
 @pytest.mark.skipif(find_spec("PyQt6") is None, reason="PyQt6-WebEngine is not installed (the extra browser)")
 def test_a_browser_shows_it(written: dict[str, Path], tmp_path: Path) -> None:
     shot = tmp_path / "page.png"
-    command = [sys.executable, str(Path(__file__).with_name("browser.py")), str(written["html"]), str(shot)]
+    browser = Path(__file__).parents[2] / "browser.py"
+    command = [sys.executable, str(browser), "plan", str(written["html"]), str(shot)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and ran.stdout, ran.stderr
     shown = json.loads(ran.stdout)
