@@ -11,7 +11,7 @@
 # RANKS=4                               how many processes `make train` starts
 # LINK=1600mbit                         rates that `make bench` limits the link between ranks to (root, Linux)
 # TEST_JOBS=1                           how many test files `make test` runs side by side (2)
-# REPOSITORY=https://host/edit/main     where the pages of `make docs` link to be edited; else to their files beside it
+# DOCS_EDIT=https://host/edit/main      where the pages of `make docs` link to be edited; else to their files beside it
 # REHEARSE_VENV=/path/to/env            where `make rehearse` installs torch's CUDA build (.venv-rehearse)
 # VENV=/path/to/env TORCH=system        install into an environment you have and keep its torch (a CUDA build, say)
 

@@ -83,6 +83,14 @@ SEARCH = """(async () => {
 })()"""
 
 
+TOGGLE = """(() => {
+    const scheme = () => document.body.dataset.mdColorScheme;
+    const before = scheme();
+    [...document.querySelectorAll("label[for^=__palette]")].find(e => e.offsetWidth).click();
+    return JSON.stringify([before, scheme()]);
+})()"""
+
+
 class Requests(QWebEngineUrlRequestInterceptor):
     """What pages ask for."""
 
@@ -169,7 +177,7 @@ def plan(page: Path, picture: Path) -> dict[str, Any]:
 
 
 def site(folder: Path, words: list[str]) -> dict[str, Any]:
-    """Each page of the site by its path: layout at each width and what it has; and what a search finds first."""
+    """Each page by its path, with its layout at each width; colors ahead of a click and behind; what a search finds."""
     browser, pages = Browser(), {}
     for path in sorted(set(folder.rglob("*.html")) - {folder / "404.html"}):  # a server's, which knows its own root
         browser.page.said.clear()
@@ -183,10 +191,12 @@ def site(folder: Path, words: list[str]) -> dict[str, Any]:
             found[str(width)] = json.loads(browser.ask(LAYOUT))
         pages[path.relative_to(folder).as_posix()] = {**found, "said": list(browser.page.said)}
     browser.open(folder / "index.html", WIDTHS[0], 1000)
+    browser.wait(0.15)
+    colors = json.loads(browser.ask(TOGGLE))
     browser.ask(SEARCH.replace("WORDS", json.dumps(words)))
     while (found := browser.ask("JSON.stringify(window.found)")) == "null":
         browser.wait(0.1)
-    return {"requests": browser.requests.urls, "pages": pages, "found": json.loads(found)}
+    return {"requests": browser.requests.urls, "pages": pages, "found": json.loads(found), "colors": colors}
 
 
 if __name__ == "__main__":

@@ -103,6 +103,10 @@ def test_a_name_stands_once_and_no_table_has_an_empty_head(pages: dict[str, Any]
     assert not [symbol for symbol in symbols if symbol[-1] == symbol[-2]]  # a module, and a function of its name
 
 
+def test_a_click_makes_it_dark(shown: dict[str, Any]) -> None:
+    assert sorted(shown["colors"]) == ["default", "slate"]
+
+
 def test_a_search_on_a_disk_finds_settings(shown: dict[str, Any]) -> None:
     for word, anchor in SETTINGS.items():
         assert shown["found"][word].endswith(f"/docs/reference/configuration.html?h={word}#{anchor}")
