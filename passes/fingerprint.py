@@ -84,26 +84,23 @@ def _weights(columns: int, device: torch.device) -> Tensor:
 def row_sums(x: Tensor) -> Tensor:
     """``r`` of the formula, 1-D int64, in operations that a compiler fuses with what makes ``x``."""
     bits = _integers(x)
-    columns = _columns(bits.shape)
-    if beyond := bits.numel() % columns:
-        bits = torch.nn.functional.pad(bits.flatten(), (0, columns - beyond))
-    rows = bits.reshape(-1, columns)
-    return (rows.to(torch.int64) * _weights(columns, x.device)).sum(1)
+    return _weighted(bits, _weights(_columns(bits.shape), x.device))
 
 
 def _row_sums_in_parts(x: Tensor) -> Tensor:
     """The same where nothing is fused, and integers of 64 bits would take twice the memory of ``x``."""
-    if x.numel() <= _AT_ONCE:
-        return row_sums(x)
-    bits = _integers(x.contiguous())
-    columns = _columns(bits.shape)
-    many = max(1, _AT_ONCE // columns) * columns
+    bits, columns = _as_rows(x.contiguous())
     weights = _weights(columns, x.device)
-    sums = []
-    for part in bits.view(-1).split(many):
-        whole = torch.nn.functional.pad(part, (0, -part.numel() % columns)).view(-1, columns)
-        sums.append((whole.to(torch.int64) * weights).sum(1))
-    return torch.cat(sums)
+    many = max(1, _AT_ONCE // columns) * columns
+    return torch.cat([_weighted(part, weights) for part in bits.split(many)])
+
+
+def _weighted(bits: Tensor, weights: Tensor) -> Tensor:
+    """The sum of each row, as many integers as there are weights; the last one may have fewer."""
+    columns = len(weights)
+    if beyond := bits.numel() % columns:
+        bits = torch.nn.functional.pad(bits.flatten(), (0, columns - beyond))
+    return (bits.reshape(-1, columns).to(torch.int64) * weights).sum(1)
 
 
 def _mix(x: Tensor) -> Tensor:

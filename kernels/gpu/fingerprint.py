@@ -181,7 +181,7 @@ def examine(
 def finish(sums: Sequence[Tensor], *, golden: int, factor: int) -> Tensor:
     """Fingerprints of what has these sums of rows, 1-D int64: [len(sums)] int64."""
     out = torch.zeros(len(sums), dtype=torch.int64, device=sums[0].device)
-    _mix(sums, [own.numel() for own in sums], out, out[:0], 0, golden, factor)
+    _mix(sums, [own.numel() for own in sums], out, 0, golden, factor)
     return out
 
 
@@ -201,21 +201,20 @@ def _run(xs: Sequence[tuple[Tensor, int]], parts: int, brain: bool, golden: int,
             programs = sum(min(MOST_PROGRAMS, _tiles_of(x.numel(), columns)) for x, columns, _ in chunk)
             lists = zip(*((x, coded(x.numel()), coded(columns), result) for x, columns, result in chunk), strict=True)
             Launch(sums_kernel, programs, out, tuple(filled(values, MOST) for values in lists), settings).run()
-    squares = torch.empty(len(xs) if parts else 0, dtype=torch.float32, device=device)
-    _mix(sums, rows, out, squares, parts, golden, factor)
-    return out[: len(xs)], squares
+    return out[: len(xs)], _mix(sums, rows, out, parts, golden, factor)
 
 
 def _tiles_of(size: int, columns: int) -> int:
     return ceildiv(ceildiv(size, columns), ROWS) * ceildiv(columns, WIDTH)
 
 
-def _mix(
-    sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, squares: Tensor, parts: int, golden: int, factor: int
-) -> None:
+def _mix(sums: Sequence[Tensor], sizes: Sequence[int], out: Tensor, parts: int, golden: int, factor: int) -> Tensor:
+    """Adds fingerprints to ``out``; returns squared norms, [len(sums)] fp32, or none where there are no ``parts``."""
+    squares = torch.empty(len(sums) if parts else 0, dtype=torch.float32, device=out.device)
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "PARTS": parts}
     settings |= {"BLOCK": BLOCK, "SPLIT": SPLIT}
     for start in range(0, len(sums), MOST):
         chunk = [coded(size) for size in sizes[start : start + MOST]]
         arguments = (filled(sums[start : start + MOST], MOST), filled(chunk, MOST), out[start:], squares[start:])
         Launch(mix_kernel, SPLIT * len(chunk), out, arguments, settings).run()
+    return squares
