@@ -156,7 +156,7 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
         for about, params, updates in (("", flat, half), (" unaligned", flat[1:], half[1:])):
             launch = apply.launch(
                 [params], [updates], lr=torch.empty(()), weight_decay=0.1, scales=[1.0],
-                averages=Averages([params], [params], 0.05), withheld=torch.empty(()),
+                averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
             )  # fmt: skip
             yield f"apply {_name(dtype)}{about}", launch
 

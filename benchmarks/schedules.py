@@ -7,7 +7,7 @@ MODEL is what `python -m compile_muon plan` takes; NOTES.md has the table for th
 number is simulated; no rank runs. What differs is the order of the same nodes:
 
 ================  ===================================================================================================
-this              `passes/half/schedule.py`, and resident weights gathered under the next forward
+this              `passes/lowering/schedule.py`, and resident weights gathered under the next forward
 behind backward   exchanges start behind backward, each when Newton-Schulz of the one ahead of it has been queued, and
                   resident weights are waited for in step()
 before            the same in buckets of 25 MiB: what this library did before it had a schedule and a cost model for it
@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
-from compile_muon.passes import HALF_PASSES
-from compile_muon.passes.half import schedule
+from compile_muon.passes import LOWERING_PASSES
+from compile_muon.passes.lowering import schedule
 from compile_muon.planning.candidates import planned_for, with_adamw
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.models import Batch, load_subject
@@ -79,8 +79,8 @@ def ordered(name: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(schedule, "exchange_when_reduced", _behind_backward))
         elif name == "none":
             unscheduled = replace(schedule.SCHEDULE, rewrite=lambda gm, ctx: gm)
-            passes = [unscheduled if p is schedule.SCHEDULE else p for p in HALF_PASSES]
-            stack.enter_context(mock.patch("compile_muon.planning.trace.HALF_PASSES", passes))
+            passes = [unscheduled if p is schedule.SCHEDULE else p for p in LOWERING_PASSES]
+            stack.enter_context(mock.patch("compile_muon.planning.trace.LOWERING_PASSES", passes))
         yield
 
 

@@ -1,8 +1,8 @@
 """The torch.compile backend: ``torch.compile(model, backend="muon_zero")``.
 
 Inductor's own pipeline with three places of ours in it: the partition function (joint passes, then PyTorch's min-cut
-partitioner), and the inner compilers of forward and backward graphs (half passes, then Inductor's code generation, or
-none at all under ``options={"codegen": "eager"}``).
+partitioner), and the inner compilers of forward and backward graphs (lowering passes, then Inductor's code generation,
+or none at all under ``options={"codegen": "eager"}``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError, UnsupportedModelError, warn_user
-from compile_muon.passes import JOINT_PASSES, Half, PassContext, run_passes, saved_by
+from compile_muon.passes import JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
 from compile_muon.passes.attend import attend, look_up_own
 from compile_muon.passes.attention import UnknownAttention, note_attention
 from compile_muon.passes.costs import Costs
@@ -46,7 +46,7 @@ from compile_muon.runtime.shards import edits_of, local_tensor
 
 __all__ = ["compile_frame", "muon_zero"]
 
-_IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.HALF_PASSES)]}".encode()
+_IDENTITY = f"muon_zero {passes.__name__} {[p.name for p in (*passes.JOINT_PASSES, *passes.LOWERING_PASSES)]}".encode()
 
 
 _UNSHARDS = (UNSHARD, torch.ops.muon_zero.unshard)
@@ -113,7 +113,7 @@ class _Frame:
 
     def __init__(self, options: FrameOptions, name: str, costs: Costs) -> None:
         self.options = options
-        self.ctx = PassContext(Half.JOINT, name, options, costs)
+        self.ctx = PassContext(GraphKind.JOINT, name, options, costs)
         self.trained: frozenset[str] = frozenset()
         self.forward_outputs = 0
 
@@ -135,13 +135,13 @@ class _Frame:
         self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering, *, inference: bool = False
     ) -> Callable[[list[Any]], Any]:
         """Compile a forward or inference graph."""
-        half = Half.INFERENCE if inference else Half.FORWARD
-        ctx = replace(self.ctx, half=half, user_outputs=self.forward_outputs, timings={})
+        kind = GraphKind.INFERENCE if inference else GraphKind.FORWARD
+        ctx = replace(self.ctx, kind=kind, user_outputs=self.forward_outputs, timings={})
         return ForwardGraph(gm, inputs, ctx, lowering, self.options, frozenset() if inference else self.trained)
 
     def backward(self, gm: GraphModule, inputs: Sequence[Any], lowering: Lowering) -> Callable[[list[Any]], Any]:
         """Keep a backward graph; its lowerings compile when they are first needed."""
-        return BackwardGraph(gm, inputs, replace(self.ctx, half=Half.BACKWARD), lowering)
+        return BackwardGraph(gm, inputs, replace(self.ctx, kind=GraphKind.BACKWARD), lowering)
 
 
 def _compile_inductor(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .dispatch import triton_kernels
+from .renamed import warn_renamed
 
 __all__ = ["Averages", "may_launch", "muon_apply", "not_traced"]
 
@@ -48,6 +49,7 @@ def muon_apply(
     weight_decay: float | Tensor,
     scale: float | Sequence[float],
     averages: Averages | None = None,
+    found_inf: Tensor | None = None,
     withheld: Tensor | None = None,
 ) -> None:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, for each parameter p and update u.
@@ -66,12 +68,16 @@ def muon_apply(
             and the weight of ``averages`` are such tensors of one dtype too. In float64 they give a number's bits.
         scale: one number for all, or one for each.
         averages: momenta of the parameters to move toward gradients, one of each for every parameter, or None.
-        withheld: one fp32 element on the parameters' device, 1 for nothing to be written, which is not waited for; None
+        found_inf: one fp32 element on the parameters' device, 1 for nothing to be written, never waited for; None
             writes.
+        withheld: the former name of ``found_inf``.
     Raises:
         ValueError: the lists differ in length, or an update has another shape than its parameter; nothing is changed
             then.
     """
+    if withheld is not None:
+        warn_renamed("muon_apply(withheld=...)", "muon_apply(found_inf=...)")
+        found_inf = withheld
     scales = [scale] * len(params) if isinstance(scale, int | float) else scale
     if not len(params) == len(updates) == len(scales):
         raise ValueError(f"{len(params)} params, {len(updates)} updates, {len(scales)} scales: expected one of each")
@@ -80,23 +86,23 @@ def muon_apply(
             raise ValueError(f"update {i} has shape {tuple(u.shape)}, its parameter {tuple(p.shape)}")
     left = list(range(len(params)))
     if may_launch([*params, *updates]):
-        left = _launch(params, updates, lr, weight_decay, scales, averages, withheld)
+        left = _launch(params, updates, lr, weight_decay, scales, averages, found_inf)
     if not left:
         return
     params, updates = [params[i] for i in left], [updates[i] for i in left]
     scales = [scales[i] for i in left]
     averages = None if averages is None else averages.of(left)
     written = [*params, *(() if averages is None else averages.momenta)]
-    before = None if withheld is None else [x.clone() for x in written]
+    before = None if found_inf is None else [x.clone() for x in written]
     if averages is not None:
         _average(averages)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
         _apply_number_lr(params, updates, lr, float(weight_decay), scales)
-    if withheld is not None and before is not None:
+    if found_inf is not None and before is not None:
         for x, old in zip(written, before, strict=True):
-            x.copy_(torch.where(withheld == 1, old, x))
+            x.copy_(torch.where(found_inf == 1, old, x))
 
 
 def may_launch(tensors: list[Tensor]) -> bool:
@@ -129,7 +135,7 @@ def _launch(
     weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None,
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
 ) -> list[int]:
     """Updates what Triton's kernel covers, a launch for every few tensors; returns which are left, by number."""
     from .gpu import apply as gpu
@@ -150,7 +156,7 @@ def _launch(
             weight_decay=weight_decay,
             scales=[scales[i] for i in group],
             averages=None if averages is None else averages.of(group),
-            withheld=withheld,
+            found_inf=found_inf,
         )
     return left
 

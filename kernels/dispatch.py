@@ -19,7 +19,7 @@ from .operations import gram_flops, standard_flops
 
 __all__ = [
     "BACKENDS",
-    "METHODS",
+    "FORMS",
     "admissible_method",
     "cheaper_method",
     "check_backend",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 BACKENDS = ("auto", "aten", "triton", "quack")
-METHODS = ("auto", "standard", "gram")
+FORMS = ("auto", "standard", "gram")
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
@@ -87,8 +87,8 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
         ValueError: an unknown method; "gram" in half precision with a schedule it does not survive; any method in
             bfloat16 with a schedule that diverges in it.
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, METHODS))}")
+    if method not in FORMS:
+        raise ValueError(f"method={method!r}: expected one of {', '.join(map(repr, FORMS))}")
     if dtype == torch.bfloat16 and not coefficients.survives(torch.bfloat16):
         raise ValueError(
             f"dtype=bfloat16 with coefficients {coefficients.name!r} diverges: their steps reach the edge of what "

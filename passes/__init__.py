@@ -1,33 +1,35 @@
 """Graph passes: markers in, collectives and kernels out.
 
 The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph before it is partitioned,
-``HALF_PASSES`` on each forward, backward, inference and step graph before code generation.
+``LOWERING_PASSES`` on each forward, backward, inference and step graph before code generation.
 """
 
 if __name__ != "compile_muon.passes":
     # Found from a checkout's root. A second copy of the operators would unregister the first.
     raise ImportError(f"imported as {__name__!r}: this package is compile_muon.passes")
 
+from compile_muon.kernels.renamed import former
+
 from .errors import MuonZeroError
-from .half.annotate import ANNOTATE
-from .half.gradients import reduced_grads
-from .half.insert_orthogonalize import INSERT_ORTHOGONALIZE
-from .half.lower import LOWER
-from .half.refresh import AWAIT_REFRESH
-from .half.room import ROOM, saved_by
-from .half.schedule import SCHEDULE
-from .half.verify import VERIFY
 from .joint.deduplicate import DEDUPLICATE
 from .joint.recompute import RECOMPUTE
-from .pipeline import GraphPass, Half, PassContext, PassOptions, run_passes
+from .lowering.annotate import ANNOTATE
+from .lowering.gradients import reduced_grads
+from .lowering.insert_orthogonalize import INSERT_ORTHOGONALIZE
+from .lowering.lower import LOWER
+from .lowering.refresh import AWAIT_REFRESH
+from .lowering.room import ROOM, saved_by
+from .lowering.schedule import SCHEDULE
+from .lowering.verify import VERIFY
+from .pipeline import GraphKind, GraphPass, PassContext, PassOptions, run_passes
 from .request import BackwardRequest, Purpose, ReducedGrad
 
 __all__ = [
-    "HALF_PASSES",
+    "LOWERING_PASSES",
     "JOINT_PASSES",
     "BackwardRequest",
     "GraphPass",
-    "Half",
+    "GraphKind",
     "MuonZeroError",
     "PassContext",
     "PassOptions",
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
-HALF_PASSES: tuple[GraphPass, ...] = (
+LOWERING_PASSES: tuple[GraphPass, ...] = (
     DEDUPLICATE,
     INSERT_ORTHOGONALIZE,
     LOWER,
@@ -49,3 +51,5 @@ HALF_PASSES: tuple[GraphPass, ...] = (
     VERIFY,
     ANNOTATE,
 )
+
+__getattr__ = former(__name__, {"Half": "GraphKind", "HALF_PASSES": "LOWERING_PASSES"})

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from .collectives import is_collective, is_wait
-from .half.refresh import AWAIT_REFRESH_OP
+from .lowering.refresh import AWAIT_REFRESH_OP
 from .torch_private import expected_size
 
 __all__ = ["base", "is_free", "mutated", "nbytes", "tensors"]

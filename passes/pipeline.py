@@ -9,25 +9,27 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
 
+from compile_muon.kernels.renamed import warn_renamed
+
 from .costs import Costs
 from .errors import PassContractError
 from .request import BackwardRequest
 from .torch_private import trace_artifact
 
-__all__ = ["LOWERED", "PASS_KEY", "GraphPass", "Half", "PassContext", "PassOptions", "run_passes", "tensor_value"]
+__all__ = ["LOWERED", "PASS_KEY", "GraphPass", "GraphKind", "PassContext", "PassOptions", "run_passes", "tensor_value"]
 
 #: key of node.meta under which the runner notes the name of the pass that made a node
 PASS_KEY = "muon_zero_pass"
 
 
-class Half(str, Enum):
+class GraphKind(str, Enum):
     """Which graph a pass is looking at."""
 
     JOINT = "joint"
@@ -38,7 +40,7 @@ class Half(str, Enum):
 
 
 #: graphs that are lowered: all but joint ones
-LOWERED = (Half.FORWARD, Half.BACKWARD, Half.INFERENCE, Half.STEP)
+LOWERED = (GraphKind.FORWARD, GraphKind.BACKWARD, GraphKind.INFERENCE, GraphKind.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,7 @@ class PassContext:
     """What passes know besides the graph.
 
     Args:
-        half: the graph's role.
+        kind: the graph's role.
         frame: name for dumps.
         options: the caller's.
         costs: what the machine costs that the graph is for.
@@ -81,7 +83,7 @@ class PassContext:
         exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
     """
 
-    half: Half
+    kind: GraphKind
     frame: str = "frame"
     options: PassOptions = PassOptions()
     costs: Costs = Costs()
@@ -95,10 +97,16 @@ class PassContext:
     @property
     def title(self) -> str:
         """File-name stem of this graph's dumps."""
-        parts = [self.frame, self.half.value]
+        parts = [self.frame, self.kind.value]
         if self.request is not None:
             parts.append(self.request.title)
         return ".".join(parts)
+
+    @property
+    def half(self) -> GraphKind:
+        """The former name of :attr:`kind`."""
+        warn_renamed("PassContext.half", "PassContext.kind")
+        return self.kind
 
 
 @dataclass(frozen=True)
@@ -110,14 +118,21 @@ class GraphPass:
         rewrite: the transform.
         requires: names of passes that must have run before.
         conflicts: names of passes that must not have run before.
-        halves: graphs it applies to.
+        kinds: graphs it applies to.
+        halves: the former name of ``kinds``.
     """
 
     name: str
     rewrite: Callable[[GraphModule, PassContext], GraphModule]
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
-    halves: tuple[Half, ...] = tuple(Half)
+    kinds: tuple[GraphKind, ...] = tuple(GraphKind)
+    halves: InitVar[tuple[GraphKind, ...] | None] = None
+
+    def __post_init__(self, halves: tuple[GraphKind, ...] | None) -> None:
+        if halves is not None:
+            warn_renamed("GraphPass(halves=...)", "GraphPass(kinds=...)", calls=2)  # of __init__
+            object.__setattr__(self, "kinds", halves)
 
 
 _ASSIGNMENT = re.compile(r"^ +(\w+)(: \"[^\"]*\")? = ", re.MULTILINE)
@@ -151,7 +166,7 @@ def run_passes(gm: GraphModule, passes: Sequence[GraphPass], ctx: PassContext) -
     """
     done: set[str] = set()
     _dump(gm, ctx, "00_before")
-    for number, graph_pass in enumerate((p for p in passes if ctx.half in p.halves), start=1):
+    for number, graph_pass in enumerate((p for p in passes if ctx.kind in p.kinds), start=1):
         if missing := set(graph_pass.requires) - done:
             raise PassContractError(f"pass {graph_pass.name!r} needs {sorted(missing)} to run before it; reorder them")
         if clash := set(graph_pass.conflicts) & done:

@@ -16,8 +16,8 @@ from torch.optim.adamw import adamw
 
 __all__ = ["host_adamw"]
 
-#: one of them is withheld
-STEPS, WITHHELD = 4, 1
+#: one of them is skipped
+STEPS, SKIPPED = 4, 1
 
 
 def host_adamw(training_of: Callable[[Case], Any]) -> dict[str, bool]:
@@ -55,10 +55,10 @@ def _is_torchs(training: Any) -> bool:
                 own = {name: _memory(value).clone() for name, value in states.items()}
                 own.setdefault("master_weight", _memory(param).clone())
                 expected.append((param, own))
-                if number != WITHHELD:
+                if number != SKIPPED:
                     _step(group, grad, own)
 
-        with _withheld() if number == WITHHELD else nullcontext():
+        with _skipped() if number == SKIPPED else nullcontext():
             training.step(gradients)
         for param, own in expected:
             states = optimizer.state[param]
@@ -85,19 +85,19 @@ def _memory(tensor: Any) -> Tensor:
 
 
 @contextmanager
-def _withheld() -> Iterator[None]:
+def _skipped() -> Iterator[None]:
     """Inside this block the device finds in every step something that is not finite."""
     from compile_muon.runtime.survey import Survey
 
-    before = Survey.withheld
+    before = Survey.found_inf
 
-    def withheld(self: Survey) -> Tensor:
+    def found_inf(self: Survey) -> Tensor:
         flag = before(self)
         _memory(flag).fill_(1.0)
         return flag
 
-    Survey.withheld = withheld  # type: ignore[method-assign]
+    Survey.found_inf = found_inf  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Survey.withheld = before  # type: ignore[method-assign]
+        Survey.found_inf = before  # type: ignore[method-assign]

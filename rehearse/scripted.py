@@ -16,7 +16,7 @@ _ADDED = ("ready", "missing", "refused", "rate")
 
 def script(survey: Any) -> None:
     """Have the class ``compile_muon.runtime.survey.Survey`` read such numbers."""
-    add_facts, wait, withheld = survey.add_facts, survey.wait, survey.withheld
+    add_facts, wait, found_inf = survey.add_facts, survey.wait, survey.found_inf
     said: dict[Any, dict[tuple[str, str], float]] = {}
 
     def facts(self: Any, what: str, found: Any) -> None:
@@ -32,12 +32,12 @@ def script(survey: Any) -> None:
                 made_up = 0.25 if what == "gradient" else 0.0
                 numbers[name] = made_up if number is None else number * (world if what in _ADDED else 1)
 
-    def nothing_withheld(self: Any) -> Any:
-        found = withheld(self)
+    def nothing_found(self: Any) -> Any:
+        found = found_inf(self)
         ctypes.memset(found.data_ptr(), 0, found.nbytes)  # a host that asks reads it; in no log
         return found
 
     def each(self: Any, what: str) -> list[tuple[float, ...]]:
         return [(0.0,)] * (1 if self.group is None else self.group.size())
 
-    survey.add_facts, survey.wait, survey.withheld, survey.each = facts, waited, nothing_withheld, each
+    survey.add_facts, survey.wait, survey.found_inf, survey.each = facts, waited, nothing_found, each

@@ -42,7 +42,7 @@ from compile_muon.config.machine import check_machine
 from compile_muon.config.offload import OffloadConfig, check_offload, check_offload_param
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
-from compile_muon.kernels.dispatch import BACKENDS, METHODS
+from compile_muon.kernels.dispatch import BACKENDS, FORMS
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, method_names
 
 __all__ = [
@@ -132,7 +132,7 @@ class NSConfig(Checked):
 
     steps: int | None = setting(None, check_integer, none=True, low=1, high=MAX_STEPS)
     coefficients: str | tuple = setting("jordan", _check_coefficients)
-    method: str = setting("auto", check_choice, allowed=METHODS)
+    method: str = setting("auto", check_choice, allowed=FORMS)
     dtype: str = setting("auto", check_dtype_name, extra=("auto",))
     eps: float = setting(1e-7, check_real)
     backend: str = setting("auto", check_choice, allowed=BACKENDS)

@@ -21,12 +21,12 @@ class _Coming(NamedTuple):
 
     Args:
         rows: of each parameter, by name.
-        withheld: whether the step writes nothing (``[]``, not 0 if so); None if the host knows that it does.
+        found_inf: whether the step writes nothing (``[]``, not 0 if so); None if the host knows that it does.
         arrived: once all of it is there; None where nothing travels.
     """
 
     rows: dict[Account, dict[str, Tensor]]
-    withheld: Tensor | None = None
+    found_inf: Tensor | None = None
     arrived: torch.Event | None = None
 
 
@@ -35,7 +35,7 @@ class Ferry:
 
     Args:
         device: that has them. Where it is the host itself, nothing travels.
-        real: False for fake tensors, which have no streams, and none of which is withheld.
+        real: False for fake tensors, which have no streams, and none of which is skipped.
     """
 
     def __init__(self, device: torch.device, *, real: bool) -> None:
@@ -44,7 +44,7 @@ class Ferry:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
 
     def across(
-        self, buckets: Sequence[Sequence[Account]], withheld: Tensor | None
+        self, buckets: Sequence[Sequence[Account]], found_inf: Tensor | None
     ) -> Iterator[dict[Account, dict[str, Tensor]]]:
         """Gradients of each bucket's parameters, which are final, and weights without a master on the host.
 
@@ -52,10 +52,10 @@ class Ferry:
         for each to arrive, and with the first for the device, which is then done with the gradients.
 
         Args:
-            withheld: 1.0 on the device for a step that writes nothing: then nothing is given.
+            found_inf: 1.0 on the device for a step that writes nothing: then nothing is given.
         """
         self.follow()
-        return self._arrivals(buckets, self._depart(buckets[0] if buckets else (), withheld))
+        return self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
 
     def _arrivals(
         self, buckets: Sequence[Sequence[Account]], coming: _Coming
@@ -64,7 +64,7 @@ class Ferry:
             here, coming = coming, self._depart(buckets[number + 1] if number + 1 < len(buckets) else ())
             if here.arrived is not None:
                 here.arrived.synchronize()
-                if here.withheld is not None and here.withheld != 0:
+                if here.found_inf is not None and here.found_inf != 0:
                     return
                 for account, row in here.rows.items():
                     row[GRADIENT] = _rounded(row[GRADIENT], decode_dtype(account.spec.state_dtype))
@@ -91,7 +91,7 @@ class Ferry:
             there = self._in.record_event()
         torch.accelerator.current_stream().wait_event(there)
 
-    def _depart(self, accounts: Sequence[Account], withheld: Tensor | None = None) -> _Coming:
+    def _depart(self, accounts: Sequence[Account], found_inf: Tensor | None = None) -> _Coming:
         tensors = {
             account: {GRADIENT: account.local_grad} | ({} if account.spec.master else {WEIGHT: account.local.detach()})
             for account in accounts
@@ -101,7 +101,7 @@ class Ferry:
         self._out.wait_event(self._behind)
         with self._out:
             rows = {a: {name: _pinned(tensor) for name, tensor in row.items()} for a, row in tensors.items()}
-            flag = None if withheld is None else _pinned(withheld)
+            flag = None if found_inf is None else _pinned(found_inf)
             arrived = self._out.record_event()
         # Whoever takes the memory of gradients next comes behind.
         torch.accelerator.current_stream().wait_event(arrived)

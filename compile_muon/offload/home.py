@@ -321,7 +321,7 @@ class Home:
                 todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
         for number, (chunk, own, buckets) in enumerate(todo):
             given = next(self._arrivals, None) if chunk.on_host else {}
-            if given is None:  # withheld
+            if given is None:  # the step is skipped
                 return
             read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
             held: dict[Slot, Tensor] = {}
@@ -418,7 +418,7 @@ class Home:
         return torch.zeros((), device=self._device) if found is None else found
 
     @contextmanager
-    def writing(self, withheld: Tensor | None) -> Iterator[None]:
+    def writing(self, found_inf: Tensor | None) -> Iterator[None]:
         """See :class:`~compile_muon.runtime.lender.Lender`.
 
         Raises:
@@ -426,7 +426,7 @@ class Home:
         """
         own = [[self._accounts[name] for name in chunk.names] for chunk in self._chunks if chunk.on_host]
         graded = [[account for account in each if account.grad is not None] for each in own]
-        self._arrivals = self._ferry.across([each for each in graded if each], withheld)
+        self._arrivals = self._ferry.across([each for each in graded if each], found_inf)
         with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield
             for store in self._stores:

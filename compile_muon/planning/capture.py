@@ -29,8 +29,8 @@ from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives
-from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.layout import Axis
+from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category

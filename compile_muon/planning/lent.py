@@ -99,9 +99,9 @@ class _Noted:
         return [self._ferried.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
 
     @contextmanager
-    def writing(self, withheld: Tensor | None) -> Iterator[None]:
+    def writing(self, found_inf: Tensor | None) -> Iterator[None]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
-        with self._home.writing(withheld):
+        with self._home.writing(found_inf):
             yield
         self._graph.move([(Move.COMMIT, None)])
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from compile_muon.config import FrameOptions
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes import Half
+from compile_muon.passes import GraphKind
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.passes.methods.muon import MUON
@@ -86,7 +86,7 @@ def _fused(optimizer: MuonZero) -> bool:
 
 
 def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = False) -> Played:
-    return Played(gm, Half.STEP, name, eager=True, counted=counted, waits=waits)
+    return Played(gm, GraphKind.STEP, name, eager=True, counted=counted, waits=waits)
 
 
 def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:

@@ -3,7 +3,7 @@
 Tracing is most of what a capture takes, and what it makes hardly depends on the ranks: a parameter stands in the graphs
 as a shard, a state and the specs of its markers. So the model is traced once, sharded over two ranks at stage 1, where
 a marker has all inputs that any stage has; then the specs of another sharding are put into the markers, the shapes of
-its shards into the inputs, and the half passes lower that. The result is what :func:`~.capture.capture_step` finds.
+its shards into the inputs, and the lowering passes lower that. The result is what :func:`~.capture.capture_step` finds.
 Only how many ranks share a sequence is in all shapes of a graph, so that there is a trace for each such number.
 """
 
@@ -20,12 +20,12 @@ from torch.fx import Node
 
 from compile_muon.config import Config, FrameOptions
 from compile_muon.optimizer import MuonZero
-from compile_muon.passes import HALF_PASSES, BackwardRequest, Purpose, run_passes
+from compile_muon.passes import LOWERING_PASSES, BackwardRequest, Purpose, run_passes
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.exchange.shares import by_parameter, shares
-from compile_muon.passes.half.buckets import bucket_matrices
+from compile_muon.passes.lowering.buckets import bucket_matrices
 from compile_muon.passes.markers import ReduceGrad, Unshard
 from compile_muon.passes.pipeline import tensor_value
 from compile_muon.passes.spec import ParamSpec
@@ -130,7 +130,7 @@ class Trace:
         ctx = replace(visit.ctx, options=self.options, costs=optimizer.engine.ledger.costs, request=request, timings={})
         values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
         with fresh_context(fake_mode_of(values[:1])):
-            return Played.of(run_passes(gm, HALF_PASSES, ctx), ctx)
+            return Played.of(run_passes(gm, LOWERING_PASSES, ctx), ctx)
 
     def owner_work(self, target: Target) -> list[float]:
         """Nanoseconds of Newton-Schulz that each rank has in a step, by formula."""

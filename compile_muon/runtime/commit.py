@@ -40,7 +40,7 @@ def commit(
     trained: Trained,
     directions: dict[str, Tensor],
     fetches: Mapping[Account, int],
-    withheld: Tensor | None = None,
+    found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> Tensor | None:
     """Write momenta, moments and parameters.
@@ -48,7 +48,7 @@ def commit(
     Args:
         directions: by name; each is let go once it is written.
         fetches: which fetch of the momentum each of them is made of, where they were fetched.
-        withheld: 1.0 on the device for nothing to be written; None if the host knows that all may be.
+        found_inf: 1.0 on the device for nothing to be written; None if the host knows that all may be.
         rates: of a group; None for those that it holds.
     Returns:
         The largest logit that ``qk_clip`` has seen, on the device; None without it.
@@ -66,25 +66,25 @@ def commit(
     home, ledger = trained.home, trained.ledger
     beside, lending = home is None, partial(lend, trained)
     # Where the device decides whether to write, no momentum has been moved for good.
-    moved = home.moved(fetches) if home is not None and withheld is None else frozenset[Account]()
+    moved = home.moved(fetches) if home is not None and found_inf is None else frozenset[Account]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(account.spec.master for account in trained.muon)
-    with home.writing(withheld) if home is not None else nullcontext():
+    with home.writing(found_inf) if home is not None else nullcontext():
         with ledger.range("step commit muon"):
-            prepared = commit_states(matrices, partial(lending, moved=moved), withheld, beside=beside)
+            prepared = commit_states(matrices, partial(lending, moved=moved), found_inf, beside=beside)
             if home is not None and masters and trained.summed:
                 home.confirm()
             if beside or masters:
-                commit_weights(prepared, trained.summed, trained.group, withheld, lending if masters else None)
+                commit_weights(prepared, trained.summed, trained.group, found_inf, lending if masters else None)
         with ledger.range("step commit adamw"):
             for method, taken, own in rest:
                 for chosen, states in lending(own, Lent.ALL):
-                    commit_elements(method, taken, chosen, states, withheld)
+                    commit_elements(method, taken, chosen, states, found_inf)
     if not (beside or masters):
         with ledger.range("step commit muon"):
-            commit_weights(prepared, trained.summed, trained.group, withheld)
+            commit_weights(prepared, trained.summed, trained.group, found_inf)
     threshold = trained.config.muon.qk_clip
-    return None if threshold is None else clip_heads(trained.muon, threshold, trained.group, withheld)
+    return None if threshold is None else clip_heads(trained.muon, threshold, trained.group, found_inf)
 
 
 def lend(
@@ -154,12 +154,12 @@ class Prepared:
     parts: Sequence[tuple[_Part, Piece, After]]
 
 
-def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | None, *, beside: bool) -> Prepared:
+def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | None, *, beside: bool) -> Prepared:
     """Move momenta toward the gradients, and write further states.
 
     Args:
         lend: gives the states.
-        withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
         beside: whether all momenta are beside their parameters: :func:`commit_weights` then moves those that one launch
             can move together with the weights.
     """
@@ -179,9 +179,9 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, withheld: Tensor | Non
             continue
         for accounts, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
             of = dict(zip(accounts, states, strict=True))
-            found += _after([pair for account in of for pair in summed.get(account, ())], of, withheld)
+            found += _after([pair for account in of for pair in summed.get(account, ())], of, found_inf)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
-            with _unless(withheld, list(momenta.values())):
+            with _unless(found_inf, list(momenta.values())):
                 grads = [gradient_of(account) for account in momenta]
                 advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
     return Prepared(groups, beside, found)
@@ -191,7 +191,7 @@ def commit_weights(
     prepared: Prepared,
     summed: Sequence[Account],
     everyone: dist.ProcessGroup | None,
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
     lend: Lend | None = None,
 ) -> None:
     """Move matrices along their directions.
@@ -199,7 +199,7 @@ def commit_weights(
     Args:
         summed: matrices of methods with facts, with a gradient or without: on every rank the same.
         everyone: all ranks of the optimizer.
-        withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
         lend: gives the master weights of those that are rounded copies; None where none is.
     """
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
@@ -211,10 +211,10 @@ def commit_weights(
         for accounts, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
             weights = {account: weight_of(account, own) for account, own in zip(accounts, states, strict=True)}
             if group.plain:
-                _commit_plain(group, weights, averaged=prepared.averaged, withheld=withheld)
+                _commit_plain(group, weights, averaged=prepared.averaged, found_inf=found_inf)
             for account, weight in weights.items():
                 for part, piece, after in parts_of.get(account, ()):
-                    _write(part, piece, after, weight, totals.get(account), withheld)
+                    _write(part, piece, after, weight, totals.get(account), found_inf)
             round_masters(weights)
 
 
@@ -226,7 +226,7 @@ def round_masters(weights: Mapping[Account, Tensor]) -> None:
 
 
 def _commit_plain(
-    group: Matrices, weights: Mapping[Account, Tensor], *, averaged: bool, withheld: Tensor | None
+    group: Matrices, weights: Mapping[Account, Tensor], *, averaged: bool, found_inf: Tensor | None
 ) -> None:
     averaged = averaged and group.joint
     # What is moved, along what, and momentum and gradient, a row each.
@@ -253,7 +253,7 @@ def _commit_plain(
             scale=scales,
             # torch.optim.Muon's `buf.lerp_(grad, 1 - momentum)`, which is also what the direction was made with.
             averages=Averages(moving[0], moving[1], 1 - group.rates["momentum"]) if averaged else None,
-            withheld=withheld,
+            found_inf=found_inf,
         )
 
 
@@ -268,13 +268,13 @@ def advance(method: MatrixMethod, momenta: Sequence[Tensor], grads: Sequence[Ten
 
 
 @contextmanager
-def _unless(withheld: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What the block writes to these is put back where ``withheld`` is 1."""
-    before = [] if withheld is None else [tensor.clone() for tensor in tensors]
+def _unless(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """What the block writes to these is put back where ``found_inf`` is 1."""
+    before = [] if found_inf is None else [tensor.clone() for tensor in tensors]
     yield
-    if withheld is not None:
+    if found_inf is not None:
         for tensor, old in zip(tensors, before, strict=True):
-            tensor.copy_(torch.where(withheld == 1, old, tensor))
+            tensor.copy_(torch.where(found_inf == 1, old, tensor))
 
 
 @contextmanager
@@ -347,7 +347,7 @@ def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
 def _after(
     parts: Sequence[tuple[_Part, Tensor | None]],
     states: Mapping[Account, Mapping[str, Tensor]],
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
 ) -> list[tuple[_Part, Piece, After]]:
     """What methods make of directions, their new states written."""
     found = []
@@ -356,7 +356,7 @@ def _after(
         after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
         found.append((part, replace(piece, states={}), replace(after, states={})))
         written = {name: part.state(name, states[part.account]) for name in after.states}
-        with _unless(withheld, list(written.values())):
+        with _unless(found_inf, list(written.values())):
             for name, new in after.states.items():
                 written[name].copy_(new)
     return found
@@ -392,13 +392,13 @@ def _totals(
 
 
 def _write(
-    part: _Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, withheld: Tensor | None
+    part: _Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, found_inf: Tensor | None
 ) -> None:
     group = part.group
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
     move: Any = -(lr * group.scale(piece.rows, piece.cols))
-    with _in_rows(weight) as rows, _unless(withheld, [rows]):
+    with _in_rows(weight) as rows, _unless(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
         if group.method.finish is not None and facts is not None:
             own = facts[part.part.first : part.part.first + len(piece.direction)].to(piece.direction.dtype)
@@ -417,7 +417,7 @@ def commit_elements(
     rates: Mapping[str, Any],
     accounts: Sequence[Account],
     slots: Sequence[MutableMapping[str, Tensor]],
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     """One step of a method for all that is no matrix, on the shards.
 
@@ -425,14 +425,14 @@ def commit_elements(
         accounts: parameters with a gradient.
         slots: the optimizer's states of each; of all, or of none, with what :class:`~.lender.Lender` adds for the host:
             then whoever lent it brings the weights back.
-        withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
     """
     if not accounts:
         return
     step, on_host = method.step, GRADIENT in slots[0]
     if on_host:
         assert method.on_host is not None
-        step, withheld = method.on_host, None
+        step, found_inf = method.on_host, None
         rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
     for account, row in zip(accounts, slots, strict=True):
         for state in method.states:  # kernels count steps themselves; a checkpoint may have brought them to the host
@@ -445,11 +445,11 @@ def commit_elements(
     ]
     written = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
     decays = rates.get("weight_decay", 0.0) if rates.get("cautious_decay", False) else 0.0
-    with _unless(withheld if written else None, written):
+    with _unless(found_inf if written else None, written):
         before = [param.clone() for param in params] if decays else []
         given = {**rates, "weight_decay": 0.0} if decays else rates
         grads = [gradient_of(account, row) for account, row in zip(accounts, slots, strict=True)]
-        step(params, grads, states, given, withheld)
+        step(params, grads, states, given, found_inf)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
             param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))

@@ -21,9 +21,9 @@ from compile_muon.agreement.status import TRAINING
 from compile_muon.config import FrameOptions
 from compile_muon.errors import MuonZeroError
 from compile_muon.passes import (
-    HALF_PASSES,
+    LOWERING_PASSES,
     BackwardRequest,
-    Half,
+    GraphKind,
     PassContext,
     PassOptions,
     Purpose,
@@ -62,10 +62,10 @@ _MAX_SPECULATING = 8
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
-    """Run the half passes; also count what one run sends."""
+    """Run the lowering passes; also count what one run sends."""
     markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm)]
     axes = {axis for marker in markers for axis in marker.spec.layout.axes}
-    gm = run_passes(gm, HALF_PASSES, ctx)
+    gm = run_passes(gm, LOWERING_PASSES, ctx)
     return gm, measure_traffic(gm, axes)
 
 
@@ -146,7 +146,7 @@ class ForwardGraph:
         self._integers = [i for i, x in values.items() if isinstance(x, Tensor) and not x.is_floating_point()]
         self._trained = [i for node, i in placeholders.items() if node.name in trained]
         self._run, self._traffic = lowering(gm, inputs, ctx)
-        self._inference = ctx.half is Half.INFERENCE
+        self._inference = ctx.kind is GraphKind.INFERENCE
         self._visited = False
 
     def __call__(self, args: list[Any]) -> Any:

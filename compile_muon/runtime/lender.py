@@ -59,7 +59,7 @@ class Lender(Protocol):
         """The states of these parameters, some after the other; what is written to them is kept.
 
         Those whose step the host computes have ``GRADIENT`` among them, and ``WEIGHT`` without a master weight, all in
-        host memory. They are not lent where the step is withheld.
+        host memory. They are not lent where the step is skipped.
 
         Args:
             accounts: in any order.
@@ -69,11 +69,11 @@ class Lender(Protocol):
             moved: of whom the momentum is not asked for.
         """
 
-    def writing(self, withheld: Tensor | None) -> AbstractContextManager[None]:
+    def writing(self, found_inf: Tensor | None) -> AbstractContextManager[None]:
         """Around all that a step writes to states: on every rank all of it is kept, or nothing. Gradients are final.
 
         Args:
-            withheld: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
+            found_inf: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
         """
 
     def confirm(self) -> None:

@@ -156,14 +156,14 @@ def check_heads(accounts: Sequence[Account], alpha: float) -> None:
 
 @torch.no_grad()
 def clip_heads(
-    accounts: Sequence[Account], threshold: float, everyone: dist.ProcessGroup | None, withheld: Tensor | None
+    accounts: Sequence[Account], threshold: float, everyone: dist.ProcessGroup | None, found_inf: Tensor | None
 ) -> Tensor | None:
     """Scale the rows of queries and keys; one collective for all heads, which the host does not wait for.
 
     Args:
         accounts: of all matrices, in the same order on every rank; :func:`check_heads` has seen them.
         threshold: ``qk_clip``.
-        withheld: as for :func:`~compile_muon.kernels.muon_apply`.
+        found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
     Returns:
         The largest logit of all heads, over all ranks; None where no attention was noted.
     """
@@ -178,8 +178,8 @@ def clip_heads(
         _, keys, _ = attention.scaled[-1]
         # Also where nothing, or something that is not a number, was noted.
         factor = torch.where(own > threshold, threshold / own, torch.ones_like(own))
-        if withheld is not None:
-            factor = torch.where(withheld == 1, torch.ones_like(factor), factor)
+        if found_inf is not None:
+            factor = torch.where(found_inf == 1, torch.ones_like(factor), factor)
         shared = factor.view(keys.count, -1).amin(1)
         for weight, rows, power in attention.scaled:
             _scale(weight, rows, shared.repeat_interleave(rows.count // keys.count) ** power)

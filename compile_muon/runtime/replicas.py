@@ -21,8 +21,8 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs, gather_start
 from compile_muon.passes.exchange.packing import pack, unpack_into
 from compile_muon.passes.exchange.transfers import gather_slices, piece_widths, shard_widths
-from compile_muon.passes.half.buckets import group_neighbours
 from compile_muon.passes.layout import Axis
+from compile_muon.passes.lowering.buckets import group_neighbours
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
@@ -41,7 +41,7 @@ __all__ = [
 _BUCKET_BYTES = PassOptions.bucket_bytes
 
 # From this on a weight is gathered by itself, straight to where it is resident, and no buffer is held until it is read.
-# A mebibyte costs its host no more for being alone (as in ``passes.half.buckets``). Sharing costs a buffer and a copy,
+# A mebibyte costs a host no more for being alone (as in ``passes.lowering.buckets``). To share costs a copy,
 # so even what takes less long to send than to start is alone, but not if it takes less than this part of it.
 _ALONE_BYTES = 2**20
 _ALONE_STARTS = 0.25

@@ -119,10 +119,10 @@ class Step(Trained):
         survey.reduce()
         if given is None:
             survey.send()
-        withheld = survey.withheld()
-        if withheld.is_cuda or withheld.item() == 0:
+        found_inf = survey.found_inf()
+        if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if given is None else given.rates
-            self.max_logit = commit(self, directions, self.fetches, withheld if withheld.is_cuda else None, rates)
+            self.max_logit = commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
         refreshed = self._refreshed(begun)
         traffic = traffic + start_refresh(refreshed)
         if given is not None:

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 from compile_muon.config import FrameOptions
-from compile_muon.passes import Half, PassContext
+from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
@@ -99,7 +99,7 @@ class StepGraphs:
             gm, inputs = _build(accounts, fake)
             ledger = accounts[0].ledger
             title = f"step{len(self._compiled)}"
-            ctx = PassContext(Half.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
+            ctx = PassContext(GraphKind.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
             lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])
             return lowering(gm, inputs, ctx)
 

@@ -2,7 +2,7 @@
 
 Everything goes into one vector, which is summed over the ranks by one all-reduce. So all ranks decide alike, and
 nothing is written before everything that will be is known to be finite: to the host, which waits for the vector once,
-or to the device alone (:meth:`Survey.withheld`), and then the host reads the vector one step later.
+or to the device alone (:meth:`Survey.found_inf`), and then the host reads the vector one step later.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Survey:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return functools.reduce(torch.add, sums)
 
-    def withheld(self) -> Tensor:
+    def found_inf(self) -> Tensor:
         """1.0 if anything that was reduced speaks against the step, else 0.0: 0-dim fp32, on the device.
 
         Nothing is waited for. The same on every rank.

@@ -5,7 +5,7 @@
 
 Per element it reads p and u and writes p, and m, g and m likewise. Arithmetic in float32, one rounding. Up to ``MOST``
 tensors share a launch, by one compiled kernel for those whose memory is aligned and one for the others. Nothing is
-written where ``withheld`` is 1, which the host need not know.
+written where ``found_inf`` is 1, which the host need not know.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ def apply_kernel(
     elements,
     scales,
     lr,
-    withheld,
+    found_inf,
     weight_decay: tl.float32,
     weight: tl.float32,
     COUNT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
-    WITHHELD: tl.constexpr,
+    FOUND_INF: tl.constexpr,
     MOMENTUM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    if WITHHELD:
-        if tl.load(withheld) == 1:
+    if FOUND_INF:
+        if tl.load(found_inf) == 1:
             return
     if LR_ON_DEVICE:
         rate = tl.load(lr).to(tl.float32)
@@ -123,7 +123,7 @@ def apply_updates(
     weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None = None,
-    withheld: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """p ← (1 − lr · weight_decay) p − lr · scale · u, in place, and momenta moved where they are given.
 
@@ -135,7 +135,7 @@ def apply_updates(
             averages' weight, or a number.
         scales: one for each.
         averages: of the parameters, momenta of one dtype and gradients of one.
-        withheld: one fp32 element on the device; 1 for nothing to be written.
+        found_inf: one fp32 element on the device; 1 for nothing to be written.
     """
     if isinstance(lr, Tensor) and isinstance(weight_decay, Tensor):
         weight = weight_decay if averages is None else averages.weight
@@ -153,7 +153,7 @@ def apply_updates(
                 weight_decay=weight_decay,
                 scales=[scales[i] for i in chunk],
                 averages=None if averages is None else averages.of(chunk),
-                withheld=withheld,
+                found_inf=found_inf,
             ).run()
     written = [*params, *(() if averages is None else averages.momenta)]
     torch.autograd.graph.increment_version(written)  # as every in-place operation does; a kernel does not
@@ -167,7 +167,7 @@ def launch(
     weight_decay: float | Tensor,
     scales: Sequence[float],
     averages: Averages | None = None,
-    withheld: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Launch:
     """At most ``MOST`` parameters at once; arguments as for :func:`apply_updates`. One kernel serves any number.
 
@@ -190,14 +190,14 @@ def launch(
             filled([coded(n) for n in elements], MOST),
             filled([float(scale) for scale in scales], MOST),
             lr if on_device else float(lr),
-            withheld,
+            found_inf,
             0.0 if on_device == 3 else weight_decay,
             0.0 if on_device == 3 else moved.weight,
         ),
         {
             "COUNT": MOST,
             "LR_ON_DEVICE": on_device,
-            "WITHHELD": withheld is not None,
+            "FOUND_INF": found_inf is not None,
             "MOMENTUM": averages is not None,
             "WIDE": all(is_wide(*each) for each in belonging),
             "BLOCK": BLOCK,

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ..collectives import is_hop, is_wait
 from ..markers import Unshard
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import GraphKind, GraphPass, PassContext
 from ..torch_private import mark_for_backward
 
 __all__ = ["RECOMPUTE", "is_view_or_cast"]
@@ -87,4 +87,4 @@ def _recompute(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-RECOMPUTE = GraphPass("recompute", _recompute, requires=("deduplicate",), halves=(Half.JOINT,))
+RECOMPUTE = GraphPass("recompute", _recompute, requires=("deduplicate",), kinds=(GraphKind.JOINT,))

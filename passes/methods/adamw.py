@@ -19,7 +19,7 @@ def _step(
     grads: list[Tensor],
     states: list[MutableMapping[str, Tensor]],
     group: Mapping[str, Any],
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
     *,
     fused: bool | None = None,
 ) -> None:
@@ -36,7 +36,7 @@ def _step(
         [],
         [state["step"] for state in states],
         fused=fused,
-        found_inf=withheld if fused else None,
+        found_inf=found_inf if fused else None,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],

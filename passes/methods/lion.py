@@ -21,7 +21,7 @@ def _step(
     grads: list[Tensor],
     states: list[MutableMapping[str, Tensor]],
     group: Mapping[str, Any],
-    withheld: Tensor | None,
+    found_inf: Tensor | None,
 ) -> None:
     momenta = [state["exp_avg"] for state in states]
     near, far = group["betas"]

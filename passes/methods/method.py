@@ -181,10 +181,10 @@ class ElementMethod(Method):
     """A method for everything that is no matrix, element by element of a shard.
 
     Args:
-        step: ``(params, grads, states, group, withheld)`` in place: shards, states of each by name, the group's rates.
-        on_host: the same for contiguous tensors in host memory, in one pass over them; ``withheld`` is None, and rates
+        step: ``(params, grads, states, group, found_inf)`` in place: shards, states of each by name, the group's rates.
+        on_host: the same for contiguous tensors in host memory, in one pass over them; ``found_inf`` is None, and rates
             are no tensors. None for a method that is not computed there.
-        withholds: whether it writes nothing by itself on CUDA where ``withheld`` (fp32, one element) is 1; else the
+        withholds: whether it writes nothing by itself on CUDA where ``found_inf`` (fp32, one element) is 1; else the
             engine puts back what was there.
     """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compile_muon import backend
-from compile_muon.passes import Half
+from compile_muon.passes import GraphKind
 from compile_muon.runtime.recorded import Recorded
 
 
@@ -46,7 +46,7 @@ def outputs_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lowered(*args: Any, **kwargs: Any) -> Any:
         run, traffic = lower_and_compile(*args, **kwargs)
-        if args[2].half is not Half.BACKWARD:
+        if args[2].kind is not GraphKind.BACKWARD:
             return run, traffic
         places: dict[int, torch.Tensor] = {}
 

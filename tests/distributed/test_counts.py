@@ -192,7 +192,7 @@ def generated_update(rank: int, world: int) -> list[tuple[str, str]]:
         compile_muon.MuonZero(model, stage=3, update="backward", ns_method="standard")
         compiled = torch.compile(model, backend="muon_zero", options={"bucket_mb": 0.1})
         tokens = torch.zeros(2, 4, dtype=torch.int64)
-        with patch("compile_muon.passes.half.buckets._SMALLEST", 2**12):
+        with patch("compile_muon.passes.lowering.buckets._SMALLEST", 2**12):
             _, sources = run_and_get_code(lambda: compiled(tokens).sum().backward())
     finally:
         dist.destroy_process_group()

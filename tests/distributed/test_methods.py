@@ -322,19 +322,19 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
     model = Odd()
     optimizer = compile_muon.MuonZero(model, update="step", **settings_of(way))
     kept = {}
-    for withheld in (0.0, 1.0, 0.0):
+    for found_inf in (0.0, 1.0, 0.0):
         loss(model, data(0, 0, 0)).backward()
         before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
-        steps, flag = optimizer.engine.step, torch.tensor(withheld)
+        steps, flag = optimizer.engine.step, torch.tensor(found_inf)
         states = commit_states(_parts(optimizer), functools.partial(lend, steps), flag, beside=True)
         commit_weights(states, steps.summed, None, flag)
         for group in optimizer.param_groups:
             if isinstance(method := optimizer.engine.step.method(group), ElementMethod) and not method.withholds:
                 own = optimizer.engine.step.with_gradient(group)
                 slots = [optimizer.state[account.param] for account in own]
-                commit_elements(method, group, own, slots, torch.tensor(withheld))
+                commit_elements(method, group, own, slots, torch.tensor(found_inf))
         after = everything(model, optimizer)
-        kept[withheld] = {name for name, value in after.items() if torch.equal(value, before[name])}
+        kept[found_inf] = {name for name, value in after.items() if torch.equal(value, before[name])}
         optimizer.zero_grad()
     assert kept[1.0] == after.keys()
     assert not kept[0.0] & {"experts", "conv.weight", "uneven.weight", "momentum_buffer of experts"}

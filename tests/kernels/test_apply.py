@@ -52,15 +52,15 @@ def test_bitwise_torch_for_any_rate(lr, weight_decay, scale, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_momenta_move_and_what_is_withheld_is_not_written(dtype):
+def test_momenta_move_and_what_is_skipped_is_not_written(dtype):
     params, updates, momenta, grads = (tensors(dtype, seed) for seed in range(4))
     given = [x.clone() for x in (*params, *momenta)]
     averages = Averages(momenta, grads, 0.05)
-    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, withheld=torch.tensor(1.0))
+    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, found_inf=torch.tensor(1.0))
     assert all(map(torch.equal, (*params, *momenta), given))
     expected = statements_of_torch(params, updates, 0.02, 0.1, SCALES)
     expected += [m.clone().lerp_(g, 0.05) for m, g in zip(momenta, grads, strict=True)]
-    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, withheld=torch.tensor(0.0))
+    muon_apply(params, updates, lr=0.02, weight_decay=0.1, scale=SCALES, averages=averages, found_inf=torch.tensor(0.0))
     assert all(map(torch.equal, (*params, *momenta), expected))
 
 

@@ -24,10 +24,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from compile_muon import MuonZero
 from compile_muon.config.machine import load_costs
 from compile_muon.passes import (
-    HALF_PASSES,
     JOINT_PASSES,
+    LOWERING_PASSES,
     BackwardRequest,
-    Half,
+    GraphKind,
     PassContext,
     PassOptions,
     Purpose,
@@ -106,28 +106,28 @@ class Captured:
 
     def lowered(
         self,
-        half: Half,
+        kind: GraphKind,
         request: BackwardRequest | Purpose = Purpose.REDUCE,
-        passes: Any = HALF_PASSES,
+        passes: Any = LOWERING_PASSES,
         **options: Any,
     ) -> tuple[GraphModule, PassContext]:
         """A copy of one half after `passes`; shared between tests unless the passes are a test's own."""
         if isinstance(request, Purpose):
             request = self.request(request)
-        if passes is HALF_PASSES and not options:
-            key = (half, request if half is Half.BACKWARD else None)
+        if passes is LOWERING_PASSES and not options:
+            key = (kind, request if kind is GraphKind.BACKWARD else None)
             if key not in self._lowered:
-                self._lowered[key] = self._lower(half, request, passes)
+                self._lowered[key] = self._lower(kind, request, passes)
             return self._lowered[key]
-        return self._lower(half, request, passes, **options)
+        return self._lower(kind, request, passes, **options)
 
     def _lower(
-        self, half: Half, request: BackwardRequest, passes: Any, **options: Any
+        self, kind: GraphKind, request: BackwardRequest, passes: Any, **options: Any
     ) -> tuple[GraphModule, PassContext]:
-        ctx = PassContext(half, options=PassOptions(**options), costs=load_costs("cpu"), user_outputs=self.user_outputs)
-        if half is Half.BACKWARD:
+        ctx = PassContext(kind, options=PassOptions(**options), costs=load_costs("cpu"), user_outputs=self.user_outputs)
+        if kind is GraphKind.BACKWARD:
             ctx.request = request
-        gm = copy.deepcopy(self.forward if half is Half.FORWARD else self.backward)
+        gm = copy.deepcopy(self.forward if kind is GraphKind.FORWARD else self.backward)
         return run_passes(gm, passes, ctx), ctx
 
 
@@ -139,7 +139,7 @@ def capture(
 
     def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         found["joint"] = copy.deepcopy(gm)
-        ctx = PassContext(Half.JOINT, options=PassOptions(reshard_after_forward=reshard_after_forward))
+        ctx = PassContext(GraphKind.JOINT, options=PassOptions(reshard_after_forward=reshard_after_forward))
         gm = run_passes(gm, joint_passes, ctx)
         found["rewritten"] = copy.deepcopy(gm)
         found["user_outputs"] = kwargs["num_fwd_outputs"]
@@ -162,16 +162,18 @@ def reducing_backend() -> Callable[..., Any]:
 
     def partition(gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         user_outputs.append(kwargs["num_fwd_outputs"])
-        gm = run_passes(gm, JOINT_PASSES, PassContext(Half.JOINT))
+        gm = run_passes(gm, JOINT_PASSES, PassContext(GraphKind.JOINT))
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def forward(gm: GraphModule, _: Any) -> Callable[..., Any]:
-        ctx = PassContext(Half.FORWARD, user_outputs=user_outputs[-1])
-        return make_boxed_func(run_passes(gm, HALF_PASSES, ctx).forward)
+        ctx = PassContext(GraphKind.FORWARD, user_outputs=user_outputs[-1])
+        return make_boxed_func(run_passes(gm, LOWERING_PASSES, ctx).forward)
 
     def backward(gm: GraphModule, _: Any) -> Callable[..., Any]:
         request = BackwardRequest.of(reduced_grads(gm), Purpose.REDUCE)
-        return make_boxed_func(run_passes(gm, HALF_PASSES, PassContext(Half.BACKWARD, request=request)).forward)
+        return make_boxed_func(
+            run_passes(gm, LOWERING_PASSES, PassContext(GraphKind.BACKWARD, request=request)).forward
+        )
 
     return aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition, decompositions={})
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes import Half, Purpose, formulas, reduced_grads
+from compile_muon.passes import GraphKind, Purpose, formulas, reduced_grads
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.exchange.owner import assign_owners
@@ -90,9 +90,9 @@ def test_weights_and_gradients_cost_what_the_formulas_say(world, stage, uneven):
     share = (world - 1) / world
     gathered = sum(padded(spec) for spec in sharded) * share
     scalar = 2 * 4 * share
-    forward = measure_traffic(graphs.lowered(Half.FORWARD)[0], axes_of(graphs))
+    forward = measure_traffic(graphs.lowered(GraphKind.FORWARD)[0], axes_of(graphs))
     assert forward.bytes_sent == pytest.approx(gathered if stage == 3 else 0, abs=1)
-    backward = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
+    backward = measure_traffic(graphs.lowered(GraphKind.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
     # Backward needs the weights that gradients pass through, not the embedding or biases.
     again = [s for s in sharded if s.layout.shape in ((13, 8), (9, 13), (2, 9), (17, 2))] if stage == 3 else []
     again_bytes = sum(map(padded, again)) * share
@@ -108,8 +108,8 @@ def test_the_exchange_costs_what_its_formula_says(world, uneven):
     sent = []
     for rank in range(world):
         graphs = uneven(rank, world, stage=2)
-        update = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], axes_of(graphs))
-        reduce = measure_traffic(graphs.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
+        update = measure_traffic(graphs.lowered(GraphKind.BACKWARD, Purpose.SPECULATE)[0], axes_of(graphs))
+        reduce = measure_traffic(graphs.lowered(GraphKind.BACKWARD, Purpose.REDUCE)[0], axes_of(graphs))
         sent.append(update.bytes_sent - reduce.bytes_sent)
     specs = [grad.spec for grad in reduced_grads(graphs.backward) if grad.spec.muon]
     formula = sum(bytes_sent("owner", *spec.layout.shape, world=world, itemsize=4) for spec in specs)
@@ -144,11 +144,11 @@ def test_ranks_run_the_same_collectives_in_the_same_order(stage, uneven, node_ta
     world = 3
     ranks = [uneven(rank, world, stage=stage) for rank in range(world)]
     assert len({tuple(node_targets(graphs.rewritten)) for graphs in ranks}) == 1
-    variants = [(Half.FORWARD, Purpose.REDUCE, False)]
-    variants += [(Half.BACKWARD, purpose, extra) for purpose in Purpose for extra in (False, True)]
-    for half, purpose, extra in variants:
-        variant = (half.value, purpose.value, extra)
-        lowered = [graphs.lowered(half, graphs.request(purpose, unreduced=extra, carried=extra))[0] for graphs in ranks]
+    variants = [(GraphKind.FORWARD, Purpose.REDUCE, False)]
+    variants += [(GraphKind.BACKWARD, purpose, extra) for purpose in Purpose for extra in (False, True)]
+    for kind, purpose, extra in variants:
+        variant = (kind.value, purpose.value, extra)
+        lowered = [graphs.lowered(kind, graphs.request(purpose, unreduced=extra, carried=extra))[0] for graphs in ranks]
         signatures = [signature(gm) for gm in lowered]
         assert all(found == signatures[0] for found in signatures), variant
         if purpose is not Purpose.SPECULATE:
@@ -174,7 +174,7 @@ def test_all_to_all_splits_fit_together(stage, uneven):
     world = 3
     per_rank = []
     for rank in range(world):
-        gm, _ = uneven(rank, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE)
+        gm, _ = uneven(rank, world, stage=stage).lowered(GraphKind.BACKWARD, Purpose.SPECULATE)
         per_rank.append([node.args[1:3] for node, kind in collectives(gm) if kind == "all_to_all"])
     for number in range(2):
         for a in range(world):

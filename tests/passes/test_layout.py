@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compile_muon import MuonZero
 from compile_muon.kernels import resolve_coefficients
 from compile_muon.model.mesh import DENSE, Mesh, Role
-from compile_muon.passes import Half, Purpose, formulas, reduced_grads
+from compile_muon.passes import GraphKind, Purpose, formulas, reduced_grads
 from compile_muon.passes.collectives import collectives, measure_traffic
 from compile_muon.passes.costs import Costs, owned_work
 from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
@@ -175,13 +175,13 @@ def test_only_gradients_cross_replicas_in_forward_and_backward(stage, over, unev
     graphs = [uneven(rank, 6, stage=stage, mesh=(2, 3), shard_state_over=over) for rank in range(6)]
     layouts = [grad.spec.layout for grad in reduced_grads(graphs[0].backward)]
     axis_of = {axis.group: axis.name for layout in layouts for axis in layout.axes}
-    forward = Counter(axis_of[node.args[-1]] for node, _ in collectives(graphs[0].lowered(Half.FORWARD)[0]))
+    forward = Counter(axis_of[node.args[-1]] for node, _ in collectives(graphs[0].lowered(GraphKind.FORWARD)[0]))
     assert set(forward) == ({"shard"} if stage == 3 else set())
-    backward = graphs[0].lowered(Half.BACKWARD, Purpose.REDUCE)[0]
+    backward = graphs[0].lowered(GraphKind.BACKWARD, Purpose.REDUCE)[0]
     crossing = [kind for node, kind in collectives(backward) if axis_of[node.args[-1]] == "replicate"]
     assert crossing == ["all_reduce" if over == "shard" else "reduce_scatter"]
     traffic = [
-        dict(measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], layouts_of(g)).by_axis) for g in graphs
+        dict(measure_traffic(g.lowered(GraphKind.BACKWARD, Purpose.REDUCE)[0], layouts_of(g)).by_axis) for g in graphs
     ]
     if over == "shard":
         sizes = [sum(layout.chunk * layout.row_numel for layout in layouts if layout.sharded)] * 6
@@ -208,8 +208,8 @@ def test_directions_cost_what_the_formulas_say_by_axis(over, uneven):
     matrices = 0
     for g in graphs:
         axes = layouts_of(g)
-        made = measure_traffic(g.lowered(Half.BACKWARD, Purpose.SPECULATE)[0], axes)
-        reduced = measure_traffic(g.lowered(Half.BACKWARD, Purpose.REDUCE)[0], axes)
+        made = measure_traffic(g.lowered(GraphKind.BACKWARD, Purpose.SPECULATE)[0], axes)
+        reduced = measure_traffic(g.lowered(GraphKind.BACKWARD, Purpose.REDUCE)[0], axes)
         sent.append(Counter(dict(made.by_axis)) - Counter(dict(reduced.by_axis)))
         matrices += made.matrices
     strategy = "owner" + (formulas.OVER_ALL if over == "all" else "")

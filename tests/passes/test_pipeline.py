@@ -7,11 +7,11 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_muon.passes import (
-    HALF_PASSES,
     JOINT_PASSES,
+    LOWERING_PASSES,
     BackwardRequest,
+    GraphKind,
     GraphPass,
-    Half,
     PassContext,
     PassOptions,
     Purpose,
@@ -33,8 +33,8 @@ def noop(name, **contract):
     return GraphPass(name, lambda gm, ctx: gm, **contract)
 
 
-def run(*passes, half=Half.FORWARD, **kwargs):
-    ctx = PassContext(half, **kwargs)
+def run(*passes, kind=GraphKind.FORWARD, **kwargs):
+    ctx = PassContext(kind, **kwargs)
     return run_passes(small_graph(), passes, ctx), ctx
 
 
@@ -45,9 +45,9 @@ def test_requires():
 
 
 def test_a_pass_that_was_left_out_of_this_half_does_not_count():
-    first = noop("first", halves=(Half.JOINT,))
+    first = noop("first", kinds=(GraphKind.JOINT,))
     with pytest.raises(PassContractError, match="needs"):
-        run(first, noop("second", requires=("first",)), half=Half.FORWARD)
+        run(first, noop("second", requires=("first",)), kind=GraphKind.FORWARD)
 
 
 def test_an_unknown_requirement_is_named():
@@ -105,7 +105,7 @@ def test_dump_holds_every_graph_before_and_after(tmp_path):
     run(
         noop("first"),
         GraphPass("negate", negate),
-        half=Half.BACKWARD,
+        kind=GraphKind.BACKWARD,
         request=BackwardRequest((Purpose.SPECULATE,) * 2, (False, False), (True, True)),
         frame="frame7",
         options=PassOptions(dump=tmp_path / "new" / "folder"),
@@ -148,17 +148,17 @@ def test_what_a_pass_makes_bears_its_name(tmp_path):
 
 
 def test_pipelines_are_printable_and_keep_their_own_contracts():
-    for half in Half:
-        passes = JOINT_PASSES if half is Half.JOINT else HALF_PASSES
+    for kind in GraphKind:
+        passes = JOINT_PASSES if kind is GraphKind.JOINT else LOWERING_PASSES
         done = []
-        for graph_pass in (p for p in passes if half in p.halves):
+        for graph_pass in (p for p in passes if kind in p.kinds):
             assert set(graph_pass.requires) <= set(done), graph_pass.name
             assert not set(graph_pass.conflicts) & set(done), graph_pass.name
             done.append(graph_pass.name)
-    everything = (*JOINT_PASSES, *HALF_PASSES)
+    everything = (*JOINT_PASSES, *LOWERING_PASSES)
     known = {p.name for p in everything}
     assert all(set(p.requires) | set(p.conflicts) <= known for p in everything)
-    names = [p.name for p in HALF_PASSES]
+    names = [p.name for p in LOWERING_PASSES]
     # What follows the verifier may only add what sends and computes nothing.
     assert set(names[names.index("verify") + 1 :]) <= {"annotate"}
 
@@ -166,16 +166,20 @@ def test_pipelines_are_printable_and_keep_their_own_contracts():
 def test_pipelines_refuse_another_order():
     """The contracts say what the order is for: each pass moved in front of its neighbour, and the runner objects."""
     seen = set()
-    for half, passes in ((Half.JOINT, JOINT_PASSES), (Half.FORWARD, HALF_PASSES), (Half.BACKWARD, HALF_PASSES)):
-        used = [p for p in passes if half in p.halves]
+    for kind, passes in (
+        (GraphKind.JOINT, JOINT_PASSES),
+        (GraphKind.FORWARD, LOWERING_PASSES),
+        (GraphKind.BACKWARD, LOWERING_PASSES),
+    ):
+        used = [p for p in passes if kind in p.kinds]
         pairs = {("recompute", "deduplicate"), ("insert_orthogonalize", "deduplicate"), ("verify", "lower")}
         pairs |= {("lower", "deduplicate"), ("lower", "insert_orthogonalize"), ("annotate", "verify")}
         names = [p.name for p in used]
         for late, early in pairs & {(a, b) for a in names for b in names}:
-            order = [GraphPass(p.name, lambda gm, ctx: gm, p.requires, p.conflicts, p.halves) for p in used]
+            order = [GraphPass(p.name, lambda gm, ctx: gm, p.requires, p.conflicts, p.kinds) for p in used]
             i, j = names.index(early), names.index(late)
             order[i], order[j] = order[j], order[i]
             with pytest.raises(PassContractError):
-                run(*order, half=half)
+                run(*order, kind=kind)
             seen.add((late, early))
     assert seen == pairs

@@ -145,7 +145,7 @@ def test_all_ranks_say_what_this_one_says(module) -> None:
 
         def add_facts(self, what: str, found: Any) -> None: ...
         def wait(self) -> None: ...
-        def withheld(self) -> torch.Tensor:
+        def found_inf(self) -> torch.Tensor:
             return torch.full((), 0.5)
 
     module("scripted").script(Survey)
@@ -154,4 +154,4 @@ def test_all_ranks_say_what_this_one_says(module) -> None:
     survey.wait()
     assert survey._read == {"gradient": {"norm": 0.25}, "ready": {"a": 8.0}, "held": {"b": 0.0}}
     assert survey.each("digest") == [(0.0,)] * 4
-    assert survey.withheld() == 0
+    assert survey.found_inf() == 0

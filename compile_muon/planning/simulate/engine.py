@@ -27,7 +27,7 @@ from compile_muon.passes.aliases import nbytes
 from compile_muon.passes.collectives import Traffic, bytes_received, bytes_sent, collectives, is_wait, measure_traffic
 from compile_muon.passes.exchange.lift import LIFT
 from compile_muon.passes.layout import Axis
-from compile_muon.passes.pipeline import Half, PassContext
+from compile_muon.passes.pipeline import GraphKind, PassContext
 from compile_muon.passes.work import Work, work_of
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
@@ -51,7 +51,7 @@ class Played:
     """A lowered graph and its part in the step.
 
     Args:
-        half: its role.
+        kind: its role.
         frame: name that forward and backward of a frame share.
         user_outputs: of a forward graph: how many outputs are the model's; the rest is saved for backward.
         drops: categories of memory that are let go ahead of it.
@@ -67,7 +67,7 @@ class Played:
     """
 
     gm: GraphModule
-    half: Half
+    kind: GraphKind
     frame: str = "frame"
     user_outputs: int = 0
     drops: tuple[str, ...] = ()
@@ -83,12 +83,12 @@ class Played:
 
     @classmethod
     def of(cls, gm: GraphModule, ctx: PassContext) -> Played:
-        """A graph that the half passes have run over."""
-        return cls(gm, ctx.half, ctx.frame, ctx.user_outputs)
+        """A graph that the lowering passes have run over."""
+        return cls(gm, ctx.kind, ctx.frame, ctx.user_outputs)
 
     @property
     def title(self) -> str:
-        return f"{self.frame}.{self.half.value}"
+        return f"{self.frame}.{self.kind.value}"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def simulate(
         for category in played.drops:
             memory.drop(category)
         roots = {node: root for root, members in found.items() for node in members}
-        memory.run(played.gm, played.half, played.frame, played.user_outputs, roots)
+        memory.run(played.gm, played.kind, played.frame, played.user_outputs, roots)
         if played.counted:
             traffic = traffic + measure_traffic(played.gm, groups)
     events = tuple(sorted(player.finish(), key=lambda event: (event.end, event.start)))
@@ -307,7 +307,7 @@ class _Player:
         late = _finishing(played) if played.finished_by_forward else {}
         for node in played.gm.graph.nodes:
             for move, bucket in played.moves.get(node, ()):
-                self._move(move, bucket, played.half)
+                self._move(move, bucket, played.kind)
             if node in played.awaits:
                 self._finish_refresh(played.awaits[node])
                 continue
@@ -436,13 +436,13 @@ class _Player:
             self.exposed[_cause(work_of(node))] += end - self.now
             self.now = end
 
-    def _move(self, move: Move, bucket: Bucket | None, half: Half) -> None:
+    def _move(self, move: Move, bucket: Bucket | None, kind: GraphKind) -> None:
         if self.lending is None:
             return
         ready = self.lending.play(move, bucket, self.now)
         if ready > self.now:
             self.exposed[LENT] += ready - self.now
-            self.lent[half.value] += ready - self.now
+            self.lent[kind.value] += ready - self.now
             self.now = ready
 
     def _link(self, ranks: Sequence[int]) -> int:

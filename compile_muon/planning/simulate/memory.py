@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from compile_muon.passes.aliases import base, nbytes
 from compile_muon.passes.collectives import is_collective, is_wait
-from compile_muon.passes.pipeline import Half
+from compile_muon.passes.pipeline import GraphKind
 from compile_muon.passes.work import Category, work_of
 from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import workspace_bytes
@@ -85,7 +85,7 @@ class Memory:
         self._live: Counter[str] = Counter(resident)
         self._machine = machine
         self._saved: dict[str, list[_Storage | None]] = {}
-        self._returned: dict[tuple[str, Half], list[_Storage]] = {}
+        self._returned: dict[tuple[str, GraphKind], list[_Storage]] = {}
         self._intermediates: dict[_Storage, None] = {}
         self.peak = Held(dict(self._live))
 
@@ -93,7 +93,7 @@ class Memory:
         """Nothing of this category is needed any more."""
         self._live[category] = 0
 
-    def run(self, gm: GraphModule, half: Half, frame: str, user_outputs: int, roots: Mapping[Node, Node]) -> None:
+    def run(self, gm: GraphModule, kind: GraphKind, frame: str, user_outputs: int, roots: Mapping[Node, Node]) -> None:
         """One graph.
 
         Args:
@@ -103,7 +103,7 @@ class Memory:
         """
         place = {node: i for i, node in enumerate(gm.graph.nodes)}
         outputs = _outputs(gm)
-        saved = outputs[user_outputs:] if half is Half.FORWARD else []
+        saved = outputs[user_outputs:] if kind is GraphKind.FORWARD else []
         kept, passed_on = {base(node) for node in outputs}, {base(node) for node in saved}
         found: dict[Node, _Storage] = {}
         made: dict[int, list[_Storage]] = {}
@@ -113,9 +113,9 @@ class Memory:
                 continue
             memory = base(node)
             if memory.op == "call_function" and memory not in found and _is_tensor(memory):
-                found[memory] = _Storage(_category(memory, half, passed_on, kept), nbytes(memory), memory)
+                found[memory] = _Storage(_category(memory, kind, passed_on, kept), nbytes(memory), memory)
                 made.setdefault(place[_maker(memory)], []).append(found[memory])
-        found |= self._taken(gm, half, frame)
+        found |= self._taken(gm, kind, frame)
         for node in gm.graph.nodes:
             for shown in node.all_input_nodes:
                 last[base(shown)] = max(last.get(base(shown), -1), _until(node, roots, place))
@@ -132,16 +132,16 @@ class Memory:
                     value.readers += 1
             self._saved[frame] = values
         # A later run of it, of the next micro-batch, adds its gradients to these, or replaces them.
-        for storage in self._returned.get((frame, half), ()):
+        for storage in self._returned.get((frame, kind), ()):
             self._live[storage.category] -= storage.nbytes
         left = kept - passed_on
-        self._returned[frame, half] = [
+        self._returned[frame, kind] = [
             found[memory] for memory in left if memory.op == "call_function" and memory in found
         ]
 
-    def _taken(self, gm: GraphModule, half: Half, frame: str) -> dict[Node, _Storage]:
+    def _taken(self, gm: GraphModule, kind: GraphKind, frame: str) -> dict[Node, _Storage]:
         """What the inputs of a backward graph show of what its forward saved: the same values in the same order."""
-        if half is not Half.BACKWARD:
+        if kind is not GraphKind.BACKWARD:
             return {}
         inputs = [node for node in gm.graph.find_nodes(op="placeholder") if _is_tensor(node)]
         pairs = zip(self._saved.pop(frame, ()), inputs, strict=False)
@@ -187,15 +187,15 @@ def _until(reader: Node, roots: Mapping[Node, Node], place: Mapping[Node, int]) 
     return place[roots.get(reader, reader)]
 
 
-def _category(memory: Node, half: Half, saved: Collection[Node], returned: Collection[Node]) -> str:
+def _category(memory: Node, kind: GraphKind, saved: Collection[Node], returned: Collection[Node]) -> str:
     work = work_of(memory)
     if work is not None:
         return _OF_WORK[work.category]
     if memory in saved:
         return ACTIVATIONS
-    if half is Half.STEP:
+    if kind is GraphKind.STEP:
         return STEP
-    if half is not Half.BACKWARD:
+    if kind is not GraphKind.BACKWARD:
         return INTERMEDIATES
     reduced = any((of := work_of(user)) is not None and of.category is Category.REDUCE for user in memory.users)
     return GRADIENTS if reduced or memory in returned else INTERMEDIATES

@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from compile_muon import MuonZero
 from compile_muon.config import FrameOptions, config_from_kwargs
 from compile_muon.errors import MuonZeroError
-from compile_muon.passes import HALF_PASSES, Half
+from compile_muon.passes import LOWERING_PASSES, GraphKind
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Link
-from compile_muon.passes.half import buckets
-from compile_muon.passes.half.schedule import SCHEDULE
+from compile_muon.passes.lowering import buckets
+from compile_muon.passes.lowering.schedule import SCHEDULE
 from compile_muon.passes.torch_private import fake_group
 from compile_muon.planning import Captured, capture_step
 from compile_muon.planning.machine import load_machine
@@ -66,7 +66,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stage", [1, *(pytest.param(stage, marks=pytest.mark.campaign) for stage in (0, 2, 3))])
 def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
     found = captured(stage)
-    assert [g.half for g in found.graphs[:2]] == [Half.FORWARD, Half.BACKWARD]
+    assert [g.kind for g in found.graphs[:2]] == [GraphKind.FORWARD, GraphKind.BACKWARD]
     assert [g.frame for g in found.graphs[2:]] == ["survey", "commit", "refresh"]
     timeline = found.simulated(SLOW)
     assert timeline.traffic.matrices > 0
@@ -79,7 +79,7 @@ def test_a_step_is_forward_backward_and_the_update(stage: int) -> None:
 @pytest.mark.full
 def test_micro_batches_come_one_behind_the_other() -> None:
     once, thrice = captured(2), captured(2, gradient_accumulation_steps=3)
-    assert [g.half for g in thrice.graphs[:6]] == [Half.FORWARD, Half.BACKWARD] * 3
+    assert [g.kind for g in thrice.graphs[:6]] == [GraphKind.FORWARD, GraphKind.BACKWARD] * 3
     assert thrice.graphs[0].gm is thrice.graphs[2].gm
     assert thrice.simulated(SLOW).traffic.matrices == once.simulated(SLOW).traffic.matrices
 
@@ -95,7 +95,7 @@ def test_what_backward_makes_no_direction_of_is_made_in_the_step() -> None:
 def test_the_schedule_hides_exchanges(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it every collective is waited for where it starts."""
     scheduled = captured(stage).simulated(SLOW)
-    monkeypatch.setattr(frame, "HALF_PASSES", tuple(p for p in HALF_PASSES if p is not SCHEDULE))
+    monkeypatch.setattr(frame, "LOWERING_PASSES", tuple(p for p in LOWERING_PASSES if p is not SCHEDULE))
     plain = step(stage).simulated(SLOW)
     assert plain.traffic == scheduled.traffic
     assert plain.busy == pytest.approx(scheduled.busy)
@@ -216,11 +216,11 @@ def _memory(value: object) -> int:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_peak_memory_is_what_a_run_holds(half: int) -> None:
+@pytest.mark.parametrize("kind", [0, 1])
+def test_peak_memory_is_what_a_run_holds(kind: int) -> None:
     """One rank, forward and backward each by itself; what Newton-Schulz holds inside is not weighed."""
     found = captured(0, world=1)
-    played = found.graphs[half]
+    played = found.graphs[kind]
     weighed = Weighed(played.gm)
     values = [node.meta["val"] for node in played.gm.graph.find_nodes(op="placeholder")]
     weighed.run(*(torch.zeros(value.shape, dtype=value.dtype) for value in values))

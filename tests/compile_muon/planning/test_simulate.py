@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from compile_muon.kernels.batching import batch_bytes
 from compile_muon.kernels.gpu.arena import work_bytes
-from compile_muon.passes import Half
+from compile_muon.passes import GraphKind
 from compile_muon.passes.aliases import base, is_free, mutated
 from compile_muon.passes.costs import Link
 from compile_muon.passes.exchange.lift import LIFT
@@ -92,7 +92,7 @@ class Drawing:
 
 
 def play(*graphs, machine=ROUND, groups=None, **options):
-    played = [gm if isinstance(gm, Played) else Played(gm, Half.INFERENCE) for gm in graphs]
+    played = [gm if isinstance(gm, Played) else Played(gm, GraphKind.INFERENCE) for gm in graphs]
     groups = GROUPS if groups is None else groups
     return simulate(played, machine, groups=groups, ranks=4, **({"codegen": "eager"} | options))
 
@@ -138,7 +138,9 @@ GPU = replace(ROUND, device="cuda", host_seconds={"graph": 1.0, "kernel": 3.0, "
 )
 def test_a_gpu_runs_behind_its_host(computed, replayed, seconds, host) -> None:
     draw = Drawing()
-    played = Played(draw.done(*(draw.neg(draw.input(n)) for n in computed)), Half.STEP, parameters=0, replayed=replayed)
+    played = Played(
+        draw.done(*(draw.neg(draw.input(n)) for n in computed)), GraphKind.STEP, parameters=0, replayed=replayed
+    )
     found = play(played, machine=GPU)
     assert (found.seconds, found.exposed) == (seconds, {"host": host})
     assert found.busy == sum(computed)
@@ -161,7 +163,7 @@ def test_a_host_that_waits_has_nothing_queued_behind() -> None:
     draw = Drawing()
     commit = draw.done(draw.neg(draw.input(5)))
     for waits, exposed in ((False, 3), (True, 3 + 3)):
-        found = play(Played(survey, Half.STEP, waits=waits), Played(commit, Half.STEP), machine=GPU)
+        found = play(Played(survey, GraphKind.STEP, waits=waits), Played(commit, GraphKind.STEP), machine=GPU)
         assert found.exposed == {"host": exposed} and found.seconds == 10 + exposed
 
 
@@ -174,13 +176,13 @@ def test_a_collective_starts_no_sooner_than_its_host_is_there() -> None:
 
 def test_graphs_come_one_behind_the_other() -> None:
     gm = gather_and_compute(2)
-    found = play(Played(gm, Half.FORWARD, "a"), Played(gm, Half.STEP, "b"))
+    found = play(Played(gm, GraphKind.FORWARD, "a"), Played(gm, GraphKind.STEP, "b"))
     assert found.seconds == 8
 
 
 def test_the_host_takes_its_time_ahead_of_kernels_and_beside_what_is_sent() -> None:
     machine = replace(ROUND, host_seconds={"graph": 1.0, "parameter": 2.0, "collective": 0.5, "byte": 1 / 16})
-    called = Played(gather_and_compute(6), Half.FORWARD, parameters=3)
+    called = Played(gather_and_compute(6), GraphKind.FORWARD, parameters=3)
     found = play(called, machine=machine)
     assert found.seconds == found.busy == (1 + 3 * 2) + (0.5 + 16 / 16) + 6
     assert [(e.category, e.start, e.end) for e in found.events if e.category in ("host", "gather")] == [
@@ -596,7 +598,7 @@ def test_on_gpus_a_step_s_writes_are_one_kernel() -> None:
     gm = draw.done(weight)
     (kernel,) = fused_step(gm, set()).values()
     assert kernel.moved == 3 * 16 + 2 * 16
-    assert play(Played(gm, Half.STEP, eager=True, fused=True), machine=replace(ROUND, device="cuda")).seconds == 10
+    assert play(Played(gm, GraphKind.STEP, eager=True, fused=True), machine=replace(ROUND, device="cuda")).seconds == 10
 
 
 def test_products_take_longer_beside_a_collective_that_holds_multiprocessors() -> None:
@@ -701,16 +703,16 @@ def test_activations_live_from_forward_to_their_last_reader_in_backward() -> Non
     for _ in range(3):
         b = draw.neg(b)
     backward = draw.done(b)
-    found = play(Played(forward, Half.FORWARD, user_outputs=1), Played(backward, Half.BACKWARD))
+    found = play(Played(forward, GraphKind.FORWARD, user_outputs=1), Played(backward, GraphKind.BACKWARD))
     # the output, what is saved, and what is computed of it; from then on two at a time and the output
     assert found.peak.by_category == {"intermediates": 32, "activations": 16}
-    longer = play(Played(forward, Half.FORWARD, "a", 1), Played(backward, Half.BACKWARD, "b"))
+    longer = play(Played(forward, GraphKind.FORWARD, "a", 1), Played(backward, GraphKind.BACKWARD, "b"))
     assert longer.peak.by_category == {"intermediates": 48, "activations": 16}
 
 
 def test_gradients_of_the_next_micro_batch_replace_those_there_are() -> None:
     draw = Drawing()
-    backward = Played(draw.done(draw.neg(draw.input(4))), Half.BACKWARD)
+    backward = Played(draw.done(draw.neg(draw.input(4))), GraphKind.BACKWARD)
     assert play(backward).peak.by_category == {"gradients": 16}
     assert play(*[backward] * 3).peak.by_category == {"gradients": 32}
 
@@ -721,4 +723,4 @@ def test_what_is_dropped_is_not_live_any_more() -> None:
     draw = Drawing()
     second = draw.done(draw.neg(draw.input(8)))
     assert play(first, second).peak.total == 48
-    assert play(first, Played(second, Half.STEP, drops=("exchange",))).peak.total == 32
+    assert play(first, Played(second, GraphKind.STEP, drops=("exchange",))).peak.total == 32

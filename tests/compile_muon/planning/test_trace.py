@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from compile_muon.config import Config, FrameOptions, config_from_kwargs
 from compile_muon.passes.costs import Link
-from compile_muon.passes.half import buckets
+from compile_muon.passes.lowering import buckets
 from compile_muon.planning import capture_step
 from compile_muon.planning.candidates import with_adamw
 from compile_muon.planning.capture import shard, simulated_job

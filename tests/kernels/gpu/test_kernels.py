@@ -337,9 +337,9 @@ def test_apply(rate_on, dtypes, count, device):
         averages = averages and Averages(momenta, grads, rates[2])
         settings |= {"lr": rates[0], "weight_decay": rates[1], "averages": averages}
     given = [x.clone() for x in (*params, *momenta)]
-    apply.apply_updates(params, updates, **settings, withheld=torch.ones((), device=device))
+    apply.apply_updates(params, updates, **settings, found_inf=torch.ones((), device=device))
     assert all(map(torch.equal, (*params, *momenta), given))
-    apply.apply_updates(params, updates, **settings, withheld=torch.zeros((), device=device) if count != 1 else None)
+    apply.apply_updates(params, updates, **settings, found_inf=torch.zeros((), device=device) if count != 1 else None)
     written = params if averages is None else [*params, *momenta]
     for x, e in zip(written, expected, strict=False):
         torch.testing.assert_close(x.double(), e, **_within(dtypes[0]))

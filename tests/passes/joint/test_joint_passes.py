@@ -8,7 +8,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, Half, PassContext, Purpose, reduced_grads, run_passes
+from compile_muon.passes import (
+    JOINT_PASSES,
+    LOWERING_PASSES,
+    GraphKind,
+    PassContext,
+    Purpose,
+    reduced_grads,
+    run_passes,
+)
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.joint.recompute import is_view_or_cast
@@ -94,7 +102,7 @@ def test_only_equal_reductions_merge():
     plus = graph.call_function(torch.ops.aten.add.Tensor, (a, grad))
     graph.output((both, plus))
     gm = torch.fx.GraphModule(nn.Module(), graph)
-    gm = run_passes(gm, JOINT_PASSES[:1], PassContext(Half.JOINT))
+    gm = run_passes(gm, JOINT_PASSES[:1], PassContext(GraphKind.JOINT))
     assert count(gm, REDUCE_GRAD) == 2
     assert count(gm, torch.ops.aten.add.Tensor) == 2
 
@@ -162,7 +170,7 @@ def test_a_master_weight_is_cast_in_forward_alone_when_asked_to(size, world, tra
             graphs = trace(model, X.bfloat16(), reshard_after_forward=again)
         assert len(saved_weights(graphs)) == (0 if again else 3)
         forward, backward = (
-            graphs.lowered(half, reshard_after_forward=again)[0] for half in (Half.FORWARD, Half.BACKWARD)
+            graphs.lowered(kind, reshard_after_forward=again)[0] for kind in (GraphKind.FORWARD, GraphKind.BACKWARD)
         )
         kinds = (torch.ops.prims.convert_element_type.default, torch.ops.aten.clone.default)
         casts[again] = [count(gm, kind) for gm in (forward, backward) for kind in kinds]
@@ -174,12 +182,12 @@ def test_a_saved_weight_is_gathered_in_forward_only(world, trace):
     with world(0, 2):
         model, _ = sharded(Tied, stage=3)
         kept = trace(model, X, reshard_after_forward=False)
-    forward, _ = kept.lowered(Half.FORWARD, reshard_after_forward=False)
-    backward, _ = kept.lowered(Half.BACKWARD, reshard_after_forward=False)
+    forward, _ = kept.lowered(GraphKind.FORWARD, reshard_after_forward=False)
+    backward, _ = kept.lowered(GraphKind.BACKWARD, reshard_after_forward=False)
     assert "all_gather" in [kind for _, kind in collectives(forward)]
     assert [kind for _, kind in collectives(backward)] == ["reduce_scatter"]
     with pytest.raises(VerificationError, match="saved for backward"):
-        kept.lowered(Half.FORWARD)
+        kept.lowered(GraphKind.FORWARD)
 
 
 # --- what the partitioner makes of it ---------------------------------------------------------------------------------
@@ -200,7 +208,7 @@ def test_momentum_reaches_backward_though_directions_are_inserted_there(trace):
         assert reduction.hyper.op == "placeholder"
     assert count(graphs.forward, REDUCE_GRAD) == 0
     assert [count(gm, ORTHOGONALIZE) for gm in (graphs.joint, graphs.rewritten, graphs.backward)] == [0, 0, 0]
-    asked, _ = graphs.lowered(Half.BACKWARD, Purpose.SPECULATE, HALF_PASSES[:2])
+    asked, _ = graphs.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, LOWERING_PASSES[:2])
     assert count(asked, ORTHOGONALIZE) == len(muon)
 
 

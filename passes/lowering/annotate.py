@@ -101,4 +101,4 @@ def _annotate(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-ANNOTATE = GraphPass("annotate", _annotate, requires=("verify",), halves=LOWERED)
+ANNOTATE = GraphPass("annotate", _annotate, requires=("verify",), kinds=LOWERED)

@@ -8,8 +8,8 @@ from torch import nn
 
 import compile_muon
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
-from compile_muon.passes.half import room
-from compile_muon.passes.pipeline import GraphPass, Half, PassContext
+from compile_muon.passes.lowering import room
+from compile_muon.passes.pipeline import GraphKind, GraphPass, PassContext
 from compile_muon.runtime import frame
 
 WIDTH, ROWS, LAYERS = 8, 2**12, 3
@@ -28,45 +28,45 @@ class Deep(nn.Module):
         return x.sum()
 
 
-def limits(monkeypatch: pytest.MonkeyPatch, least: int = 0, **settings: object) -> dict[Half, list[int]]:
+def limits(monkeypatch: pytest.MonkeyPatch, least: int = 0, **settings: object) -> dict[GraphKind, list[int]]:
     """Of the calls of a step, by graph."""
-    found: dict[Half, list[int]] = {}
+    found: dict[GraphKind, list[int]] = {}
     make_room = room.ROOM.rewrite
 
     def noting(gm: torch.fx.GraphModule, ctx: PassContext) -> torch.fx.GraphModule:
         gm = make_room(gm, ctx)
         calls = gm.graph.find_nodes(op="call_function", target=torch.ops.muon_zero.newton_schulz.default)
-        found.setdefault(ctx.half, []).extend(call.args[8] for call in calls)
+        found.setdefault(ctx.kind, []).extend(call.args[8] for call in calls)
         return gm
 
-    passes = tuple(GraphPass(p.name, noting, halves=p.halves) if p is room.ROOM else p for p in frame.HALF_PASSES)
-    monkeypatch.setattr(frame, "HALF_PASSES", passes)
+    passes = tuple(GraphPass(p.name, noting, kinds=p.kinds) if p is room.ROOM else p for p in frame.LOWERING_PASSES)
+    monkeypatch.setattr(frame, "LOWERING_PASSES", passes)
     monkeypatch.setattr(room, "MEMORY_LIMIT", least)
     model = Deep()
     optimizer = compile_muon.MuonZero(model, stage=0, **settings)
     run = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     run(torch.zeros(ROWS, WIDTH)).backward()
     optimizer.step()
-    return {half: own for half, own in found.items() if own}
+    return {kind: own for kind, own in found.items() if own}
 
 
 def test_a_call_in_backward_has_what_forward_had_saved(monkeypatch):
     """Less what there is beside it: gradients, momenta's updates, directions."""
-    (limit,) = limits(monkeypatch)[Half.BACKWARD]
+    (limit,) = limits(monkeypatch)[GraphKind.BACKWARD]
     assert SAVED - 4 * WEIGHTS <= limit <= SAVED
 
 
 def test_a_call_in_step_has_it_too(monkeypatch):
-    (limit,) = limits(monkeypatch, update="step")[Half.STEP]
+    (limit,) = limits(monkeypatch, update="step")[GraphKind.STEP]
     assert SAVED - 4 * WEIGHTS <= limit <= SAVED
 
 
 def test_it_is_a_gibibyte_at_least(monkeypatch):
-    assert limits(monkeypatch, MEMORY_LIMIT) == {Half.BACKWARD: [MEMORY_LIMIT]}
+    assert limits(monkeypatch, MEMORY_LIMIT) == {GraphKind.BACKWARD: [MEMORY_LIMIT]}
 
 
 def test_what_is_asked_for_is_what_a_call_gets(monkeypatch):
-    assert limits(monkeypatch, ns_memory_limit=12345) == {Half.BACKWARD: [12345]}
+    assert limits(monkeypatch, ns_memory_limit=12345) == {GraphKind.BACKWARD: [12345]}
 
 
 def node(graph, target, *args, shape=None):

@@ -20,7 +20,7 @@ from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
 
 from ..aliases import base, nbytes
 from ..collectives import is_collective, is_wait
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import GraphKind, GraphPass, PassContext
 
 __all__ = ["ROOM", "saved_by"]
 
@@ -90,14 +90,16 @@ def _is_tensor(node: Node) -> bool:
 def _make_room(gm: GraphModule, ctx: PassContext) -> GraphModule:
     calls = gm.graph.find_nodes(op="call_function", target=_NEWTON_SCHULZ)
     calls = [node for node in calls if node.args[_LIMIT] == AUTO_LIMIT]
-    if calls or ctx.half is Half.BACKWARD:
+    if calls or ctx.kind is GraphKind.BACKWARD:
         live = _Live(gm, ctx.saved)
-        peak = ctx.left if ctx.half is Half.STEP else max(live.certain, default=0)
+        peak = ctx.left if ctx.kind is GraphKind.STEP else max(live.certain, default=0)
         for node in calls:
             node.update_arg(_LIMIT, max(MEMORY_LIMIT, peak - live.most[live.place[node]]))
-        if ctx.half is Half.BACKWARD:
+        if ctx.kind is GraphKind.BACKWARD:
             ctx.left = peak - live.certain[-1]
     return gm
 
 
-ROOM = GraphPass("room", _make_room, requires=("lower",), conflicts=("annotate",), halves=(Half.BACKWARD, Half.STEP))
+ROOM = GraphPass(
+    "room", _make_room, requires=("lower",), conflicts=("annotate",), kinds=(GraphKind.BACKWARD, GraphKind.STEP)
+)

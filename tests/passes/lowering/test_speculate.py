@@ -9,7 +9,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
-from compile_muon.passes import HALF_PASSES, BackwardRequest, Half, PassContext, Purpose, reduced_grads, run_passes
+from compile_muon.passes import (
+    LOWERING_PASSES,
+    BackwardRequest,
+    GraphKind,
+    PassContext,
+    Purpose,
+    reduced_grads,
+    run_passes,
+)
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.errors import PassContractError, RequestError
 from compile_muon.passes.fingerprint import fingerprint
@@ -58,8 +66,8 @@ def backward_graph(specs):
     return GraphModule(torch.nn.Module(), graph)
 
 
-def lower(gm, request, passes=HALF_PASSES):
-    return run_passes(copy.deepcopy(gm), passes, PassContext(Half.BACKWARD, request=request))
+def lower(gm, request, passes=LOWERING_PASSES):
+    return run_passes(copy.deepcopy(gm), passes, PassContext(GraphKind.BACKWARD, request=request))
 
 
 def request(*rows):
@@ -164,7 +172,7 @@ def test_directions_are_exchanged_behind_every_reduction():
     specs = specs_of(0, 2, "g", 2)
     wanted = request((SPECULATE, *CARRIED), (SPECULATE, *FREE), (SPECULATE, *FREE), (REDUCE, *FREE))
     gm = backward_graph(specs)
-    lowered = run_passes(gm, HALF_PASSES, PassContext(Half.BACKWARD, request=wanted))
+    lowered = run_passes(gm, LOWERING_PASSES, PassContext(GraphKind.BACKWARD, request=wanted))
     assert [kind for _, kind in collectives(lowered)] == ["reduce_scatter", "all_to_all", "all_to_all"]
 
 
@@ -173,7 +181,7 @@ def test_markers_go_in_where_they_are_asked_for():
     wanted = request((REDUCE, *FREE), (SPECULATE, *FREE), (SPECULATE, *CARRIED), (REDUCE, *FREE))
     gm = backward_graph(specs)
     reductions = ReduceGrad.all(gm)
-    gm = run_passes(gm, HALF_PASSES[:2], PassContext(Half.BACKWARD, request=wanted))
+    gm = run_passes(gm, LOWERING_PASSES[:2], PassContext(GraphKind.BACKWARD, request=wanted))
     first, second = Orthogonalize.all(gm)
     assert (first.spec, second.spec) == (specs[1], specs[2])
     assert first.grad is reductions[1].node
@@ -219,12 +227,12 @@ def test_refused(stage, rows, message):
 
 def test_a_backward_graph_needs_a_request():
     gm = backward_graph(specs_of(0, 2, "g", 1))
-    for passes in (HALF_PASSES, HALF_PASSES[2:]):
+    for passes in (LOWERING_PASSES, LOWERING_PASSES[2:]):
         with pytest.raises(RequestError, match="without a request"):
             lower(gm, None, passes)
 
 
 def test_directions_that_nobody_inserted():
-    without = tuple(p for p in HALF_PASSES if p.name != "insert_orthogonalize")
+    without = tuple(p for p in LOWERING_PASSES if p.name != "insert_orthogonalize")
     with pytest.raises(PassContractError, match="3 directions asked for, 0 inserted"):
         lower(backward_graph(specs_of(0, 2, "g", 1)), request(*[(SPECULATE, *FREE)] * 3, (REDUCE, *FREE)), without)

@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 from ..collectives import is_hop, is_wait
 from ..errors import PassContractError, RequestError
 from ..markers import Orthogonalize
-from ..pipeline import LOWERED, GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 from .directions import lower_directions
 from .gradients import lower_gradients
 from .weights import lower_weights
@@ -27,7 +27,7 @@ def _has_effects(node: Node) -> bool:
 def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.eliminate_dead_code(_has_effects)  # as long as all collectives are the model's
     lower_weights(gm, ctx)
-    if ctx.half is Half.BACKWARD:
+    if ctx.kind is GraphKind.BACKWARD:
         if ctx.request is None:
             raise RequestError("a backward graph without a request; give PassContext(request=BackwardRequest(...))")
         inserted, asked = len(Orthogonalize.all(gm)), len(ctx.request.speculated)
@@ -41,4 +41,4 @@ def _lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-LOWER = GraphPass("lower", _lower, halves=LOWERED)
+LOWER = GraphPass("lower", _lower, kinds=LOWERED)

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, Half, Purpose
+from compile_muon.passes import LOWERING_PASSES, GraphKind, Purpose
 from compile_muon.passes.collectives import is_collective, is_wait
 from compile_muon.passes.errors import VerificationError
 from compile_muon.passes.exchange.lift import LIFT
-from compile_muon.passes.half import buckets, schedule
 from compile_muon.passes.holder import FETCH
+from compile_muon.passes.lowering import buckets, schedule
 from compile_muon.passes.pipeline import GraphPass, PassContext, PassOptions
 from compile_muon.passes.work import Category, work_of
 
@@ -92,7 +92,9 @@ def buckets_of(found, category):
     ],
 )
 def test_exchanges_start_under_backward(size, stage, graphs, trace, world):
-    gm, _ = graphs(0, size, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    gm, _ = graphs(0, size, trace, world, stage=stage).lowered(
+        GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET
+    )
     found = events(gm)
     reductions, exchanges = (buckets_of(found, c) for c in (Category.REDUCE, Category.EXCHANGE))
     assert len(reductions) > 6
@@ -127,7 +129,7 @@ def model_nodes(gm):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_waits_ahead_of_work_that_is_ready(stage, graphs, trace, world):
-    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     waits = [node for node in gm.graph.nodes if is_wait(node) and work_of(node).category is Category.EXCHANGE]
     products = [node for node in gm.graph.nodes if node.target is torch.ops.aten.mm.default]
@@ -142,7 +144,7 @@ def test_nothing_waits_ahead_of_work_that_is_ready(stage, graphs, trace, world):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_newton_schulz_fills_the_last_reduction(stage, graphs, trace, world):
-    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
     found = events(gm)
     last = max(buckets_of(found, Category.REDUCE))
     first = [event[0] for event in found].index("newton_schulz")
@@ -162,7 +164,7 @@ def test_ranks_meet_in_the_same_order(stage, limit, size, graphs, trace, world):
     orders = []
     for rank in (0, 1, size - 1):
         captured = graphs(rank, size, trace, world, stage=stage)
-        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
+        gm, _ = captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
         orders.append(meetings(gm))
     assert orders[0] == orders[1] == orders[2]
     assert {category for _, category, _ in orders[0]} >= {Category.REDUCE, Category.EXCHANGE}
@@ -180,7 +182,7 @@ def test_replicas_meet_in_the_same_order(size, replicas, stage, layers, limit, g
     orders = []
     for rank in sorted({0, 1, 2, size // 2 + 1, size - 1}):
         captured = graphs(rank, size, trace, world, stage=stage, replicas=replicas, layers=layers)
-        gm, _ = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
+        gm, _ = captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=limit)
         by_group = {}
         for node in gm.graph.nodes:
             if is_collective(node):
@@ -200,7 +202,7 @@ def test_replicas_meet_in_the_same_order(size, replicas, stage, layers, limit, g
 def test_directions_for_replicas_travel_under_backward(stage, replicas, graphs, trace, world):
     """But for those of the last buckets, which hide what else is under way at the end."""
     with_replicas = graphs(0, 4, trace, world, stage=stage, replicas=replicas)
-    gm, _ = with_replicas.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET // 4)
+    gm, _ = with_replicas.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET // 4)
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
     end = max(order[node] for node in gm.graph.nodes if node.target is torch.ops.aten.mm.default)
     rounds = {}  # the last collective of each exchange hands directions round
@@ -221,7 +223,7 @@ def test_ranks_that_are_late_have_a_part_of_backward_to_arrive(stage, graphs, tr
     monkeypatch.setattr(buckets, "_COLLECTIVES", 6)  # of four matrices each, while exchanges are of two
     monkeypatch.setattr(buckets, "_EXCHANGES", 2 * LAYERS)
     with_replicas = graphs(0, 4, trace, world, stage=stage, replicas=2, layers=2 * LAYERS)
-    gm, _ = with_replicas.lowered(Half.BACKWARD, Purpose.SPECULATE)
+    gm, _ = with_replicas.lowered(GraphKind.BACKWARD, Purpose.SPECULATE)
     products = [place for place, node in enumerate(gm.graph.nodes) if node.target is torch.ops.aten.mm.default]
     started, between = {}, []
     for place, node in enumerate(gm.graph.nodes):
@@ -239,7 +241,7 @@ def test_momenta_are_fetched_all_along_backward(size, carried, graphs, trace, wo
     """Also where there are gradients of other micro-batches to add."""
     captured = graphs(0, size, trace, world, stage=2, offload="cpu")
     request = captured.request(Purpose.SPECULATE, carried=carried)
-    gm, _ = captured.lowered(Half.BACKWARD, request, bucket_bytes=BUCKET)
+    gm, _ = captured.lowered(GraphKind.BACKWARD, request, bucket_bytes=BUCKET)
     nodes = [node.target for node in gm.graph.nodes]
     products = [place for place, target in enumerate(nodes) if target is torch.ops.aten.mm.default]
     fetches = [place for place, target in enumerate(nodes) if target is FETCH]
@@ -250,11 +252,11 @@ def test_momenta_are_fetched_all_along_backward(size, carried, graphs, trace, wo
 
 def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
     captured = graphs(0, 2, trace, world, stage=3)
-    unbounded, free = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    unbounded, free = captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET)
     assert free.exchange_bytes > 0
     for share in (2, 3):
         gm, ctx = captured.lowered(
-            Half.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=free.exchange_bytes // share
+            GraphKind.BACKWARD, Purpose.SPECULATE, bucket_bytes=BUCKET, exchange_bytes=free.exchange_bytes // share
         )
         assert ctx.exchange_bytes <= free.exchange_bytes // share
         assert meetings(gm) != meetings(unbounded)
@@ -263,27 +265,27 @@ def test_a_limit_bounds_what_is_under_way(graphs, trace, world):
 
 def test_a_schedule_that_goes_over_the_limit_is_refused(graphs, trace, world):
     def greedy(gm, ctx):
-        wide = PassContext(ctx.half, options=PassOptions(), request=ctx.request)
+        wide = PassContext(ctx.kind, options=PassOptions(), request=ctx.request)
         return schedule.SCHEDULE.rewrite(gm, wide)
 
-    passes = [GraphPass("schedule", greedy) if p is schedule.SCHEDULE else p for p in HALF_PASSES]
+    passes = [GraphPass("schedule", greedy) if p is schedule.SCHEDULE else p for p in LOWERING_PASSES]
     captured = graphs(0, 2, trace, world, stage=3)
     with pytest.raises(VerificationError, match="exchanges under way hold .* more than exchange_bytes = 1000"):
-        captured.lowered(Half.BACKWARD, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET, exchange_bytes=1000)
+        captured.lowered(GraphKind.BACKWARD, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET, exchange_bytes=1000)
 
 
-@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
-def test_a_graph_computes_what_it_did(half, graphs, trace, world):
+@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
+def test_a_graph_computes_what_it_did(kind, graphs, trace, world):
     """Nodes are the same ones with the same arguments; each stands behind what it reads."""
     captured = graphs(0, 2, trace, world, stage=3)
-    unscheduled = [p for p in HALF_PASSES if p is not schedule.SCHEDULE]
+    unscheduled = [p for p in LOWERING_PASSES if p is not schedule.SCHEDULE]
 
     def wiring(passes):
-        gm, _ = captured.lowered(half, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET)
+        gm, _ = captured.lowered(kind, Purpose.SPECULATE, passes=passes, bucket_bytes=BUCKET)
         gm.graph.lint()
         return {node.name: (str(node.target), [s.name for s in node.all_input_nodes]) for node in gm.graph.nodes}
 
-    assert wiring(tuple(HALF_PASSES)) == wiring(unscheduled)
+    assert wiring(tuple(LOWERING_PASSES)) == wiring(unscheduled)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -291,7 +293,7 @@ def test_a_graph_computes_what_it_did(half, graphs, trace, world):
 def test_gathers_start_as_early_as_memory_allows(stage, cap, graphs, trace, world):
     """What is gathered and not yet used, and what is in use, are two buckets of the largest size; the next one always
     is under way."""
-    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(Half.FORWARD, bucket_bytes=cap)
+    gm, _ = graphs(0, 2, trace, world, stage=stage).lowered(GraphKind.FORWARD, bucket_bytes=cap)
     sizes = {work.bucket: work.nbytes for node in gm.graph.nodes if (work := work_of(node))}
     assert (len(sizes) > 3) == (stage == 3)
     limit = 2 * buckets.largest_bucket(sum(sizes.values()), cap)
@@ -311,11 +313,11 @@ def test_gathers_start_as_early_as_memory_allows(stage, cap, graphs, trace, worl
     assert started == used == sorted(sizes)
 
 
-@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
+@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
 @pytest.mark.parametrize("size", [1, 2])
-def test_shards_are_lifted_while_the_weights_ahead_of_them_are_in_use(size, half, graphs, trace, world):
+def test_shards_are_lifted_while_the_weights_ahead_of_them_are_in_use(size, kind, graphs, trace, world):
     """Each once, a bucket at a time: by the one rank that reads them all, too."""
-    gm, _ = graphs(0, size, trace, world, stage=3, offload_param="cpu").lowered(half, bucket_bytes=BUCKET)
+    gm, _ = graphs(0, size, trace, world, stage=3, offload_param="cpu").lowered(kind, bucket_bytes=BUCKET)
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     lifts, packed = {}, {}
@@ -345,8 +347,8 @@ def test_shards_are_lifted_while_the_weights_ahead_of_them_are_in_use(size, half
 def test_each_category_has_a_communicator_of_its_own(communicators, graphs, trace, world):
     captured = graphs(0, 8, trace, world, stage=3, replicas=2, communicators=communicators)
     groups = {}
-    for half in (Half.FORWARD, Half.BACKWARD):
-        gm, _ = captured.lowered(half, Purpose.SPECULATE, bucket_bytes=BUCKET)
+    for kind in (GraphKind.FORWARD, GraphKind.BACKWARD):
+        gm, _ = captured.lowered(kind, Purpose.SPECULATE, bucket_bytes=BUCKET)
         for node in gm.graph.nodes:
             if is_collective(node):
                 groups.setdefault(work_of(node).category, set()).add(node.args[-1])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..holder import holder_of
-from ..pipeline import GraphPass, Half, PassContext
+from ..pipeline import GraphKind, GraphPass, PassContext
 
 __all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]
 
@@ -62,5 +62,5 @@ AWAIT_REFRESH = GraphPass(
     _insert,
     requires=("lower",),
     conflicts=("verify",),
-    halves=(Half.FORWARD, Half.INFERENCE),
+    kinds=(GraphKind.FORWARD, GraphKind.INFERENCE),
 )

@@ -14,7 +14,7 @@ from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
 from ..fingerprint import FINGERPRINT_OF_ROWS, row_sums
 from ..markers import Orthogonalize, ReduceGrad
-from ..pipeline import GraphPass, Half, PassContext, tensor_value
+from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
 from .gradients import reduced_grads
 
 __all__ = ["INSERT_ORTHOGONALIZE"]
@@ -55,5 +55,5 @@ def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:
 
 
 INSERT_ORTHOGONALIZE = GraphPass(
-    "insert_orthogonalize", _insert, requires=("deduplicate",), conflicts=("lower",), halves=(Half.BACKWARD,)
+    "insert_orthogonalize", _insert, requires=("deduplicate",), conflicts=("lower",), kinds=(GraphKind.BACKWARD,)
 )

@@ -331,5 +331,5 @@ def _schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 SCHEDULE = GraphPass(
-    "schedule", _schedule, requires=("lower",), conflicts=("await_refresh", "room", "verify"), halves=LOWERED
+    "schedule", _schedule, requires=("lower",), conflicts=("await_refresh", "room", "verify"), kinds=LOWERED
 )

@@ -7,23 +7,23 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, JOINT_PASSES, GraphPass, Half, Purpose
+from compile_muon.passes import JOINT_PASSES, LOWERING_PASSES, GraphKind, GraphPass, Purpose
 from compile_muon.passes.collectives import collectives, is_wait
 from compile_muon.passes.errors import PassContractError, VerificationError
 
-BY_NAME = {p.name: p for p in (*JOINT_PASSES, *HALF_PASSES)}
+BY_NAME = {p.name: p for p in (*JOINT_PASSES, *LOWERING_PASSES)}
 VERIFY = BY_NAME["verify"]
 
 
 def breaking(rewrite):
-    """The half pipeline with a pass in front of the verifier that spoils its work."""
+    """The lowering pipeline with a pass in front of the verifier that spoils its work."""
 
     def spoil(gm, ctx):
         rewrite(gm)
         return gm
 
-    at = HALF_PASSES.index(VERIFY)
-    return (*HALF_PASSES[:at], GraphPass("spoil", spoil), *HALF_PASSES[at:])
+    at = LOWERING_PASSES.index(VERIFY)
+    return (*LOWERING_PASSES[:at], GraphPass("spoil", spoil), *LOWERING_PASSES[at:])
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +32,21 @@ def graphs(uneven):
 
 
 def test_a_sound_graph_passes(graphs):
-    graphs.lowered(Half.FORWARD)
+    graphs.lowered(GraphKind.FORWARD)
     for purpose in Purpose:
-        graphs.lowered(Half.BACKWARD, purpose)
+        graphs.lowered(GraphKind.BACKWARD, purpose)
 
 
-@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
-def test_markers_left(half, graphs):
+@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
+def test_markers_left(kind, graphs):
     fake_lower = GraphPass("lower", lambda gm, ctx: gm)
     with pytest.raises(VerificationError, match=r"markers \['unshard.* were not lowered; the lower pass"):
-        graphs.lowered(half, passes=(fake_lower, VERIFY))
+        graphs.lowered(kind, passes=(fake_lower, VERIFY))
 
 
 def test_verification_needs_lowering_first(graphs):
     with pytest.raises(PassContractError, match=r"'verify' needs \['lower'\]"):
-        graphs.lowered(Half.FORWARD, passes=(VERIFY,))
+        graphs.lowered(GraphKind.FORWARD, passes=(VERIFY,))
 
 
 def wait_twice(gm):
@@ -72,7 +72,7 @@ def drop_wait(gm):
     gm.graph.erase_node(wait)
 
 
-@pytest.mark.parametrize("half", [Half.FORWARD, Half.BACKWARD])
+@pytest.mark.parametrize("kind", [GraphKind.FORWARD, GraphKind.BACKWARD])
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -81,9 +81,9 @@ def drop_wait(gm):
         (drop_wait, r"has 0 waits and is read unwaited by \['"),
     ],
 )
-def test_waits(half, spoil, message, graphs):
+def test_waits(kind, spoil, message, graphs):
     with pytest.raises(VerificationError, match=message):
-        graphs.lowered(half, passes=breaking(spoil))
+        graphs.lowered(kind, passes=breaking(spoil))
 
 
 def save_weight(gm):
@@ -105,7 +105,7 @@ def save_cast_of_weight(gm):
 @pytest.mark.parametrize("spoil", [save_weight, save_cast_of_weight])
 def test_saved_weights(spoil, graphs):
     with pytest.raises(VerificationError, match="is saved for backward; the recompute pass must see its unshard"):
-        graphs.lowered(Half.FORWARD, passes=breaking(spoil))
+        graphs.lowered(GraphKind.FORWARD, passes=breaking(spoil))
 
 
 class Two(nn.Module):
@@ -128,14 +128,14 @@ def test_without_the_recompute_pass_the_verifier_says_no(world, trace):
         MuonZero(model, stage=3)
         broken, sound = trace(model, x, joint_passes=without), trace(model, x)
     with pytest.raises(VerificationError, match="saved for backward"):
-        broken.lowered(Half.FORWARD)
-    sound.lowered(Half.FORWARD)
+        broken.lowered(GraphKind.FORWARD)
+    sound.lowered(GraphKind.FORWARD)
 
 
 def test_every_collective_of_a_sound_graph_is_waited_for_once(graphs):
     found = 0
-    for half, purpose in [(Half.FORWARD, Purpose.REDUCE), *((Half.BACKWARD, each) for each in Purpose)]:
-        gm, _ = graphs.lowered(half, purpose)
+    for kind, purpose in [(GraphKind.FORWARD, Purpose.REDUCE), *((GraphKind.BACKWARD, each) for each in Purpose)]:
+        gm, _ = graphs.lowered(kind, purpose)
         for node, _kind in collectives(gm):
             found += 1
             assert [is_wait(user) for user in node.users] == [True]

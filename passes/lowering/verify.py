@@ -9,7 +9,7 @@ from ..collectives import collectives, is_collective, is_wait
 from ..errors import VerificationError
 from ..joint.recompute import is_view_or_cast
 from ..markers import MARKERS
-from ..pipeline import LOWERED, GraphPass, Half, PassContext
+from ..pipeline import LOWERED, GraphKind, GraphPass, PassContext
 from ..work import Category, work_of
 
 __all__ = ["VERIFY"]
@@ -78,7 +78,7 @@ def _exchanges_under_way(gm: GraphModule) -> int:
 def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _no_marker_left(gm)
     _one_wait_each(gm)
-    if ctx.half is Half.FORWARD and ctx.options.reshard_after_forward:
+    if ctx.kind is GraphKind.FORWARD and ctx.options.reshard_after_forward:
         _no_gathered_weight_saved(gm, ctx.user_outputs)
     ctx.exchange_bytes = _exchanges_under_way(gm)
     if ctx.exchange_bytes > ctx.options.exchange_bytes:
@@ -89,4 +89,4 @@ def _verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-VERIFY = GraphPass("verify", _verify, requires=("lower",), halves=LOWERED)
+VERIFY = GraphPass("verify", _verify, requires=("lower",), kinds=LOWERED)

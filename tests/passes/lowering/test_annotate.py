@@ -19,10 +19,10 @@ from torch.profiler import profile
 
 from compile_muon import ConfigError, MuonZero
 from compile_muon.config import CompileConfig
-from compile_muon.passes import HALF_PASSES, Half, PassContext, PassOptions, Purpose, ranges, run_passes
+from compile_muon.passes import LOWERING_PASSES, GraphKind, PassContext, PassOptions, Purpose, ranges, run_passes
 from compile_muon.passes.collectives import collectives
-from compile_muon.passes.half.annotate import ANNOTATE
 from compile_muon.passes.layout import Layout
+from compile_muon.passes.lowering.annotate import ANNOTATE
 from compile_muon.passes.markers import Orthogonalize
 from compile_muon.passes.ranges import COLORS, DOMAIN, RANGE_POP, RANGE_PUSH, ranged
 from compile_muon.passes.spec import MuonSpec, ParamSpec
@@ -53,8 +53,8 @@ def step_graph(nvtx, codegen):
             for grad, momentum in zip(grads, momenta, strict=True)
         ]
         graph.output(tuple(marker.node for marker in markers))
-        ctx = PassContext(Half.STEP, options=PassOptions(nvtx=nvtx))
-        gm = run_passes(GraphModule(torch.nn.Module(), graph), HALF_PASSES, ctx)
+        ctx = PassContext(GraphKind.STEP, options=PassOptions(nvtx=nvtx))
+        gm = run_passes(GraphModule(torch.nn.Module(), graph), LOWERING_PASSES, ctx)
         if codegen == "eager":
             return gm
         compiled = compile_fx_inner(gm, inputs, is_inference=True)
@@ -86,14 +86,14 @@ def test_ranges_surround_newton_schulz(codegen):
 def graphs(uneven):
     """Every graph of a training step at stage 3, as `lowered(passes, **options)`."""
     captured = uneven(0, 2, stage=3)
-    for half, request in ((Half.FORWARD, Purpose.REDUCE), (Half.BACKWARD, Purpose.SPECULATE)):
-        yield lambda passes, half=half, request=request, **options: captured.lowered(half, request, passes, **options)
+    for kind, request in ((GraphKind.FORWARD, Purpose.REDUCE), (GraphKind.BACKWARD, Purpose.SPECULATE)):
+        yield lambda passes, kind=kind, request=request, **options: captured.lowered(kind, request, passes, **options)
 
 
 def test_off_adds_no_node(uneven, node_targets):
-    without = tuple(graph_pass for graph_pass in HALF_PASSES if graph_pass is not ANNOTATE)
+    without = tuple(graph_pass for graph_pass in LOWERING_PASSES if graph_pass is not ANNOTATE)
     for lowered in graphs(uneven):
-        assert node_targets(lowered(HALF_PASSES, nvtx=False)[0]) == node_targets(lowered(without)[0])
+        assert node_targets(lowered(LOWERING_PASSES, nvtx=False)[0]) == node_targets(lowered(without)[0])
 
 
 def annotated(trace, note=lambda gm: None):
@@ -101,7 +101,9 @@ def annotated(trace, note=lambda gm: None):
     model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 4))
     MuonZero(model, stage=3, ns_dtype="float32")
     captured = trace(model, torch.ones(3, 8))
-    gm, ctx = captured.lowered(Half.BACKWARD, Purpose.SPECULATE, tuple(p for p in HALF_PASSES if p is not ANNOTATE))
+    gm, ctx = captured.lowered(
+        GraphKind.BACKWARD, Purpose.SPECULATE, tuple(p for p in LOWERING_PASSES if p is not ANNOTATE)
+    )
     note(gm)
     ctx.options = PassOptions(nvtx=True)
     return ANNOTATE.rewrite(gm, ctx)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import Half, Purpose, reduced_grads
+from compile_muon.passes import GraphKind, Purpose, reduced_grads
 from compile_muon.passes.collectives import collectives
 from compile_muon.passes.markers import MARKERS
 
@@ -47,7 +47,7 @@ def facts(value):
 def test_the_request_describes_what_was_appended(stage, purpose, extra, uneven):
     graphs = uneven(1, WORLD, stage=stage, ns_dtype="bfloat16")
     request = graphs.request(purpose, unreduced=extra, carried=extra)
-    gm, _ = graphs.lowered(Half.BACKWARD, request)
+    gm, _ = graphs.lowered(GraphKind.BACKWARD, request)
     grads = reduced_grads(graphs.backward)
     every = tuple(range(len(grads)))
     matrices = tuple(i for i in every if grads[i].spec.muon)
@@ -87,7 +87,7 @@ def test_gradients_keep_their_places_and_shapes(stage, uneven):
     specs = [grad.spec for grad in reduced_grads(graphs.backward)]
     assert sorted(s for s in wanted if s is not None) == sorted(spec.layout.local_shape for spec in specs)
     for purpose in Purpose:
-        assert shapes(graphs.lowered(Half.BACKWARD, purpose)[0]) == wanted
+        assert shapes(graphs.lowered(GraphKind.BACKWARD, purpose)[0]) == wanted
 
 
 FORWARD = {0: [], 1: [], 2: [], 3: ["all_gather"]}
@@ -102,26 +102,26 @@ REDUCTION = {
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_forward_gathers_at_stage_three_only(stage, uneven):
-    assert kinds(uneven(1, WORLD, stage=stage).lowered(Half.FORWARD)[0]) == FORWARD[stage]
+    assert kinds(uneven(1, WORLD, stage=stage).lowered(GraphKind.FORWARD)[0]) == FORWARD[stage]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reduce(stage, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Purpose.REDUCE)
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(GraphKind.BACKWARD, Purpose.REDUCE)
     assert kinds(gm) == FORWARD[stage] + REDUCTION[stage]
     assert not newton_schulz(gm)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulate_sends_nothing_at_stage_one(stage, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Purpose.ACCUMULATE)
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(GraphKind.BACKWARD, Purpose.ACCUMULATE)
     assert kinds(gm) == (FORWARD[stage] + REDUCTION[stage] if stage != 1 else [])
     assert not newton_schulz(gm)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_speculate(stage, uneven):
-    gm, _ = uneven(1, WORLD, stage=stage).lowered(Half.BACKWARD, Purpose.SPECULATE)
+    gm, _ = uneven(1, WORLD, stage=stage).lowered(GraphKind.BACKWARD, Purpose.SPECULATE)
     exchanged = ["all_to_all", "all_to_all"] if stage else ["all_gather"]
     assert kinds(gm) == FORWARD[stage] + REDUCTION[stage] + exchanged
     assert newton_schulz(gm)
@@ -129,7 +129,7 @@ def test_speculate(stage, uneven):
 
 def test_matrices_are_orthogonalized_once_over_all_ranks(uneven):
     def on(rank):
-        gm, _ = uneven(rank, WORLD, stage=2).lowered(Half.BACKWARD, Purpose.SPECULATE)
+        gm, _ = uneven(rank, WORLD, stage=2).lowered(GraphKind.BACKWARD, Purpose.SPECULATE)
         return sum(len(node.args[0]) for node in newton_schulz(gm))
 
     assert sum(map(on, range(WORLD))) == 3
@@ -138,8 +138,8 @@ def test_matrices_are_orthogonalized_once_over_all_ranks(uneven):
 def test_world_one_has_no_collectives(uneven):
     graphs = uneven(0, 1, stage=3)
     for purpose in Purpose:
-        assert kinds(graphs.lowered(Half.BACKWARD, purpose)[0]) == []
-    assert kinds(graphs.lowered(Half.FORWARD)[0]) == []
+        assert kinds(graphs.lowered(GraphKind.BACKWARD, purpose)[0]) == []
+    assert kinds(graphs.lowered(GraphKind.FORWARD)[0]) == []
 
 
 class Returns(nn.Module):
@@ -159,7 +159,7 @@ def test_a_weight_that_leaves_the_graph_is_a_copy(world, trace):
         model = Returns()
         MuonZero(model, stage=2)
         graphs = trace(model, torch.randn(3, 6))
-    gm, _ = graphs.lowered(Half.FORWARD)
+    gm, _ = graphs.lowered(GraphKind.FORWARD)
     returned = gm.graph.output_node().args[0][1]
     assert returned.target is torch.ops.aten.clone.default
 
@@ -168,7 +168,7 @@ def test_buckets_keep_to_their_size(uneven):
     """Smaller buckets give more collectives; each stays below the cap unless one tensor alone exceeds it."""
     graphs = uneven(1, WORLD, stage=3)
     cap = 600
-    gm, _ = graphs.lowered(Half.BACKWARD, Purpose.REDUCE, bucket_bytes=cap)
+    gm, _ = graphs.lowered(GraphKind.BACKWARD, Purpose.REDUCE, bucket_bytes=cap)
     found = {}
     for node, kind in collectives(gm):
         found.setdefault(kind, []).append(node.args[0].meta["val"].numel() * 4)

@@ -7,21 +7,21 @@ import torch
 from torch import nn
 
 from compile_muon import MuonZero
-from compile_muon.passes import HALF_PASSES, Half
-from compile_muon.passes.half.refresh import AWAIT_REFRESH_OP
+from compile_muon.passes import LOWERING_PASSES, GraphKind
 from compile_muon.passes.holder import hold, holder_of
+from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
 from compile_muon.passes.ranges import RANGE_POP, RANGE_PUSH
 
 LAYERS = 4
 
 
-def lowered(world, trace, stage, half=Half.FORWARD, passes=HALF_PASSES):
+def lowered(world, trace, stage, kind=GraphKind.FORWARD, passes=LOWERING_PASSES):
     torch.manual_seed(0)
     with world(1, 2):
         layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(LAYERS))
         model = nn.Sequential(nn.Embedding(8, 16), *layers)
         MuonZero(model, stage=stage, ns_dtype="float32")
-        return trace(model, torch.arange(4)).lowered(half, passes=passes)[0]
+        return trace(model, torch.arange(4)).lowered(kind, passes=passes)[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -42,9 +42,9 @@ def test_a_weight_is_waited_for_where_it_is_first_read(world, trace, stage):
     assert sum(place > products[0] for place in places) >= 2 * (LAYERS - 1)
 
 
-@pytest.mark.parametrize(("stage", "half"), [(0, Half.FORWARD), (3, Half.FORWARD)])
-def test_nothing_waits_where_nothing_is_resident(world, trace, stage, half):
-    assert not lowered(world, trace, stage, half).graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
+@pytest.mark.parametrize(("stage", "kind"), [(0, GraphKind.FORWARD), (3, GraphKind.FORWARD)])
+def test_nothing_waits_where_nothing_is_resident(world, trace, stage, kind):
+    assert not lowered(world, trace, stage, kind).graph.find_nodes(op="call_function", target=AWAIT_REFRESH_OP)
 
 
 def test_the_op_asks_who_holds_the_state():
