@@ -16,6 +16,7 @@ if not Path(__file__).with_name("passes").is_dir():
     __path__.append(str(Path(__file__).resolve().parents[1]))
 
 from compile_muon.config import Config, load_config
+from compile_muon.engine import Extension
 from compile_muon.errors import (
     CheckpointError,
     ConfigError,
@@ -49,6 +50,7 @@ __all__ = [
     "Checkpointer",
     "Config",
     "ConfigError",
+    "Extension",
     "LedgerError",
     "MuonZero",
     "MuonZeroError",

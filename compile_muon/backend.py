@@ -21,12 +21,10 @@ from torch.fx import GraphModule, Node
 
 from compile_muon import passes
 from compile_muon.config import FrameOptions, read_options
-from compile_muon.errors import ConfigError, UnsupportedModelError, warn_user
-from compile_muon.passes import JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
-from compile_muon.passes.attend import attend, look_up_own
-from compile_muon.passes.attention import UnknownAttention, note_attention
+from compile_muon.errors import ConfigError, warn_user
+from compile_muon.passes import DYNAMO_PASSES, JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
 from compile_muon.passes.costs import Costs
-from compile_muon.passes.local_inputs import returns_views, taking_shards, with_shards
+from compile_muon.passes.local_inputs import taking_shards
 from compile_muon.passes.markers import UNSHARD, ReduceGrad
 from compile_muon.passes.torch_private import (
     NoCompilerError,
@@ -233,22 +231,16 @@ def compile_frame(
     Args:
         lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
     """
-    ledger = next((account.ledger for account in map(account_of, example_inputs) if account is not None), None)
-    costs = Costs() if ledger is None else ledger.costs
-    if ledger is not None and ledger.shares_sequences:
-        attend(gm)
-        look_up_own(gm)
-    if ledger is not None and ledger.notes_logits:
-        try:
-            note_attention(gm, *ledger.heads)
-        except UnknownAttention as problem:
-            raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
-    shards = with_shards(gm) if returns_views(gm) else []
-    inputs = [x.to_local() if position in shards else x for position, x in enumerate(example_inputs)]
-    frame = _Frame(options, f"frame{next(_frame_numbers):04d}", costs)
+    ledgers = list(dict.fromkeys(a.ledger for a in map(account_of, example_inputs) if a is not None))
+    costs = ledgers[0].costs if ledgers else Costs()
+    ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
+    # Two optimizers may have the same extension, and a frame both.
+    further = {each.name: each for ledger in ledgers for each in ledger.hooks.dynamo_passes}
+    gm = run_passes(gm, (*further.values(), *DYNAMO_PASSES), ctx)
+    inputs = [x.to_local() if position in ctx.shards else x for position, x in enumerate(example_inputs)]
     compile_ = _compile_eager if options.codegen == "eager" else _compile_inductor
-    run = compile_(gm, inputs, frame, lowering)
-    return taking_shards(run, shards) if shards else run
+    run = compile_(gm, inputs, _Frame(options, ctx.frame, costs), lowering)
+    return taking_shards(run, ctx.shards) if ctx.shards else run
 
 
 #: only names dumps; nothing depends on it

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.groups import GroupConfig, named_groups
+from compile_muon.engine import Extension
 from compile_muon.model.support import check_is_module
 from compile_muon.optimizer import MuonZero
 
@@ -32,6 +33,7 @@ def initialize(
     norm_group: dist.ProcessGroup | DeviceMesh | None = None,
     weights: str | os.PathLike | None = None,
     init: Callable[..., Any] | None = None,
+    extensions: Sequence[Extension] = (),
 ) -> tuple[M, MuonZero]:
     """Shard ``model`` in place, compile it in place if the config says so, and build its optimizer.
 
@@ -50,6 +52,7 @@ def initialize(
             ``model.apply(init)`` would, with whole tensors of one module at a time, of which rank 0's values are kept.
             A Hugging Face model's ``_init_weights`` or ``init_weights`` will do. With ``weights``, it is only called
             for modules that have buffers which no folder holds.
+        extensions: features of your own, see :class:`MuonZero`.
     Returns:
         The same model object, and its :class:`MuonZero`.
     Raises:
@@ -61,8 +64,9 @@ def initialize(
     if groups is not None:
         resolved = replace(resolved, groups=cast("tuple[GroupConfig, ...]", named_groups(groups, model)))
     optimizer = MuonZero.from_config(
-        model, resolved, mesh=mesh, process_group=process_group, norm_group=norm_group, weights=weights, init=init
-    )
+        model, resolved, mesh=mesh, process_group=process_group, norm_group=norm_group, weights=weights, init=init,
+        extensions=extensions,
+    )  # fmt: skip
     if resolved.compile.enabled:
         compile_in_place(model, resolved.compile)
     return model, optimizer

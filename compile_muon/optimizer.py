@@ -6,7 +6,6 @@ finiteness, which speculations hold), ``step_graph`` (directions), ``commit`` (t
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from compile_muon.config import (
 )
 from compile_muon.config.groups import GroupConfig, named_groups
 from compile_muon.config.lr_schedule import check_stepped
-from compile_muon.engine import Engine
+from compile_muon.engine import Engine, Extension
 from compile_muon.errors import CheckpointError, MuonZeroError, config_error
 from compile_muon.model.assignment import lr_scale
 from compile_muon.model.groups import Group, state_problems, warn_of_shared_rates
@@ -49,7 +48,6 @@ from compile_muon.runtime.recorded import Recorded
 from compile_muon.runtime.replicas import start_refresh
 from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
-from compile_muon.sequence import check_first
 from compile_muon.summary import Summary, summarize
 
 __all__ = ["MuonZero"]
@@ -106,6 +104,7 @@ class MuonZero(Optimizer):
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of
             one rank of each stage, this rank included. The gradient norm, and whether a step is clipped, refused or
             left out, are then decided over all stages; docs/how-to/pipeline.md has an example.
+        extensions: features of your own, objects of :class:`compile_muon.Extension`; docs/how-to/write-an-extension.md.
         weights, init: where the values of a model on the meta device come from, see :func:`compile_muon.initialize`.
     Attributes:
         scheduler: what a configuration's ``scheduler`` says of the rates, to be stepped behind each step; or None.
@@ -166,6 +165,7 @@ class MuonZero(Optimizer):
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
+        extensions: Sequence[Extension] = (),
         **unknown: NoReturn,
     ) -> None:
         check_is_module(model)
@@ -174,7 +174,8 @@ class MuonZero(Optimizer):
             raise config_error("MuonZero(model, ...)", positional[0], problem, "write lr=0.02")
         groups = cast("Sequence[Any]", named_groups(groups, model))
         settings = {name: value for name, value in locals().items() if name in ARGUMENTS}
-        self._setup(assemble(model, config_from_kwargs(**settings, **unknown), mesh, None, norm_group, weights, init))
+        config = config_from_kwargs(**settings, **unknown)
+        self._setup(assemble(model, config, mesh, None, norm_group, weights, init, extensions))
 
     @classmethod
     def from_config(
@@ -187,10 +188,11 @@ class MuonZero(Optimizer):
         norm_group: dist.ProcessGroup | DeviceMesh | None = None,
         weights: str | os.PathLike | None = None,
         init: Callable[..., Any] | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> MuonZero:
         """The same from a resolved :class:`Config`."""
         self = cls.__new__(cls)
-        self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init))
+        self._setup(assemble(model, config, mesh, process_group, norm_group, weights, init, extensions))
         return self
 
     #: what checkpoints, plans and integrations may name of the optimizer at work
@@ -206,16 +208,15 @@ class MuonZero(Optimizer):
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
-            self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group, made.stages,
+            self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group,
             made.hyper.device, made.compares, made.ownership.check, made.ledger.accounts[0].handouts, lr_scale,
-            made.sequence.differing_batches if made.sequence is not None and made.compares else str, made.home,
         )  # fmt: skip
         self.engine = Engine(
-            made.ledger, step, made.ownership, made.assignments, made.mesh, made.group, made.stages, made.sequence,
+            made.ledger, step, made.ownership, made.assignments, made.mesh, made.group, made.extensions,
             made.hyper, made.compares,
         )  # fmt: skip
-        if made.home is not None:
-            made.home.attach(trained, self)
+        for extension in made.extensions:
+            extension.attach(self.engine)
         if made.hyper.device.type == "cuda":
             step.recorded = Recorded()
         step.create_state()
@@ -247,8 +248,7 @@ class MuonZero(Optimizer):
     @property
     def sequence_place(self) -> DataPlace:
         """Which part of each sequence this rank is to be given where ``sequence_parallel.inputs`` is "sharded"."""
-        place = None if self.engine.sequence is None else self.engine.sequence.place
-        return DataPlace(0, 1) if place is None else DataPlace(place.index, place.size)
+        return DataPlace(0, 1) if self.engine.mesh is None else self.engine.mesh.sequence_place
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -261,15 +261,16 @@ class MuonZero(Optimizer):
         It waits for the device only where checks are read in the next step.
 
         Returns:
-            ``grad_norm`` before clipping; with ``qk_clip``, ``max_logit``; and the rates that the next step takes, of
-            the first group of each method: ``muon_lr``, ``adamw_lr``. What is not known is left out: ahead of the
-            first step, and of one that was skipped, whose norm is inf or NaN.
+            ``grad_norm`` before clipping; what extensions tell (with ``qk_clip``, ``max_logit``); and the rates that
+            the next step takes, of the first group of each method: ``muon_lr``, ``adamw_lr``. What is not known is left
+            out: ahead of the first step, and of one that was skipped, whose norm is inf or NaN.
         """
         self.check()
-        logit = self.engine.step.max_logit
         # The first group of a method tells its rate.
         rates = {f"{group['algorithm']}_lr": float(group["lr"]) for group in reversed(self.param_groups)}
-        seen = {"grad_norm": self.engine.step.norm, "max_logit": math.nan if logit is None else float(logit)}
+        seen = {"grad_norm": self.engine.step.norm}
+        for metrics in self.engine.hooks.metrics:
+            seen |= metrics()
         return {name: number for name, number in seen.items() if math.isfinite(number)} | rates
 
     def totals(self) -> dict[str, int]:
@@ -280,16 +281,16 @@ class MuonZero(Optimizer):
             ``directions_speculated`` (made in backward), ``directions_used`` and ``directions_discarded`` of them,
             ``directions_in_step`` (made by ``step()``), ``newton_schulz_matrices`` and ``newton_schulz_calls`` (many
             matrices to a call fill a GPU), ``skipped_steps``, ``compiled_graphs``, ``communicators`` (process groups
-            that its collectives use), and with offload to a disk ``disk_bytes_read`` and ``disk_bytes_written``.
+            that its collectives use), and what extensions count: with offload to a disk ``disk_bytes_read`` and
+            ``disk_bytes_written``.
         """
         self.check()
-        counters, home, mesh = self.engine.ledger.counters, self.engine.home, self.engine.mesh
-        disk = (0, 0) if home is None else home.disk_bytes
+        counters, mesh = self.engine.ledger.counters, self.engine.mesh
         return {
             **counters.numbers(by_axis=mesh is not None and len(mesh.names) > 1),
             "compiled_graphs": counters.graphs + len(self.engine.step.step_graphs),
             "communicators": 0 if mesh is None else mesh.process_groups,
-            **({"disk_bytes_read": disk[0], "disk_bytes_written": disk[1]} if any(disk) else {}),
+            **{name: number for totals in self.engine.hooks.totals for name, number in totals().items()},
         }
 
     def check(self) -> None:
@@ -334,15 +335,15 @@ class MuonZero(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         status = self.engine.status
-        others = contextlib.nullcontext() if self.engine.stages is None else self.engine.stages.step(status.step)
+        others = self.engine.hooks.peers.step(status.step)
         range_ = self.engine.ledger.range("step", payload=status.step)
         with ordinary_tensors(), status.at("the optimizer's step"), others, range_:
             self.check()
             if self.scheduler is not None:
                 check_stepped(self.scheduler, self._scheduled)
             self._unfreeze()
-            if self.engine.sequence is not None and self.engine.compares:
-                check_first(self.engine.sequence)
+            for before in self.engine.hooks.before_step:
+                before()
             if self.engine.step.run():
                 self._scheduled = None if self.scheduler is None else self.scheduler.last_epoch
         return loss
@@ -411,7 +412,7 @@ class MuonZero(Optimizer):
             return
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
         agree_on(accounts, self.engine.group if self.engine.compares else None)
-        names, partial = [account.name for account in accounts], self.engine.stages is not None
+        names, partial = [account.name for account in accounts], not self.engine.hooks.peers.alone
         assignments, groups = plan_unfrozen(self.engine.model, self.config, names, own, partial=partial)
         self.engine.assignments |= assignments
         for group in groups:
@@ -487,8 +488,8 @@ class MuonZero(Optimizer):
         for account in self.engine.step.muon:
             account.speculations.drop()
         self.engine.step.own_momenta()
-        if self.engine.home is not None:
-            self.engine.home.loaded()
+        for loaded in self.engine.hooks.loaded:
+            loaded()
         self.engine.step.sync_momentum()
         self.engine.ledger.count(start_refresh(self.engine.params))
 

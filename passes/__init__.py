@@ -1,7 +1,8 @@
 """Graph passes: markers in, collectives and kernels out.
 
-The pipelines are values you can print: ``JOINT_PASSES`` run on the joint graph before it is partitioned,
-``LOWERING_PASSES`` on each forward, backward, inference and step graph before code generation.
+The pipelines are values you can print: ``DYNAMO_PASSES`` run on Dynamo's graph of a frame, behind those of extensions,
+``JOINT_PASSES`` on the joint graph before it is partitioned, ``LOWERING_PASSES`` on each forward, backward, inference
+and step graph before code generation.
 """
 
 if __name__ != "compile_muon.passes":
@@ -13,6 +14,7 @@ from compile_muon.kernels.renamed import former
 from .errors import MuonZeroError
 from .joint.deduplicate import DEDUPLICATE
 from .joint.recompute import RECOMPUTE
+from .local_inputs import TAKE_SHARDS
 from .lowering.annotate import ANNOTATE
 from .lowering.gradients import reduced_grads
 from .lowering.insert_orthogonalize import INSERT_ORTHOGONALIZE
@@ -25,6 +27,7 @@ from .pipeline import GraphKind, GraphPass, PassContext, PassOptions, run_passes
 from .request import BackwardRequest, Purpose, ReducedGrad
 
 __all__ = [
+    "DYNAMO_PASSES",
     "LOWERING_PASSES",
     "JOINT_PASSES",
     "BackwardRequest",
@@ -40,6 +43,7 @@ __all__ = [
     "saved_by",
 ]
 
+DYNAMO_PASSES: tuple[GraphPass, ...] = (TAKE_SHARDS,)
 JOINT_PASSES: tuple[GraphPass, ...] = (DEDUPLICATE, RECOMPUTE)
 LOWERING_PASSES: tuple[GraphPass, ...] = (
     DEDUPLICATE,

@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 
 from .exchange.place import Place
 from .exchange.sequence import attention
+from .pipeline import GraphKind, GraphPass, PassContext
 
-__all__ = ["SEQUENCE", "attend", "look_up_own"]
+__all__ = ["ATTEND", "LOOK_UP_OWN", "SEQUENCE"]
 
 #: what blocks are annotated with: the fields of a place
 SEQUENCE = "muon_zero_sequence"
@@ -26,7 +27,7 @@ def _attention(*args: Any, fields: tuple[int, int, str, int], **kwargs: Any) -> 
     return attention(*args, place=Place(*fields), **kwargs)
 
 
-def attend(gm: GraphModule) -> None:
+def _attend(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Exchange positions for heads around the attention of annotated blocks, in ``gm`` and its subgraphs."""
     changed = set[GraphModule]()
     for part in (module for module in gm.modules() if isinstance(module, GraphModule)):
@@ -38,18 +39,18 @@ def attend(gm: GraphModule) -> None:
                 changed.add(part)
     for part in changed:
         part.recompile()
+    return gm
 
 
 def _cuts(node: Node) -> bool:
     return node.op == "call_method" and node.target == "narrow" and node.args[1] == 1
 
 
-def look_up_own(gm: GraphModule) -> None:
+def _look_up_own(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """A slice of an embedding, where nothing else of it is read, becomes an embedding of a slice.
 
     The model looks up the whole batch, since all that it does ahead of its blocks may see all positions.
     """
-    changed = False
     for node in gm.graph.find_nodes(op="call_method", target="narrow", sort=False):
         source, dim, *bounds = node.args
         if getattr(source, "target", None) is not F.embedding or dim != 1 or not all(map(_cuts, source.users)):
@@ -64,6 +65,8 @@ def look_up_own(gm: GraphModule) -> None:
         gm.graph.erase_node(node)
         if not source.users:
             gm.graph.erase_node(source)
-        changed = True
-    if changed:
-        gm.recompile()
+    return gm
+
+
+ATTEND = GraphPass("attend", _attend, kinds=(GraphKind.DYNAMO,))
+LOOK_UP_OWN = GraphPass("look_up_own", _look_up_own, kinds=(GraphKind.DYNAMO,))

@@ -26,7 +26,11 @@ from .markers import UNSHARD
 from .spec import ParamSpec
 from .torch_private import flex_with_maxima, is_autograd_function, is_flex_attention, is_from_local
 
-__all__ = ["UnknownAttention", "largest_logits", "note_attention"]
+__all__ = ["LOGITS", "UnknownAttention", "largest_logits", "note_attention"]
+
+#: what holders of weights of queries are told: the state of the keys' weight, the largest logit of each head, its
+#: size, and what :func:`note_logits` says of ``dims``, ``own`` and the biases
+LOGITS = "logits"
 
 #: rows of queries at a time
 _BLOCK = 256
@@ -120,7 +124,7 @@ def note_logits(
     if (holder := holder_of(query_state)) is not None:
         of_all = largest.new_full((parts, len(largest)), -math.inf)
         of_all[part] = largest
-        holder.note_logits(key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
+        holder.tell(LOGITS, key_state, of_all.flatten(), size, dims, own, (query_bias, key_bias))
     return grad.clone()
 
 

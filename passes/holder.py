@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,24 +27,11 @@ class Holder(Protocol):
             grad: that a direction is made of with it.
         """
 
-    def note_logits(
-        self,
-        key_state: Tensor,
-        largest: Tensor,
-        size: int,
-        dims: list[int],
-        own: int,
-        biases: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        """Keep the largest logit of each head, of queries that this parameter projects; their backward runs.
+    def tell(self, what: str, *facts: Any) -> None:
+        """Something that an op has found out of the parameter; its backward runs.
 
         Args:
-            key_state: of the parameter that projects the keys.
-            largest: ``[heads]`` fp32.
-            size: of a head.
-            dims: of both parameters, that heads lie along.
-            own: of these, how many entries of a key are of its head alone.
-            biases: states of the biases of queries and keys.
+            what: of which kind; the op says what facts there are.
         """
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:

@@ -7,14 +7,16 @@ for one more node of autograd each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
-__all__ = ["called", "example_value", "returns_views", "taking_shards", "with_shards"]
+from .pipeline import GraphKind, GraphPass, PassContext
+
+__all__ = ["TAKE_SHARDS", "called", "example_value", "taking_shards"]
 
 
 def example_value(node: Node) -> Any:
@@ -32,7 +34,7 @@ def _is_to_local(node: Node) -> bool:
     return "to_local" in called(node)
 
 
-def returns_views(gm: GraphModule) -> bool:
+def _returns_views(gm: GraphModule) -> bool:
     """Whether two results of a graph of Dynamo share memory."""
     (results,) = gm.graph.output_node().args
     values = [example_value(node) for node in dict.fromkeys(results) if isinstance(node, Node)]
@@ -40,8 +42,9 @@ def returns_views(gm: GraphModule) -> bool:
     return len(set(held)) < len(held)
 
 
-def with_shards(gm: GraphModule) -> list[int]:
-    """Have ``gm`` take shards; returns the positions of those inputs."""
+def _take_shards(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    if not _returns_views(gm):
+        return gm
     positions = []
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         users = list(node.users)
@@ -53,15 +56,17 @@ def with_shards(gm: GraphModule) -> list[int]:
             user.replace_all_uses_with(node)
             gm.graph.erase_node(user)
         positions.append(position)
-    gm.recompile()
-    return positions
+    ctx.shards = frozenset(positions)
+    return gm
 
 
-def taking_shards(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """``run`` of shards, to be called with parameters."""
-    taken = frozenset(positions)
+TAKE_SHARDS = GraphPass("take_shards", _take_shards, kinds=(GraphKind.DYNAMO,))
 
-    def call(*args: Any) -> Any:
-        return run(*(x.to_local() if i in taken else x for i, x in enumerate(args)))
 
-    return call
+def taking_shards(run: Callable[..., Any], shards: frozenset[int]) -> Callable[..., Any]:
+    """``run`` of shards, to be called with parameters.
+
+    Args:
+        shards: which arguments are such.
+    """
+    return lambda *args: run(*(x.to_local() if i in shards else x for i, x in enumerate(args)))

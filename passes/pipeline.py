@@ -32,6 +32,7 @@ PASS_KEY = "muon_zero_pass"
 class GraphKind(str, Enum):
     """Which graph a pass is looking at."""
 
+    DYNAMO = "dynamo"
     JOINT = "joint"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -39,7 +40,7 @@ class GraphKind(str, Enum):
     STEP = "step"
 
 
-#: graphs that are lowered: all but joint ones
+#: graphs that are lowered: all but those of Dynamo and joint ones
 LOWERED = (GraphKind.FORWARD, GraphKind.BACKWARD, GraphKind.INFERENCE, GraphKind.STEP)
 
 
@@ -79,6 +80,8 @@ class PassContext:
             several may be views of one.
         left: bytes that backward has held beside what it returns, and holds no more behind it: filled by room for a
             backward graph, read by it for a step graph.
+        shards: graphs of Dynamo only: which inputs are shards in place of the DTensors they are of, filled by
+            take_shards.
         timings: seconds per pass, filled by the runner.
         exchange_bytes: the most that exchanges of several buckets hold at a time, filled by verify.
     """
@@ -91,6 +94,7 @@ class PassContext:
     user_outputs: int = 0
     saved: dict[str, str] = field(default_factory=dict)
     left: int = 0
+    shards: frozenset[int] = frozenset()
     timings: dict[str, float] = field(default_factory=dict)
     exchange_bytes: int = 0
 

@@ -94,7 +94,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     """
     optimizer.engine.params[0].handouts.check(thoroughly=True)
     optimizer.engine.step.own_momenta()
-    found, home = Contents(), optimizer.engine.home
+    found, lender = Contents(), optimizer.engine.lender
     algorithm: dict[int, str] = {}
     sharded = {id(account.param): account.name for account in optimizer.engine.params}
     for group in optimizer.param_groups:
@@ -120,7 +120,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
                     )
                 found.tensors[key] = state.detach()
-                if home is not None and (folder := home.folder_of(sharded[id(value)], slot)) is not None:
+                if (folder := lender.folder_of(sharded[id(value)], slot)) is not None:
                     found.folders[key] = folder
         else:
             found.buffers.append(f"model/{name}")

@@ -452,7 +452,7 @@ ARGUMENTS: dict[str, tuple[type[Checked], str]] = {
 } | {name: (Config, name) for name in ("muon_params", "machine", "method", "auxiliary", "rates", "groups", *VIEWS)}
 
 #: and those that no config can say
-_OBJECTS = ("mesh", "norm_group", "weights", "init")
+_OBJECTS = ("mesh", "norm_group", "weights", "init", "extensions")
 
 C = TypeVar("C", bound=Checked)
 

@@ -175,6 +175,11 @@ class Mesh:
         return Place(group.size(), group.rank(), self._communicator(group, "sequence") or group.group_name)
 
     @property
+    def sequence_place(self) -> DataPlace:
+        """Which part of each sequence this rank has."""
+        return DataPlace(self.sequence.index, self.sequence.size) if "sequence" in self.names else DataPlace(0, 1)
+
+    @property
     def process_groups(self) -> int:
         """How many its axes use."""
         return len({name for axis in self._axes.values() for name in axis.groups})

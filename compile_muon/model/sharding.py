@@ -29,6 +29,7 @@ from compile_muon.passes.torch_private import group_named
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.other_holders import replace
 from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
 from compile_muon.runtime.pinned import on_host
@@ -146,9 +147,8 @@ def shard_model(
     ledger: Ledger,
     hypers: Mapping[str, Tensor],
     device: torch.device,
+    lender: Lender,
     spread: ExpertPlan | None = None,
-    reserve: Callable[[Mapping[str, ParamSpec]], object] = lambda specs: None,
-    keep: Callable[[str, Tensor], object] = lambda name, master: None,
 ) -> list[Account]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
@@ -161,9 +161,8 @@ def shard_model(
         ledger: where the parameters keep their accounts.
         hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
         device: of the shards.
+        lender: of states that are not beside their parameters.
         spread: of experts over ranks, to be done once everything is known to fit.
-        reserve: makes room for states that are not beside their parameters, by the specs; raises where there is none.
-        keep: takes a master weight that is one of these states, this rank's part of it as the model was given.
     Returns:
         One account per parameter, in ``named_parameters()`` order.
     """
@@ -175,20 +174,20 @@ def shard_model(
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
-            reserve(specs)
+            lender.reserve(specs)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
     else:
-        reserve(specs)
+        lender.reserve(specs)
     accounts: dict[nn.Parameter, Account] = {}
     handouts, told = Handouts(), set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
             whole = local_tensor(param).detach()
-            keep(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
+            lender.keep_master(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
         new, replica = _split(param, spec, mesh, roles[name], device)
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)

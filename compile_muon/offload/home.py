@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from compile_muon.agreement.compare import ranks_named
 from compile_muon.agreement.together import host_mesh
 from compile_muon.config import Config, OffloadConfig
+from compile_muon.engine import Engine, Extension
 from compile_muon.errors import OffloadError, config_error
 from compile_muon.model.groups import Group
 from compile_muon.offload.arena import Arena
@@ -33,8 +34,9 @@ from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters, weight_of
-from compile_muon.runtime.lender import MASTER, Lent
+from compile_muon.runtime.lender import MASTER, Lender, Lent
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
+from compile_muon.runtime.survey import Survey
 
 __all__ = ["Home"]
 
@@ -90,25 +92,24 @@ class _Chunk:
         return [bucket for bucket in asked if bucket is not None]
 
 
-class Home:
+class Home(Lender, Extension):
     """State of one rank that is somewhere else, or kept in fewer bits.
 
     Args:
-        specs: of the parameters, by name.
         groups: those of the optimizer. A bucket is lent once in a step, so it holds state of one group.
         config: says where state is.
-        away: names of parameters whose states are offloaded.
+        away: names of parameters whose states are offloaded, an attribute.
         group: all ranks of the optimizer.
         device: that computes.
         real: False for plans, which have neither disks nor other ranks.
         fake: mode of the model's tensors, where these are fake.
-    Raises:
-        OffloadError: the disk of a rank has no room; on every rank.
     """
+
+    beside = False
+    unrecorded = "states are not beside their parameters"
 
     def __init__(
         self,
-        specs: Mapping[str, ParamSpec],
         groups: Sequence[Group],
         config: Config,
         away: frozenset[str],
@@ -118,7 +119,10 @@ class Home:
         real: bool,
         fake: FakeTensorMode | None = None,
     ) -> None:
+        self.lender = self
+        self._groups, self._config, self.away = groups, config, away
         self._group, self._device = group if real else None, device
+        self._real, self._fake = real, fake
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
@@ -137,16 +141,25 @@ class Home:
         # Accounts with a master weight here, and edits of the parameter when that was last rounded to it.
         self._rounded_at: dict[Account, int] = {}
         self._optimizer: Optimizer
+
+    def reserve(self, specs: Mapping[str, ParamSpec]) -> None:
+        """See :class:`~compile_muon.runtime.lender.Lender`.
+
+        Raises:
+            ConfigError: of a parameter no rounded copy can be kept alone.
+            OffloadError: the disk of a rank has no room; on every rank.
+        """
+        config, groups, real = self._config, self._groups, self._real
         for name, spec in specs.items():
             if spec.master:
                 _check_master(name, spec, config)
-        with fake or nullcontext():
-            self._codec: Codec = CODECS[config.muon.momentum_dtype](device)
+        with self._fake or nullcontext():
+            self._codec: Codec = CODECS[config.muon.momentum_dtype](self._device)
         self._kept = {
             name: own
             for each in groups
             for name in each.members
-            if (own := self._slots(name, specs[name], each.method, name in away)).slots
+            if (own := self._slots(name, specs[name], each.method, name in self.away)).slots
         }
         offload = config.zero.offload or OffloadConfig()
         self._chunks = [
@@ -155,7 +168,7 @@ class Home:
             for chunk in self._in_chunks([name for name in each.members if name in self._kept], offload, each.method)
         ]
         self._on_host = {bucket for chunk in self._chunks if chunk.on_host for bucket in chunk.buckets}
-        self._ferry = Ferry(device, real=real and bool(self._on_host))
+        self._ferry = Ferry(self._device, real=real and bool(self._on_host))
         self._arrivals: Iterator[dict[Account, dict[str, Tensor]]]  # of the step under way
         self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
         momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
@@ -166,10 +179,10 @@ class Home:
         self._there, self._buffers = there, max([offload.buffer_count, *(len(c.buckets) for c in self._chunks)])
         self._arenas: dict[Bucket, Arena] = {}
         self._stores: list[Store] = []
-        with fake or nullcontext():
+        with self._fake or nullcontext():
             if here:
-                self._move_in(MemoryStore(here, device), here, device, real)
-            for user, on_host in ((device, False), (torch.device("cpu"), True)):
+                self._move_in(MemoryStore(here, self._device), here, self._device, real)
+            for user, on_host in ((self._device, False), (torch.device("cpu"), True)):
                 if used := [bucket for bucket in there if (bucket in self._on_host) == on_host]:
                     self._move_in(self._away(used, user, offload, real), used, user, real)
 
@@ -230,12 +243,14 @@ class Home:
         slot = self._kept[name].masters[MASTER]
         self._store(name, slot).current(slot).copy_(master)
 
-    def attach(self, accounts: Sequence[Account], optimizer: Optimizer) -> None:
+    def attach(self, engine: Engine) -> None:
         """Belong to these parameters, and show their states in the optimizer's."""
-        self._optimizer = optimizer
-        self._accounts = {account.name: account for account in accounts if account.name in self._kept}
+        super().attach(engine)
+        self._optimizer = engine.step.optimizer
+        self._accounts = {
+            account.name: account for account in engine.step.accounts.values() if account.name in self._kept
+        }
         for account in self._accounts.values():
-            account.keep_at(self)
             if account.spec.master:
                 self._rounded_at[account] = -1  # as given, or filled since
         self._follow_parameters()
@@ -416,6 +431,12 @@ class Home:
             return None
         found = self._wrong.get((account.name, label))
         return torch.zeros((), device=self._device) if found is None else found
+
+    def facts(self, survey: Survey) -> None:
+        """Which momenta are not finite. One beside its parameter is seen by its direction, all of which is NaN then."""
+        found = {a.name: flag for a in self._accounts.values() if (flag := self.wrong(a, "momentum")) is not None}
+        if found:
+            survey.add("momentum", list(found), torch.stack(list(found.values())))
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
@@ -611,10 +632,10 @@ class Home:
         sizes = [bucket.nbytes for bucket in self._there if bucket not in self._on_host]
         return min(self._buffers, len(sizes)) * max(sizes, default=0)
 
-    @property
-    def disk_bytes(self) -> tuple[int, int]:
-        """Read from a disk and written to one, since the start."""
-        return sum(store.bytes_read for store in self._stores), sum(store.bytes_written for store in self._stores)
+    def totals(self) -> Mapping[str, int]:
+        """Bytes read from a disk and written to one, where there is one."""
+        read, written = (sum(getattr(s, name) for s in self._stores) for name in ("bytes_read", "bytes_written"))
+        return {"disk_bytes_read": read, "disk_bytes_written": written} if read or written else {}
 
 
 def _check_master(name: str, spec: ParamSpec, config: Config) -> None:

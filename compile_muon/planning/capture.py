@@ -229,9 +229,9 @@ def captured(
         for graph, states in graphs
     ]
     played += step_graphs(optimizer, trained, ready, options)
-    accounts, mesh, home = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.home
+    accounts, mesh, lender = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.lender
     states = [value for account in trained for value in optimizer.state[account.param].values()]
-    away = 0 if home is None else home.bytes_away - home.bytes_in_buffers
+    away = lender.bytes_away - lender.bytes_in_buffers
     resident = {
         "parameters": sum(_weight_bytes(account) for account in accounts),
         "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,

@@ -27,7 +27,7 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     Args:
         states: name of the parameter by the position of its state among the inputs.
     """
-    home = optimizer.engine.home
+    home = optimizer.engine.lender
     if not isinstance(home, Home):
         return {}
     done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
@@ -45,14 +45,14 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
 def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
     """What the commit in this block is lent is noted in ``graph``."""
     steps = optimizer.engine.step
-    home = steps.home
+    home = steps.lender
     if isinstance(home, Home):
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
         fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.opens(a))
-        steps.home = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
+        steps.lender = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
     yield
-    steps.home = home
+    steps.lender = home
 
 
 def _writes(optimizer: MuonZero) -> bool:

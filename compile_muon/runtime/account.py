@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -17,13 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from compile_muon.agreement.status import TRAINING
-from compile_muon.errors import LedgerError
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulator_of, current_backward, storage_holders, will_execute
 from compile_muon.runtime.handouts import Handouts
-from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.parameter import raw_gradient
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
@@ -34,35 +31,7 @@ if TYPE_CHECKING:
     from compile_muon.runtime.ledger import Ledger
     from compile_muon.runtime.replicas import Refresh
 
-__all__ = ["Account", "Attention", "account_of"]
-
-
-@dataclass(eq=False)
-class Attention:
-    """Attention whose queries a parameter projects.
-
-    Args:
-        key: what projects its keys.
-        biases: what is added to queries, and to keys.
-        largest: ``[heads]`` fp32, the largest logit of each in what ``.grad`` is the gradient of.
-        size: of a head.
-        dims: of the weights of queries and keys, that heads lie along.
-        own: of these, how many entries of a key are of its head alone; all but in MLA.
-        scaled: what a step scales, see :mod:`.qk_clip`, and the specs of the parameters that it was made for.
-    """
-
-    key: Account
-    biases: tuple[Account | None, Account | None]
-    largest: Tensor
-    size: int
-    dims: tuple[int, ...]
-    own: int
-    scaled: Sequence[Any] = ()
-    made_for: tuple[ParamSpec, ...] = ()
-
-    def forget(self) -> None:
-        """What was noted belonged to gradients that are no more."""
-        self.largest.fill_(-math.inf)
+__all__ = ["Account", "account_of"]
 
 
 @dataclass(eq=False)
@@ -86,9 +55,7 @@ class Account:
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
         factor: the momentum in ``hyper``.
-        home: what keeps its states, where they are not beside it; ``fetches`` counts how often graphs asked for the
-            momentum.
-        attention: what was noted of its logits, where queries of attention are projected and ``qk_clip`` asks for it.
+        fetches: how often graphs asked for the momentum, where it is not beside the parameter.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
         accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
@@ -111,9 +78,7 @@ class Account:
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
     factor: float = 0.0
-    home: Lender | None = None
     fetches: int = 0
-    attention: Attention | None = None
     refreshed_at: int = -1
     refresh: Refresh | None = None
     accumulated: Tensor | None = None
@@ -135,7 +100,7 @@ class Account:
         names = ("ledger", "param", "replica", "handouts")
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
-        own |= {"home": None, "attention": None, "accumulated": None}
+        own["accumulated"] = None
         copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, **own)
         copied.ledger.accounts.append(copied)
         memo[id(self)] = copied
@@ -180,10 +145,6 @@ class Account:
             self.momentum = torch.zeros_like(self.local.detach())
             self.momentum_buffer = like_parameter(self.param, self.momentum)
             hold(self.momentum, self)
-
-    def keep_at(self, home: Lender) -> None:
-        """States are there from now on, and graphs fetch the momentum from it."""
-        self.home = home
 
     def use_factor(self, factor: float) -> None:
         """:attr:`hyper` holds this momentum from now on."""
@@ -230,29 +191,13 @@ class Account:
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
-        if self.home is None:
-            raise LedgerError(f"{self.name}: its momentum is kept by the optimizer of the model that this is a copy of")
         self.fetches += 1
-        return self.home.fetch(self, grad, out)
+        return self.ledger.hooks.lender.fetch(self, grad, out)
 
-    def note_logits(
-        self,
-        key_state: Tensor,
-        largest: Tensor,
-        size: int,
-        dims: list[int],
-        own: int,
-        biases: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        """Keep the largest logit of each head with the gradient that the backward under way adds to ``.grad``."""
-        if not self.visits.delivers:
-            return
-        if self.attention is None:
-            key = account_of(key_state)
-            assert key is not None
-            added = account_of(biases[0]), account_of(biases[1])
-            self.attention = Attention(key, added, torch.full_like(largest, -math.inf), size, tuple(dims), own)
-        self.attention.largest.copy_(torch.maximum(self.attention.largest, largest))
+    def tell(self, what: str, *facts: Any) -> None:
+        """See :class:`~compile_muon.passes.holder.Holder`: extensions are told."""
+        for told in self.ledger.hooks.told:
+            told(self, what, *facts)
 
     def to_reduce(self, grad: Tensor) -> Tensor | None:
         """See :class:`~compile_muon.passes.holder.Holder`: stage 1 keeps sums until a step's last micro-batch."""
@@ -280,8 +225,7 @@ class Account:
     def begin_backward(self, call: int) -> None:
         """A gradient is on its way; where ``.grad`` is gone, whoever dropped it dropped what belongs to it."""
         if self.grad is None and call != self.visits.current:
-            self.visits.drop()
-            self._forget_logits()
+            self._drop()
         self.sums.begin(call, self.grad, self.name)
 
     def watch(self) -> None:
@@ -322,14 +266,14 @@ class Account:
 
     def drop_gradient(self) -> None:
         """``zero_grad()``: what was made from the gradient goes with it; what forward visits are owed stays."""
-        self.visits.drop()
-        self._forget_logits()
+        self._drop()
         self.sums.close()
         self.speculations.drop()
 
-    def _forget_logits(self) -> None:
-        if self.attention is not None:
-            self.attention.forget()
+    def _drop(self) -> None:
+        self.visits.drop()
+        for dropped in self.ledger.hooks.dropped:
+            dropped(self)
 
     def close(self) -> None:
         """End of a step."""

@@ -7,7 +7,7 @@ wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.lender import GRADIENT, MASTER, WEIGHT, Lent
-from compile_muon.runtime.qk_clip import clip_heads
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.trained import Trained
 
@@ -42,16 +41,14 @@ def commit(
     fetches: Mapping[Account, int],
     found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-) -> Tensor | None:
-    """Write momenta, moments and parameters.
+) -> None:
+    """Write momenta, moments and parameters; and whatever extensions write behind them.
 
     Args:
         directions: by name; each is let go once it is written.
         fetches: which fetch of the momentum each of them is made of, where they were fetched.
         found_inf: 1.0 on the device for nothing to be written; None if the host knows that all may be.
         rates: of a group; None for those that it holds.
-    Returns:
-        The largest logit that ``qk_clip`` has seen, on the device; None without it.
     """
     matrices, rest = [], []
     for group in trained.optimizer.param_groups:
@@ -63,28 +60,28 @@ def commit(
             matrices.append(Matrices(method, own_rates, made, scale))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
-    home, ledger = trained.home, trained.ledger
-    beside, lending = home is None, partial(lend, trained)
+    lender, ledger = trained.lender, trained.ledger
+    lending = partial(lend, trained)
     # Where the device decides whether to write, no momentum has been moved for good.
-    moved = home.moved(fetches) if home is not None and found_inf is None else frozenset[Account]()
+    moved = lender.moved(fetches) if found_inf is None else frozenset[Account]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(account.spec.master for account in trained.muon)
-    with home.writing(found_inf) if home is not None else nullcontext():
+    with lender.writing(found_inf):
         with ledger.range("step commit muon"):
-            prepared = commit_states(matrices, partial(lending, moved=moved), found_inf, beside=beside)
-            if home is not None and masters and trained.summed:
-                home.confirm()
-            if beside or masters:
+            prepared = commit_states(matrices, partial(lending, moved=moved), found_inf, beside=lender.beside)
+            if masters and trained.summed:
+                lender.confirm()
+            if lender.beside or masters:
                 commit_weights(prepared, trained.summed, trained.group, found_inf, lending if masters else None)
         with ledger.range("step commit adamw"):
             for method, taken, own in rest:
                 for chosen, states in lending(own, Lent.ALL):
                     commit_elements(method, taken, chosen, states, found_inf)
-    if not (beside or masters):
+    if not (lender.beside or masters):
         with ledger.range("step commit muon"):
             commit_weights(prepared, trained.summed, trained.group, found_inf)
-    threshold = trained.config.muon.qk_clip
-    return None if threshold is None else clip_heads(trained.muon, threshold, trained.group, found_inf)
+    for write in ledger.hooks.after_commit:
+        write(found_inf)
 
 
 def lend(
@@ -95,8 +92,8 @@ def lend(
     Args:
         moved: whose momentum has been moved already.
     """
-    if trained.home is not None:
-        yield from trained.home.lend(accounts, what, trained.ledger.status.step, moved=moved)
+    if not trained.lender.beside:
+        yield from trained.lender.lend(accounts, what, trained.ledger.status.step, moved=moved)
     elif accounts:
         yield accounts, [trained.optimizer.state[account.param] for account in accounts]
 

@@ -14,7 +14,7 @@ class Mode(Enum):
     """Whose directions a step takes, and when the host reads what the device finds."""
 
     IN_STEP = "read, take the directions of backward that hold, and make the others"
-    STAGES = "the same by the norm of all pipeline stages, which is known once they have met"
+    TOGETHER = "the same by the norm of several optimizers, which is known once they have met"
     AT_ONCE = "make all, since backward makes none, and read"
     LATER = "take all from backward, let the device decide whether to write, and read in the next step"
     AT_ONCE_LATER = "make all, let the device decide whether to write, and read in the next step"
@@ -42,7 +42,7 @@ class Facts:
         gradients: squared norm of each gradient, by name; empty until it is read, as is all below.
         spoiled: names of what else is not finite, by kind: momenta, states, rates.
         directions: names of the directions that are not finite.
-        total: norm of the gradients of all pipeline stages; None for those of this one.
+        total: norm of the gradients of all optimizers that decide together; None for those of this one.
     """
 
     wanted: frozenset[str] = frozenset()
@@ -101,17 +101,17 @@ def over(limit: float | None, norm: float) -> bool:
     return limit is not None and limit / (norm + 1e-6) < 1
 
 
-def mode_of(facts: Facts, *, speculating: bool, later: bool, stages: bool) -> Mode:
+def mode_of(facts: Facts, *, speculating: bool, later: bool, together: bool) -> Mode:
     """How a step goes on.
 
     Args:
         facts: of the host.
         speculating: whether any backward may make directions.
-        later: whether checks are read in the next step; never so with pipeline stages.
-        stages: whether there are other pipeline stages.
+        later: whether checks are read in the next step; never so with other optimizers.
+        together: whether there are others that decide with this one.
     """
-    if stages:
-        return Mode.STAGES
+    if together:
+        return Mode.TOGETHER
     if not speculating:
         return Mode.AT_ONCE_LATER if later else Mode.AT_ONCE
     # What a step must know for its own course it waits for.

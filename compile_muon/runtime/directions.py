@@ -44,7 +44,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> tu
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Account, int]:
     """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
-    if trained.home is None:
+    if trained.lender.beside:
         return {}
     used = begun.used(decision)
     return {a: used[a.name].fetches if a.name in used else a.fetches for a in begun.muon}

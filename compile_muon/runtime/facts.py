@@ -16,7 +16,6 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
-from compile_muon.runtime.qk_clip import check_heads
 from compile_muon.runtime.recorded import Given
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
@@ -83,8 +82,8 @@ def begin(trained: Trained) -> Begun:
         # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
         frozenset(account.name for account in (muon if trained.group is None else trained.muon)),
     )
-    stages = trained.stages is not None
-    mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, stages=stages)
+    together = not ledger.hooks.peers.alone
+    mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, together=together)
     used = {} if mode.at_once else ready
     return Begun(mode, facts, told(trained, agreed, used, problem), agreed, muon, rest, candidates, used)
 
@@ -133,11 +132,6 @@ def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: E
 def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: Ready) -> None:
     """The other half, which is on the device."""
     survey.add_gradients([*trained.muon, *trained.rest], ready)
-    # One beside its parameter is seen by the direction that is made of it, all of which is NaN then.
-    home = trained.home
-    away = {a.name: flag for a in trained.muon if home and (flag := home.wrong(a, "momentum")) is not None}
-    if away:
-        survey.add("momentum", list(away), torch.stack(list(away.values())))
     held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
     for group in trained.optimizer.param_groups:
         for state in trained.method(group).states:
@@ -147,18 +141,20 @@ def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: 
                 own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in accounts}
                 held.setdefault(state.label, {}).update(own)
     for label, tensors in held.items():
-        survey.add(label, [a.name for a in tensors], _not_finite(home, label, tensors))
+        survey.add(label, [a.name for a in tensors], _not_finite(trained.lender, label, tensors))
     for name, rate in trained.rates().items():
         if isinstance(rate, Tensor):
             survey.add_rate(name, rate)
     if agreement is not None:
         agreement.measure(survey)
     survey.add_speculations(trained.muon, ready)
+    for add in trained.ledger.hooks.facts:
+        add(survey)
 
 
-def _not_finite(home: Lender | None, label: str, states: Mapping[Account, Tensor]) -> Tensor:
+def _not_finite(lender: Lender, label: str, states: Mapping[Account, Tensor]) -> Tensor:
     """Which of these states are not finite: what is away was looked at when it was written."""
-    known = {a: flag for a in states if home is not None and (flag := home.wrong(a, label)) is not None}
+    known = {} if lender.beside else {a: flag for a in states if (flag := lender.wrong(a, label)) is not None}
     here = [a for a in states if a not in known]
     tensors = [states[a] for a in here]
     if not known:
@@ -200,8 +196,8 @@ def _model_problem(trained: Trained) -> UnsupportedModelError | None:
     try:
         trained.check_model()
         trained.handouts.check(thoroughly=True)
-        if trained.config.muon.qk_clip is not None:
-            check_heads(trained.muon, trained.config.muon.qk_clip_alpha)
+        for check in trained.ledger.hooks.check:
+            check()
     except UnsupportedModelError as problem:
         if trained.group is None:
             raise

@@ -160,8 +160,9 @@ class ForwardGraph:
             )
         ledger, names = accounts[0].ledger, [account.name for account in accounts]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
-            if ledger.check_batch is not None and self._groups:
-                ledger.check_batch(self._groups, [args[i] for i in self._integers])
+            for hooks in dict.fromkeys(account.ledger.hooks for account in accounts):
+                for before in hooks.before_forward:
+                    before(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
             for account in accounts:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from compile_muon.agreement.frame_log import FrameLog
 from compile_muon.agreement.status import EVALUATION, TRAINING, RankStatus
@@ -26,6 +24,7 @@ from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.hooks import Hooks
 
 __all__ = ["Counters", "Ledger"]
 
@@ -95,11 +94,7 @@ class Ledger:
         stepped: whether there is an optimizer, which a copied module does not have.
         checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
-        shares_sequences: whether ranks share sequences (``sequence_parallel``), so that frames see to it.
-        check_batch: ``f(groups, tensors)`` before a graph that is given these integers, and has collectives of these
-            groups, runs; where ranks share sequences.
-        notes_logits: whether frames keep the largest logit of each head (``qk_clip``).
-        heads: which of how many equal parts of the heads this rank has where ranks share sequences.
+        hooks: of the optimizer's extensions.
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
         left: bytes that a backward graph has held, and holds no more in ``step()``.
     """
@@ -116,10 +111,7 @@ class Ledger:
     frame_log: FrameLog = field(default_factory=FrameLog)
     stepped: bool = True
     checks_later: bool = False
-    shares_sequences: bool = False
-    check_batch: Callable[[Collection[str], Sequence[Tensor]], None] | None = None
-    notes_logits: bool = False
-    heads: tuple[int, int] = (0, 1)
+    hooks: Hooks = field(default_factory=Hooks)
     gathers: tuple[Any, Any] | None = None
     left: int = 0
     _expected: int | None = None

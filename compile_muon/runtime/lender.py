@@ -1,16 +1,19 @@
-"""What a step and its graphs ask of whoever keeps states that are not beside their parameters."""
+"""What a step and its graphs ask of whoever keeps states that may not be beside their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from compile_muon.errors import LedgerError
+
 if TYPE_CHECKING:
+    from compile_muon.passes.spec import ParamSpec
     from compile_muon.runtime.account import Account
 
 __all__ = ["GRADIENT", "MASTER", "WEIGHT", "Lender", "Lent"]
@@ -37,14 +40,32 @@ class Lent(Enum):
     ALL = "all"
 
 
-class Lender(Protocol):
-    """Keeps states of some parameters of an optimizer, and lends them."""
+class Lender:
+    """All states are beside their parameters. A subclass keeps some of them, and lends them.
+
+    Attributes:
+        beside: whether nothing is kept here, so that nobody need ask.
+    """
+
+    beside = True
+
+    def reserve(self, specs: Mapping[str, ParamSpec]) -> None:
+        """Make room for what will be kept here, ahead of the first change of the model; on every rank.
+
+        Args:
+            specs: of all parameters, by name.
+        """
+
+    def keep_master(self, name: str, master: Tensor) -> None:
+        """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
 
     def names(self, account: Account) -> frozenset[str]:
         """Of its states that are kept here, as methods name them."""
+        return frozenset()
 
     def fetch(self, account: Account, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum of a parameter to ``out``; a direction is made of it and ``grad``."""
+        raise LedgerError(f"{account.name}: its momentum is kept by the optimizer of the model that this is a copy of")
 
     def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
         """Those whose momentum was moved toward the gradient when it was fetched, to be kept by the step under way.
@@ -52,6 +73,7 @@ class Lender(Protocol):
         Args:
             fetches: which fetch a direction that the step uses is made of.
         """
+        return frozenset()
 
     def lend(
         self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
@@ -68,6 +90,7 @@ class Lender(Protocol):
             step: which one.
             moved: of whom the momentum is not asked for.
         """
+        yield from ()
 
     def writing(self, found_inf: Tensor | None) -> AbstractContextManager[None]:
         """Around all that a step writes to states: on every rank all of it is kept, or nothing. Gradients are final.
@@ -75,6 +98,7 @@ class Lender(Protocol):
         Args:
             found_inf: 1.0 on the device for a step that writes nothing; None if the host knows that it does.
         """
+        return nullcontext()
 
     def confirm(self) -> None:
         """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""
@@ -82,27 +106,24 @@ class Lender(Protocol):
     def wrong(self, account: Account, label: str) -> Tensor | None:
         """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if
         it is not kept here."""
+        return None
 
     def own(self) -> None:
         """What users put into the optimizer's state, as they may, becomes what is kept."""
-
-    def loaded(self) -> None:
-        """Someone wrote to what the optimizer's state shows."""
 
     def settle(self) -> None:
         """Return when host memory has all that was written."""
 
     def folder_of(self, name: str, state: str) -> Path | None:
         """Where the file is that has this state of a parameter; None if it is in memory."""
-
-    @property
-    def disk_bytes(self) -> tuple[int, int]:
-        """Read from a disk and written to one, since the start."""
+        return None
 
     @property
     def bytes_away(self) -> int:
         """Of this rank's state that is not on the device."""
+        return 0
 
     @property
     def bytes_in_buffers(self) -> int:
         """Of the device that buckets of it take turns in."""
+        return 0

@@ -125,14 +125,10 @@ class Recorded:
     def left_out(self, step: Trained) -> str | None:
         """Why no step of an optimizer is recorded; None where they are."""
         config = step.config
+        if step.ledger.hooks.unrecorded is not None:
+            return step.ledger.hooks.unrecorded
         if not step.ledger.checks_later:
-            if step.stages is not None:
-                return "pipeline stages decide together"
             return "checks='in_step' waits for what a step finds: set checks='next_step'"
-        if step.home is not None:
-            return "states are not beside their parameters"
-        if config.muon.qk_clip is not None:
-            return "qk_clip scales heads by what forward has seen"
         if config.zero.gradient_clipping is not None and step.ledger.speculating:
             return "gradient_clipping must know the norm before it uses directions of backward: set update='step'"
         for group in step.optimizer.param_groups:

@@ -56,7 +56,7 @@ def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, la
         wrong: names by kind.
         later: whether its gradients may be gone.
     """
-    others = "" if trained.stages is None else trained.stages.elsewhere()
+    others = trained.ledger.hooks.peers.elsewhere()
     if not wrong and not others:
         return False
     zero, counters = trained.config.zero, trained.ledger.counters
@@ -64,11 +64,9 @@ def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, la
         found = _named(trained, survey, wrong, later=later)
     else:
         found = f"{others} found inf or nan, and itself says where"
-    if batches := trained.differing_batches():
-        raise NonFiniteError(
-            f"{batches}, which makes them NaN: nothing was updated in step {survey.step}; optimizer.data_place "
-            "says which data a rank is to load"
-        )
+    for why in trained.ledger.hooks.why_not_finite:
+        if (known := why()) is not None:
+            raise NonFiniteError(f"{known[0]}: nothing was updated in step {survey.step}; {known[1]}")
     problem = f"{found}: nothing was updated in step {survey.step}"
     if zero.nonfinite == "error":
         raise NonFiniteError(
@@ -114,7 +112,7 @@ def _named(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, lat
     if trained.compares and trained.config.zero.nonfinite == "error":
         holders = [rank for rank, names in enumerate(spoiled) if names]
         where = f" on {ranks_named(holders)}" if 0 < len(holders) < len(spoiled) else survey.ranks(wrong)
-    return "; ".join(filter(None, parts)) + where + ("" if trained.stages is None else trained.stages.here())
+    return "; ".join(filter(None, parts)) + where + trained.ledger.hooks.peers.here()
 
 
 def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set[str]]:

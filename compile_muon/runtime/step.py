@@ -39,7 +39,6 @@ class Step(Trained):
         fetches: which of the momenta its directions are made of, where they are not beside their parameters.
         grad_norm: on the device.
         norm: the same as the host knows it, NaN before.
-        max_logit: with ``qk_clip``, on the device.
         pending: survey and agreement that the host has not read yet, and names of the directions that were used.
         recorded: steps as CUDA graphs; None where there are none.
     """
@@ -47,7 +46,6 @@ class Step(Trained):
     fetches: Mapping[Account, int] = field(default_factory=dict)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
-    max_logit: Tensor | None = None
     pending: tuple[Survey, Agreement | None, frozenset[str]] | None = None
     recorded: Recorded | None = None
 
@@ -67,8 +65,9 @@ class Step(Trained):
         some directions were made in backward and others must be made here."""
         self.grad_norm = norm = measure(self, begun)
         facts = begun.facts if begun.mode.at_once else self._read(begun, begun.facts)
-        if self.stages is not None:
-            facts = self.stages.confer(facts)
+        peers = self.ledger.hooks.peers
+        if not peers.alone:
+            facts = peers.confer(facts)
             self.norm = facts.norm
             self.grad_norm = norm = torch.tensor(facts.norm, dtype=torch.float32, device=self.device)
         decision = decide(facts, begun.mode)
@@ -79,14 +78,13 @@ class Step(Trained):
         if decision.wait:
             facts = self._read(begun, facts)
         wrong = facts.wrong(facts.wanted)
-        if self.stages is not None:
-            self.stages.confirm(wrong=bool(wrong))
+        peers.confirm(wrong=bool(wrong))
         if refused(self, begun.survey, wrong):
             return False
         self.ledger.counters.skipped_in_a_row = 0
         note(self, begun, decision, clipped=facts.clipped)
         self.fetches = fetches_of(self, begun, decision)
-        self.max_logit = commit(self, directions, self.fetches)
+        commit(self, directions, self.fetches)
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
@@ -122,7 +120,7 @@ class Step(Trained):
         found_inf = survey.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if given is None else given.rates
-            self.max_logit = commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
+            commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
         refreshed = self._refreshed(begun)
         traffic = traffic + start_refresh(refreshed)
         if given is not None:

@@ -60,6 +60,7 @@ class Survey:
     _reduced: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
     _own: list[tuple[list[tuple[str, str]], Tensor]] = field(default_factory=list)
     _each: set[str] = field(default_factory=set)
+    _further: dict[str, None] = field(default_factory=dict)
     _copy: tuple[Tensor, torch.cuda.Event | None] | None = None
     _read: dict[str, dict[str, float]] = field(default_factory=dict)
     _masks: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -72,6 +73,15 @@ class Survey:
         """Put ``values`` (one fp32 number per name) under ``what``."""
         self._names += [(what, name) for name in names]
         self._values.append(values)
+
+    def add_wrong(self, what: str, names: Sequence[str], flags: Tensor) -> None:
+        """Put under ``what`` which of these are not finite: 0 for those that are. Any other number stops the step.
+
+        Args:
+            what: a kind of the caller's, which an error calls them by.
+        """
+        self._further[what] = None
+        self.add(what, names, flags)
 
     def add_facts(self, what: str, facts: Mapping[str, float]) -> None:
         """Put numbers that the host knows under ``what``."""
@@ -231,7 +241,8 @@ class Survey:
         against = torch.zeros((), device=self.device)
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
-            wrong, of_all, first = masks = _masks(spans, frozenset(self._each), self._world, self.device)
+            each, further = frozenset(self._each), frozenset(self._further)
+            wrong, of_all, first = masks = _masks(spans, each, further, self._world, self.device)
             self._masks.append(masks)  # a graph reads them for as long as this survey is kept
             # inf and NaN stay what they are when multiplied by zero.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
@@ -293,7 +304,7 @@ class Survey:
 
     def spoiled(self) -> dict[str, list[str]]:
         """Names of what the optimizer has, and that is not finite, by kind."""
-        return {what: sorted(self.names(what)) for what in ("momentum", *_STATES, "rate")}
+        return {what: sorted(self.names(what)) for what in ("momentum", *_STATES, "rate", *self._further)}
 
     def names(self, what: str) -> set[str]:
         """Names under ``what`` whose number is not zero."""
@@ -301,7 +312,9 @@ class Survey:
 
 
 @functools.lru_cache(maxsize=16)
-def _masks(spans: _Spans, each: Set[str], world: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _masks(
+    spans: _Spans, each: Set[str], further: Set[str], world: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
     rank 0's number where all ranks' must be the same, which else is its own."""
     wrong: list[float] = []
@@ -309,7 +322,7 @@ def _masks(spans: _Spans, each: Set[str], world: int, device: torch.device) -> t
     first: list[int] = []
     for what, count in spans:
         start, width = len(first), count // world
-        wrong += [float(what in _WRONG)] * count
+        wrong += [float(what in _WRONG or what in further)] * count
         of_all += [float(what in _OF_ALL)] * count
         first += [start + (i % width if what in each else i) for i in range(count)]
     return torch.tensor(wrong, device=device), torch.tensor(of_all, device=device), torch.tensor(first, device=device)

@@ -19,8 +19,7 @@ from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.pinned import pinned_numbers
-from compile_muon.runtime.pipeline_stages import PipelineStages
-from compile_muon.runtime.shards import local_tensor, new_state
+from compile_muon.runtime.shards import like_parameter, local_tensor, new_state
 from compile_muon.runtime.step_graph import StepGraphs
 
 __all__ = ["Trained"]
@@ -36,15 +35,13 @@ class Trained:
         methods: of its groups, by name.
         ledger: with the accounts of all parameters.
         group: all its ranks, None for one process.
-        stages: of a pipeline, None without.
         device: of all tensors.
         compares: whether ranks answer.
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
         handouts: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
-        differing_batches: says which ranks that share a sequence were given different batches; collective.
-        home: of the states that are not beside their parameters, None if all are.
     Attributes:
+        lender: of the states that are not beside their parameters.
         accounts: of trained parameters; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
         summed: matrices of methods that need sums over whole ones.
     """
@@ -54,17 +51,16 @@ class Trained:
     methods: Mapping[str, Method]
     ledger: Ledger
     group: dist.ProcessGroup | None
-    stages: PipelineStages | None
     device: torch.device
     compares: bool
     check_model: Callable[[], None]
     handouts: Handouts
     scale: Callable[[str | float, int, int], float]
-    differing_batches: Callable[[], str] = str
-    home: Lender | None = None
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
+    lender: Lender = field(init=False)
 
     def __post_init__(self) -> None:
+        self.lender = self.ledger.hooks.lender
         self.accounts: dict[Tensor, Account] = {}
         self._states: dict[Tensor, set[str]] = {}  # that a method keeps beside each parameter, by name
         self._know([account for account in self.ledger.accounts if account.param.requires_grad])
@@ -108,14 +104,17 @@ class Trained:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 account, slots = self.accounts[param], self.optimizer.state[param]
-                away = set() if self.home is None else self.home.names(account)
+                away = self.lender.names(account)
                 if account.spec.muon is not None and not account.spec.muon.fetched:
                     slots["momentum_buffer"] = account.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in away]
                 for state in own:
                     if state.name not in slots:
                         slots[state.name] = new_state(account, state)
-                self._states[param] = {state.name for state in own}
+                further = {n: x for state in self.ledger.hooks.state for n, x in state(account).items()}
+                for name, value in further.items():
+                    slots.setdefault(name, like_parameter(param, value) if value.ndim else value)
+                self._states[param] = {*further, *(state.name for state in own)}
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[Account]]]:
         """The momenta of ``groups``, which stand for ``param_groups``, and the accounts that share a tensor of each.
@@ -151,8 +150,7 @@ class Trained:
     def own_momenta(self) -> None:
         """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
         begins anew, as in torch.optim."""
-        if self.home is not None:
-            self.home.own()
+        self.lender.own()
         for account in self.muon:
             if account.spec.muon_settings.fetched:
                 continue

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.config import SequenceParallelConfig
@@ -28,7 +28,7 @@ from compile_muon.errors import config_error, listed
 from compile_muon.passes.exchange.place import Place
 from compile_muon.passes.torch_private import group_named
 from compile_muon.sequence.attention_interface import accepts_any, attends, exchange_in, has_causal_loss, loss_of
-from compile_muon.sequence.batch import check_shapes, note_batch
+from compile_muon.sequence.batch import note_batch
 from compile_muon.sequence.blocks import enter, intercepting, leave
 from compile_muon.sequence.images import add_own_positions, collect, deal, deal_patches, grid_towers, vision_parts
 from compile_muon.sequence.running import FIELD, Batch, Running
@@ -105,11 +105,6 @@ class SequencePlan:
             groups.setdefault(group, set()).add(digest)
         found = [ranks_named(list(group)) for group, seen in groups.items() if len(seen) > 1]
         return f"{listed(found)} share a sequence and were given different batches" if found else ""
-
-    def check_batch(self, groups: Collection[str], given: Sequence[Tensor]) -> None:
-        """:func:`~.batch.check_shapes` ahead of a graph with collectives of ``groups``."""
-        if given and self.place is not None and self.place.group in groups:
-            check_shapes(self.batch, self.place, given)
 
     def apply(self, model: nn.Module, place: Place, everyone: dist.ProcessGroup, *, compares: bool) -> None:
         """Put hooks at the blocks, and ours in place of attention and loss; sends nothing.

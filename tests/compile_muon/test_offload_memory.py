@@ -93,7 +93,7 @@ def training(folder: str) -> None:
     before = of_the_process("RssShmem")  # where buffers are
     optimizer = trained_within(folder, allowed)
     assert optimizer is not None
-    home: Any = optimizer.engine.home
+    home: Any = optimizer.engine.lender
     assert home.bytes_away == STATE and home.bytes_in_buffers == 2 * 4 * MB
     assert 0 < of_the_process("RssShmem") - before <= home.bytes_in_buffers
 

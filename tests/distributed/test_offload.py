@@ -384,7 +384,7 @@ def _through_a_fault(
     run(model, optimizer, range(2))
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
-    kept: Any = optimizer.engine.home
+    kept: Any = optimizer.engine.lender
     disk = CuFile if what.startswith("raw") else next(type(x) for x in kept._stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:

@@ -34,6 +34,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 import compile_muon
+from compile_muon.extensions.pipeline import PipelineStages
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 #: What each stage has: the embedding, blocks, the head. The stages share 4 ranks.
@@ -132,9 +133,9 @@ class Trained:
         loss = loss_of if scale else lambda logits, tokens: loss_of(logits, tokens) / MICRO
         self.schedule = SCHEDULES[schedule](pipelined, MICRO, loss_fn=loss, scale_grads=scale)
         self.gathers = 0
-        assert self.optimizer.engine.stages is not None
-        counted = partial(self._counted, self.optimizer.engine.stages._gather)
-        self.optimizer.engine.stages._gather = counted  # type: ignore[method-assign]
+        stages = self.optimizer.engine.extension(PipelineStages)
+        assert stages is not None
+        stages._gather = partial(self._counted, stages._gather)  # type: ignore[method-assign]
 
     def _counted(self, gather: Callable[..., Any], *args: Any) -> Any:
         self.gathers += 1

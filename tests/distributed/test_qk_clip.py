@@ -369,7 +369,7 @@ def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(insi
     optimizer.zero_grad()
     expected = float(largest(model, quiet).max())
     assert expected < float(largest(model, loud).max())
-    with mock.patch.object(Account, "note_logits", autospec=True, side_effect=Account.note_logits) as noted:
+    with mock.patch.object(Account, "tell", autospec=True, side_effect=Account.tell) as noted:
         loss(run, quiet).backward()
     assert noted.call_count == 1
     optimizer.step()

@@ -25,7 +25,7 @@ import compile_muon
 from compile_muon import Checkpointer, ConfigError, MuonZero, NonFiniteError, check_sequence
 from compile_muon.config import Config, ExpertParallelConfig, SequenceParallelConfig, config_from_kwargs
 from compile_muon.passes.torch_private import group_named
-from compile_muon.sequence import plan_sequence
+from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.sequence.plan import plan_of
 
 VOCABULARY = 61
@@ -498,7 +498,8 @@ def first_step(*, counts: bool, compiled: bool) -> str:
     except ConfigError as error:
         assert all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
         return str(error)
-    assert optimizer.engine.sequence is not None and not optimizer.engine.sequence.unchecked
+    shared = optimizer.engine.extension(SharedSequences)
+    assert shared is not None and not shared.plan.unchecked
     torch._dynamo.reset()
     return ""
 

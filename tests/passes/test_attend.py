@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import symbolic_trace
 
-from compile_muon.passes.attend import look_up_own
+from compile_muon.passes import GraphKind, PassContext, run_passes
+from compile_muon.passes.attend import LOOK_UP_OWN
 
 TABLE = torch.randn(11, 4, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(10).view(2, 5)
@@ -28,8 +29,7 @@ def features(ids: Tensor, table: Tensor) -> Tensor:
 
 def test_only_the_own_positions_are_looked_up() -> None:
     for function, own in ((positions, True), (read_twice, False), (features, False)):
-        gm = symbolic_trace(function)
-        look_up_own(gm)
+        gm = run_passes(symbolic_trace(function), (LOOK_UP_OWN,), PassContext(GraphKind.DYNAMO))
         (lookup,) = gm.graph.find_nodes(op="call_function", target=F.embedding)
         assert (lookup.args[0].target == "narrow") == own, function.__name__
         assert torch.equal(gm(IDS, TABLE), function(IDS, TABLE))

@@ -33,10 +33,10 @@ TABLE: list[tuple[str, str, str, str, str, Mode, bool, str, str, bool]] = [
     ("no", "no", "no", "- a ab abz", "under over", Mode.AT_ONCE, True, "", "abc", True),
     ("no", "no", "yes", "- a ab abz", "none", Mode.AT_ONCE_LATER, False, "", "abc", False),
     ("no", "no", "yes", "- a ab abz", "under over", Mode.AT_ONCE_LATER, True, "", "abc", False),
-    ("yes", "no yes", "no", "-", "none under", Mode.STAGES, False, "", "ab", True),
-    ("yes", "no yes", "no", "a", "none under", Mode.STAGES, False, "a", "b", True),
-    ("yes", "no yes", "no", "ab abz", "none under", Mode.STAGES, False, "ab", "", False),
-    ("yes", "no yes", "no", "- a ab abz", "over", Mode.STAGES, True, "", "ab", True),
+    ("yes", "no yes", "no", "-", "none under", Mode.TOGETHER, False, "", "ab", True),
+    ("yes", "no yes", "no", "a", "none under", Mode.TOGETHER, False, "a", "b", True),
+    ("yes", "no yes", "no", "ab abz", "none under", Mode.TOGETHER, False, "ab", "", False),
+    ("yes", "no yes", "no", "- a ab abz", "over", Mode.TOGETHER, True, "", "ab", True),
 ]
 
 
@@ -56,7 +56,7 @@ def names(text: str) -> frozenset[str]:
 def test_a_step_follows_from_its_settings_and_facts(given: tuple[str, ...], mode: Mode, decision: Decision) -> None:
     stages, speculating, later, held, limit = given
     known = Facts(names("ab"), LIMITS[limit], names(held), names("abc"))
-    assert mode is mode_of(known, speculating=speculating == "yes", later=later == "yes", stages=stages == "yes")
+    assert mode is mode_of(known, speculating=speculating == "yes", later=later == "yes", together=stages == "yes")
     blind = mode.at_once or mode.later
     assert (
         decide(known if blind else Facts(names("ab"), LIMITS[limit], names(held), names("abc"), FINE), mode) == decision
@@ -70,7 +70,7 @@ def test_the_table_has_every_combination_once() -> None:
     assert {mode for _, mode, _ in rows()} == set(Mode)
 
 
-@pytest.mark.parametrize("mode", [Mode.IN_STEP, Mode.STAGES])
+@pytest.mark.parametrize("mode", [Mode.IN_STEP, Mode.TOGETHER])
 @pytest.mark.parametrize(
     ("facts", "limit", "use", "wrong"),
     [
@@ -114,7 +114,7 @@ def test_what_a_step_has_made_is_looked_at_before_it_is_written(
 
 def test_pipeline_stages_decide_by_the_norm_of_all() -> None:
     def of_all(limit: float, norm: float) -> Decision:
-        return decide(Facts(names("ab"), limit, names("ab"), names("ab"), FINE, total=norm), Mode.STAGES)
+        return decide(Facts(names("ab"), limit, names("ab"), names("ab"), FINE, total=norm), Mode.TOGETHER)
 
     assert of_all(10.0, 9.0).use == {"a", "b"}
     assert of_all(10.0, 11.0) == Decision(True, frozenset(), frozenset("ab"), True, {})

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from compile_muon.agreement.status import RankStatus
+from compile_muon.engine.extension import Extension
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
 from compile_muon.model.ownership import Ownership
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.hooks import Hooks
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
-from compile_muon.runtime.pipeline_stages import PipelineStages
 from compile_muon.runtime.step import Step
-from compile_muon.sequence.plan import SequencePlan
 
 if TYPE_CHECKING:
     from compile_muon.agreement.together import Ranks
 
 __all__ = ["Engine"]
+
+E = TypeVar("E", bound=Extension)
 
 
 @dataclass(eq=False)
@@ -39,8 +42,7 @@ class Engine:
         ownership: which module holds which parameter.
         assignments: by name, which method trains a parameter, and why.
         mesh: of ranks, and ``group`` all of them; None for one process.
-        stages: of a pipeline; None without.
-        sequence: what is cut where ranks share sequences; None where none do.
+        extensions: the features that it has.
         hyper: ``[2]`` fp32 on the device, ``(1 - momentum, momentum)`` of the first Muon group.
         compares: whether there are other ranks to compare anything with.
         meeting: of all checkpointers, once there was one: a process group has threads, and stays.
@@ -52,11 +54,19 @@ class Engine:
     assignments: dict[str, Assignment]
     mesh: Mesh | None
     group: dist.ProcessGroup | None
-    stages: PipelineStages | None
-    sequence: SequencePlan | None
+    extensions: Sequence[Extension]
     hyper: Tensor
     compares: bool
     meeting: Ranks | None = None
+
+    @property
+    def hooks(self) -> Hooks:
+        """What the extensions do, by occasion."""
+        return self.ledger.hooks
+
+    def extension(self, kind: type[E]) -> E | None:
+        """The first of this class, or of one derived from it; None if there is none."""
+        return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     @property
     def params(self) -> list[Account]:
@@ -79,6 +89,6 @@ class Engine:
         return self.ledger.status
 
     @property
-    def home(self) -> Lender | None:
-        """The states that are not on the device, or kept in another dtype; None where there are none."""
-        return self.step.home
+    def lender(self) -> Lender:
+        """Of the states that are not beside their parameters."""
+        return self.step.lender

@@ -26,9 +26,11 @@ from compile_muon.agreement.compare import by_rank, differing, gather_objects
 from compile_muon.agreement.heartbeat import backend_of
 from compile_muon.agreement.status import RankStatus
 from compile_muon.config import ZeroConfig
+from compile_muon.engine import Extension
 from compile_muon.errors import LedgerError, config_error, raise_all
 from compile_muon.passes.torch_private import collective_failed
 from compile_muon.runtime.decision import Decision, Facts, Mode, decide, over
+from compile_muon.runtime.peers import Peers
 
 __all__ = ["PipelineStages"]
 
@@ -74,7 +76,7 @@ class _Told(NamedTuple):
     over: float = Outlook.READY
 
 
-class PipelineStages:
+class PipelineStages(Peers, Extension):
     """This rank's access to the other stages. A stage's number is its place in ``norm_group``.
 
     Args:
@@ -84,7 +86,11 @@ class PipelineStages:
         wrong: stages with something that is not finite, by the latest gather.
     """
 
+    alone = False
+    unrecorded = "pipeline stages decide together"
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.peers = self
         self._group, self._device = group, device
         self._status = RankStatus(group, device)
         self._owes = False
@@ -141,11 +147,7 @@ class PipelineStages:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step: if this stage raises, the others learn of it where they wait for this one.
-
-        Args:
-            number: of the step, from 1.
-        """
+        """See :class:`~compile_muon.runtime.peers.Peers`."""
         self._status.step, self._owes, self.wrong = number, True, []
         try:
             yield
@@ -157,18 +159,10 @@ class PipelineStages:
             raise
 
     def confer(self, facts: Facts) -> Facts:
-        """The step's first gather.
-
-        Args:
-            facts: of this stage.
-        Returns:
-            The same with the norm of all gradients, bit for bit the same on every rank of every stage.
-        Raises:
-            LedgerError: another stage refuses the step, or is in another one.
-            PeerError: another stage does not come.
-        """
+        """The step's first gather, see :class:`~compile_muon.runtime.peers.Peers`. The norm is bit for bit the same on
+        every rank of every stage."""
         # What follows here if the norm of all is under the limit, and if it is over it.
-        under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.STAGES)) for norm in (0.0, math.inf))
+        under, beyond = (_outlook(decide(replace(facts, total=norm), Mode.TOGETHER)) for norm in (0.0, math.inf))
         rows = self._checked(_Told(self._status.step, 0.0, facts.norm, under, beyond))
         # In any order of the stages the same number.
         total = math.sqrt(math.fsum(row.norm * row.norm for row in rows))
@@ -178,13 +172,7 @@ class PipelineStages:
         return replace(facts, total=total)
 
     def confirm(self, *, wrong: bool) -> None:
-        """The step's second gather, where there is one.
-
-        Args:
-            wrong: whether this stage has made a direction that is not finite.
-        Raises:
-            LedgerError, PeerError: as :meth:`confer`.
-        """
+        """The step's second gather, where there is one."""
         if self._owes:
             what = Outlook.WRONG if wrong else Outlook.READY
             rows = self._checked(_Told(self._status.step, 0.0, 0.0, what, what))

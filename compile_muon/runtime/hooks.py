@@ -1,0 +1,48 @@
+"""What the features of one optimizer do, by occasion: what the core loops over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from compile_muon.passes import GraphPass
+from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.peers import Peers
+
+if TYPE_CHECKING:
+    from compile_muon.runtime.account import Account
+    from compile_muon.runtime.survey import Survey
+
+__all__ = ["Hooks"]
+
+
+@dataclass(frozen=True, eq=False)
+class Hooks:
+    """Of each hook of :class:`~compile_muon.engine.extension.Extension`, those that are overridden.
+
+    Args:
+        dynamo_passes: of all extensions.
+        lender: of states; by default all are beside their parameters.
+        peers: that decide with this optimizer; by default there are none.
+        unrecorded: why no step is in a CUDA graph; None if it may be.
+    """
+
+    dynamo_passes: tuple[GraphPass, ...] = ()
+    before_forward: tuple[Callable[[frozenset[str], Sequence[Tensor]], None], ...] = ()
+    told: tuple[Callable[..., None], ...] = ()
+    dropped: tuple[Callable[[Account], None], ...] = ()
+    before_step: tuple[Callable[[], None], ...] = ()
+    check: tuple[Callable[[], None], ...] = ()
+    facts: tuple[Callable[[Survey], None], ...] = ()
+    why_not_finite: tuple[Callable[[], tuple[str, str] | None], ...] = ()
+    after_commit: tuple[Callable[[Tensor | None], None], ...] = ()
+    state: tuple[Callable[[Account], Mapping[str, Tensor]], ...] = ()
+    loaded: tuple[Callable[[], None], ...] = ()
+    metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
+    totals: tuple[Callable[[], Mapping[str, int]], ...] = ()
+    lender: Lender = field(default_factory=Lender)
+    peers: Peers = field(default_factory=Peers)
+    unrecorded: str | None = None
