@@ -255,6 +255,7 @@ STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/how-to/lightning.md": lightning,
     "docs/how-to/torchtitan.md": dict,
     "docs/how-to/write-a-pass.md": dict,
+    "docs/how-to/write-an-extension.md": dict,
     "docs/reference/configuration.md": loop,
     "docs/reference/host-time.md": dict,
     "docs/reference/machines.md": simulated,

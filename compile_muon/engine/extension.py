@@ -19,6 +19,7 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.hooks import Hooks
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
+from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.survey import Survey
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class Extension:
         """
 
     def dropped(self, account: Account) -> None:
-        """The gradient of a parameter is gone, and what was noted of it goes, too: behind a step, or where a loop has
-        dropped it."""
+        """A parameter has no gradient (any more), so what was noted of it goes, too: behind a step, and ahead of a
+        backward that finds none."""
 
     # ------------------------------------------------------------------ a step, in this order
 
@@ -106,14 +107,17 @@ class Extension:
 
     # ------------------------------------------------------------------ state
 
+    def kept(self, account: Account, name: str) -> Tensor:
+        """This rank's part of what :meth:`state` has begun."""
+        return local_tensor({**self.engine.step.optimizer.state[account.param]}[name])
+
     def state(self, account: Account) -> Mapping[str, Tensor]:
         """What is kept of a trained parameter, as it begins, by name in the optimizer's state: saved, loaded and
         resharded with it.
 
         Returns:
             Tensors of the shape of ``account.local``, of any dtype, in memory of their own; or 0-dim, then the same on
-            all ranks. Later they are in ``engine.step.optimizer.state[account.param]``, as DTensors where the parameter
-            is one. A name has no slash.
+            all ranks. In ``optimizer.state`` they are DTensors where the parameter is one. A name has no slash.
         """
         return {}
 

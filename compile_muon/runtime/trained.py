@@ -62,7 +62,8 @@ class Trained:
     def __post_init__(self) -> None:
         self.lender = self.ledger.hooks.lender
         self.accounts: dict[Tensor, Account] = {}
-        self._states: dict[Tensor, set[str]] = {}  # that a method keeps beside each parameter, by name
+        self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
+        self._further: dict[Account, dict[str, Tensor]] = {}  # of extensions
         self._know([account for account in self.ledger.accounts if account.param.requires_grad])
 
     def take_up(self, accounts: Sequence[Account], methods: Mapping[str, Method]) -> None:
@@ -111,10 +112,26 @@ class Trained:
                 for state in own:
                     if state.name not in slots:
                         slots[state.name] = new_state(account, state)
-                further = {n: x for state in self.ledger.hooks.state for n, x in state(account).items()}
-                for name, value in further.items():
-                    slots.setdefault(name, like_parameter(param, value) if value.ndim else value)
-                self._states[param] = {*further, *(state.name for state in own)}
+                self._states[param] = {state.name for state in own}
+                if self.ledger.hooks.state:
+                    self._states[param] |= self._begin(account, {"momentum_buffer", *away, *self._states[param]})
+
+    def _begin(self, account: Account, taken: set[str]) -> set[str]:
+        """What extensions keep of a parameter is there; returns its names.
+
+        Raises:
+            ConfigError: one is the name of another state.
+        """
+        slots, own, found = self.optimizer.state[account.param], self._further.setdefault(account, {}), set[str]()
+        for state in self.ledger.hooks.state:
+            for name, value in state(account).items():
+                if name in taken | found:
+                    raise config_error("extensions", name, f"is another state of {account.name}", "use another name")
+                found.add(name)
+                if name not in slots:
+                    cut = value.shape == account.local.shape
+                    slots[name] = own[name] = like_parameter(account.param, value) if cut else value
+        return found
 
     def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[Account]]]:
         """The momenta of ``groups``, which stand for ``param_groups``, and the accounts that share a tensor of each.
@@ -163,5 +180,11 @@ class Trained:
             else:
                 account.momentum.copy_(local_tensor(held))
             slots["momentum_buffer"] = account.momentum_buffer
+        for account, own in self._further.items():
+            slots = self.optimizer.state[account.param]
+            for name, held in {**slots}.items():
+                if name in own and held is not own[name]:
+                    local_tensor(own[name]).copy_(local_tensor(held))
+                    slots[name] = own[name]
         if any(not names <= self.optimizer.state[param].keys() for param, names in self._states.items()):
             self.create_state()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,60 @@ def test_no_module_names_what_another_keeps_to_itself() -> None:
 def test_the_check_of_private_names_can_fail(source: str, found: list[str]) -> None:
     lower = "class Optimizer:\n    def __init__(self): self._steps = 0\ndef _helper(): pass"
     assert private_reaches({"lower": lower, "upper": source}) == found
+
+
+#: what loops over extensions and names none: all of engine/, and by name
+CORE = ("backend", "optimizer", *(f"runtime/{name}" for name in (
+    "account", "commit", "decision", "directions", "facts", "frame", "hooks", "ledger", "lender", "peers", "recorded",
+    "refusal", "speculation", "step", "step_agreement", "step_graph", "survey", "trained",
+)))  # fmt: skip
+_FEATURES = {"qk", "muonclip", "logit", "logits", "attention", "attentions", "heads"}  # MuonClip
+_FEATURES |= {"pipeline", "stages", "pipelinestages", "sequence", "sequences", "sharedsequences", "sequenceplan"}
+_FEATURES |= {"offload", "offloaded", "home", "disk", "nvme", "ferry", "arena"}
+#: what users write and read of the optimizer, which hands it on
+_PUBLIC = {"qk_clip", "qk_clip_alpha", "offload", "offload_param", "sequence_place"}
+
+
+def named_features(source: str, public: Collection[str] = ()) -> list[str]:
+    """Where code names a feature: an identifier, an import or a string that is no docstring."""
+    tree = ast.parse(source)
+    documented = {n.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    found = []
+    for node in ast.walk(tree):
+        names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg", "module", "asname")]
+        if isinstance(node, ast.Constant) and node not in documented:
+            names.append(node.value)
+        for name in names:
+            if isinstance(name, str) and name not in public and name != "Sequence":  # that of Python
+                words = {word.lower() for word in re.split(r"[^A-Za-z]+", name.replace("Sequence[", "["))}
+                modules = re.search(r"compile_muon\.(extensions|sequence|offload)", name)
+                if words & _FEATURES or modules:
+                    found.append(f"{getattr(node, 'lineno', 0)} {name}")
+    return found
+
+
+def test_the_core_names_no_feature() -> None:
+    paths = [*(ROOT / "compile_muon/engine").glob("*.py"), *(ROOT / f"compile_muon/{name}.py" for name in CORE)]
+    found = {
+        str(path.relative_to(ROOT)): named_features(path.read_text(), _PUBLIC if path.stem == "optimizer" else ())
+        for path in paths
+    }
+    assert not {path: names for path, names in found.items() if names}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from compile_muon.extensions.qk_clip import MuonClip", ["1 compile_muon.extensions.qk_clip", "1 MuonClip"]),
+        ("import compile_muon.offload as away", ["1 compile_muon.offload"]),
+        ("if config.muon.qk_clip is not None: pass", ["1 qk_clip"]),
+        ("def f(ledger): return ledger.shares_sequences", ["1 shares_sequences"]),
+        ("why = 'pipeline stages decide together'", ["1 pipeline stages decide together"]),
+        ("def f(x: Sequence[int], stage: int): 'A sequence.'; return x", []),
+    ],
+)
+def test_the_check_of_features_can_fail(source: str, found: list[str]) -> None:
+    assert named_features(source) == found
 
 
 def folder_of(name: str) -> str | None:

@@ -1,0 +1,151 @@
+"""A feature is one file and one line: an average of the weights, that no file of the package knows of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from reference import DEVICE, full, placed, world_and_rank
+from torch import Tensor
+from zoo import Uneven
+
+import compile_muon
+from compile_muon import Checkpointer, Extension, NonFiniteError
+from compile_muon.passes.norms import not_finite
+from compile_muon.runtime.account import Account
+from compile_muon.runtime.survey import Survey
+
+DECAY = 0.75
+
+
+class Averages(Extension):
+    """Of all trained weights, in float32; how far they are from the weights is a metric."""
+
+    unrecorded = None
+
+    def __init__(self) -> None:
+        self.distance: Tensor | None = None
+
+    def state(self, account: Account) -> Mapping[str, Tensor]:
+        """Begins with the weights."""
+        return {"average": account.local.detach().to(torch.float32, copy=True)}
+
+    def facts(self, survey: Survey) -> None:
+        """An average that is not finite stops the step."""
+        accounts = self.engine.step.accounts.values()
+        survey.add_wrong("average", [a.name for a in accounts], not_finite([self.kept(a, "average") for a in accounts]))
+
+    def after_commit(self, found_inf: Tensor | None) -> None:
+        """Move each toward its weight, in every step that is written."""
+        weight = 1 - DECAY if found_inf is None else (1 - DECAY) * (1 - found_inf)
+        squares = []
+        for account in self.engine.step.accounts.values():
+            now, average = account.local.detach().float(), self.kept(account, "average")
+            average.lerp_(now, weight)
+            squares.append((now - average).square().sum() / account.spec.layout.copies)
+        self.distance = torch.stack(squares).sum()
+        if self.engine.group is not None:
+            dist.all_reduce(self.distance, group=self.engine.group)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Over all ranks."""
+        return {"average_distance": float("nan") if self.distance is None else float(self.distance.sqrt())}
+
+
+class Run:
+    """A compiled model in training."""
+
+    def __init__(self, stage: int, *extensions: Extension, **settings: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Uneven().to(DEVICE)
+        self.optimizer = compile_muon.MuonZero(
+            self.model, stage=stage, muon_params=["up.weight", "down.weight"], extensions=extensions, **settings
+        )
+        self.forward = torch.compile(self.model, backend="muon_zero", options={"codegen": "eager"})
+
+    def step(self, number: int) -> None:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * number + world_and_rank()[1]))
+        self.forward(placed(x)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: full(param).detach().clone() for name, param in self.model.named_parameters()}
+
+    def averages(self) -> dict[str, Tensor]:
+        state = self.optimizer.state
+        return {name: full(state[param]["average"]).clone() for name, param in self.model.named_parameters()}
+
+
+def trained(stage: int, folder: str) -> dict[str, Any]:
+    """The weights without averages, the averages by the definition, and what the extension has; saved."""
+    plain = Run(stage)
+    expected = plain.weights()
+    for number in range(3):
+        plain.step(number)
+        expected = {name: expected[name].lerp(weight, 1 - DECAY) for name, weight in plain.weights().items()}
+    run = Run(stage, Averages())
+    before = run.optimizer.metrics()
+    for number in range(3):
+        run.step(number)
+    Checkpointer(folder).save(3, run.model, run.optimizer)
+    traffic = [each.optimizer.traffic for each in (plain, run)]
+    return {
+        "before": before,
+        "metrics": run.optimizer.metrics(),
+        "alike": all(torch.equal(weight, plain.weights()[name]) for name, weight in run.weights().items()),
+        "sent": traffic[0] == traffic[1],
+        "expected": expected,
+        "found": run.averages(),
+        "weights": run.weights(),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_averages_are_kept_shown_and_resharded(ranks: Callable[[int], Ranks], tmp_path: Path, stage: int) -> None:
+    found, other = ranks(2).run(trained, stage=stage, folder=str(tmp_path))
+    assert found["alike"] and found["sent"]
+    assert "average_distance" not in found["before"]
+    squares = [(w - found["expected"][n]).double().square().sum() for n, w in found["weights"].items()]
+    distance = float(torch.stack(squares).sum().sqrt())
+    assert found["metrics"]["average_distance"] == pytest.approx(distance, rel=1e-5)
+    assert found["metrics"] == other["metrics"]
+    for name, expected in found["expected"].items():
+        assert torch.equal(found["found"][name], expected) and torch.equal(other["found"][name], expected), name
+        assert not torch.equal(expected, found["weights"][name])
+    # on one rank, at another stage
+    alone = Run(0, Averages())
+    Checkpointer(tmp_path).load(alone.model, alone.optimizer)
+    assert all(torch.equal(value, found["found"][name]) for name, value in alone.averages().items())
+    kept = alone.averages()
+    alone.step(3)
+    for name, weight in alone.weights().items():
+        assert torch.equal(alone.averages()[name], kept[name].lerp(weight, 1 - DECAY))
+    assert alone.optimizer.metrics()["average_distance"] > 0
+
+
+def spoiled(nonfinite: str) -> tuple[bool, str]:
+    """One rank's part of one average is inf: whether all is as it was, and what is said."""
+    run = Run(3, Averages(), nonfinite=nonfinite, checks="in_step")
+    run.step(0)
+    before = run.weights()
+    if world_and_rank()[1] == 1:
+        state: Any = run.optimizer.state[dict(run.model.named_parameters())["up.weight"]]["average"]
+        state.to_local()[:1] = torch.inf
+    said = ""
+    try:
+        run.step(1)
+    except NonFiniteError as error:
+        said = str(error)
+    return all(torch.equal(weight, before[name]) for name, weight in run.weights().items()), said
+
+
+def test_what_an_extension_finds_stops_the_step_on_all_ranks(ranks: Callable[[int], Ranks]) -> None:
+    for same, said in ranks(2).run(spoiled, nonfinite="error"):
+        assert same and said.startswith("average of up.weight = inf or nan on rank 1: nothing was updated in step 2")
+    assert all(same and not said for same, said in ranks(2).run(spoiled, nonfinite="skip"))
