@@ -976,7 +976,8 @@ SIGNATURE = {
 
 
 def test_signature_dataclasses_and_json_have_the_same_settings():
-    assert SIGNATURE.keys() - {"mesh", "norm_group", "weights", "init", "extensions"} == ARGUMENTS.keys() == KWARGS.keys()
+    objects = {"mesh", "norm_group", "weights", "init", "extensions"}
+    assert SIGNATURE.keys() - objects == ARGUMENTS.keys() == KWARGS.keys()
     own = {"muon_lr", "adam_lr", "betas", "eps", "beta2", "cautious_decay"}
     assert set(SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == own
     # by keyword; what is under `compile` belongs to initialize

@@ -24,9 +24,11 @@ EMPTY = {f.name for f in dataclasses.fields(Hooks) if getattr(Hooks(), f.name) =
 def doubled(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """What ReLUs return is doubled."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.relu):
+        users = list(node.users)
         with gm.graph.inserting_after(node):
             twice = gm.graph.call_function(torch.mul, (node, 2))
-        node.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+        for user in users:
+            user.replace_input_with(node, twice)
     return gm
 
 
