@@ -127,15 +127,16 @@ def assemble(
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
     ledger.status = RankStatus(group, device)
     shared = None if cut is None else SharedSequences(cut, compares=compares)
-    features = [each for each in (stages, home, shared, *extensions) if each is not None]
-    lender = hooks_of(features).lender
+    features: list[Extension] = [each for each in (stages, home, shared) if each is not None]
+    lender = hooks_of([*features, *extensions]).lender
     ledger.accounts = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread)
     if shared is not None:
         assert ranks is not None
         shared.apply(model, ranks.sequence, ranks.everyone)
     if config.muon.qk_clip is not None:
         part = DataPlace(0, 1) if ranks is None else ranks.sequence_place
-        features.insert(0, MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
+        features.append(MuonClip(config.muon.qk_clip, config.muon.qk_clip_alpha, *part))
+    features += extensions
     ledger.hooks = hooks_of(features)
     ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
     if values is not None:

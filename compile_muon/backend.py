@@ -1,8 +1,8 @@
 """The torch.compile backend: ``torch.compile(model, backend="muon_zero")``.
 
-Inductor's own pipeline with three places of ours in it: the partition function (joint passes, then PyTorch's min-cut
-partitioner), and the inner compilers of forward and backward graphs (lowering passes, then Inductor's code generation,
-or none at all under ``options={"codegen": "eager"}``).
+Passes over Dynamo's graph, and then Inductor's own pipeline with three places of ours in it: the partition function
+(joint passes, then PyTorch's min-cut partitioner), and the inner compilers of forward and backward graphs (lowering
+passes, then Inductor's code generation, or none at all under ``options={"codegen": "eager"}``).
 """
 
 from __future__ import annotations

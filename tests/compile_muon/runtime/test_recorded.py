@@ -9,7 +9,7 @@ import torch
 from as_graphs import AsGraphs, outputs_in_place
 from torch import nn
 
-from compile_muon import LedgerError, MuonZero
+from compile_muon import Extension, LedgerError, MuonZero
 from compile_muon.config import CompileConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:cuda_graphs = True. there are none on a CPU")
@@ -33,14 +33,28 @@ class Net(nn.Module):
         return self.head(torch.tanh(self.hidden(self.frozen(x))))
 
 
+class Averages(Extension):
+    """Of the weights."""
+
+    unrecorded = None
+
+    def state(self, account):
+        return {"average": account.local.detach().clone()}
+
+    def after_commit(self, found_inf):
+        for account in self.engine.step.accounts.values():
+            weight = 0.25 if found_inf is None else 0.25 * (1 - found_inf)
+            self.kept(account, "average").lerp_(account.local.detach(), weight)
+
+
 class Run:
     """A training, its steps recorded or not."""
 
-    def __init__(self, recorded, **settings):
+    def __init__(self, recorded, *extensions, **settings):
         torch.manual_seed(0)
         self.model = Net()
         given = {"ns_dtype": "float32", "checks": "next_step", "nonfinite": "skip", "weight_decay": 0.1}
-        self.optimizer = MuonZero(self.model, **(given | settings))
+        self.optimizer = MuonZero(self.model, extensions=extensions, **(given | settings))
         self.params = dict(self.model.named_parameters())
         self.optimizer.engine.step.recorded = recorded
         options = {"codegen": "eager", "cuda_graphs": True}
@@ -62,8 +76,8 @@ class Run:
 
 @pytest.mark.parametrize("settings", [{"update": "backward"}, {"update": "step", "gradient_clipping": 0.05}])
 def test_replayed_steps_write_the_bits_of_launched_ones(settings):
-    """Schedules, clipping, a step that is left out, loading, edits, unfreezing."""
-    runs = [Run(None, **settings), Run(AsGraphs(), **settings)]
+    """Schedules, clipping, a step that is left out, loading, edits, unfreezing; and what an extension writes."""
+    runs = [Run(recorded, Averages(), **settings) for recorded in (None, AsGraphs())]
     batches = torch.randn(14, 5, 8, generator=torch.Generator().manual_seed(1))
     batches[5] = torch.nan
     kept, norms = [None, None], [[], []]
