@@ -39,7 +39,8 @@ class OffloadConfig(Checked):
         nvme_path: folder on the disk that holds the file.
         pin_memory: whether host memory is pinned, so that a GPU copies by itself.
         buffer_count: how many buckets of state may be in memory, on the device and beside the disk.
-        buffer_bytes: of state in a bucket. A parameter's is never cut, so one may be larger.
+        buffer_bytes: of state in a bucket. Larger state of a parameter comes by its rows where its method works element
+            by element; elsewhere the bucket is larger.
         ratio: share of the state that goes, by bytes; what costs least to move for each byte that it saves goes first.
         momentum: whether momenta go too, or only what methods keep beside them.
         masters: whether float32 weights go too, where the model computes in a lower dtype. Its parameters and their

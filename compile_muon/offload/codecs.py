@@ -43,7 +43,12 @@ class Codec:
 
     Args:
         device: of the momenta.
+
+    Attributes:
+        by_rows: whether some rows of it may be kept without the others.
     """
+
+    by_rows = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,6 +81,7 @@ class _Rounded(Codec):
     """In fewer bits than float32."""
 
     name = ""
+    by_rows = False  # chance and scales are of all of it
 
     def check(self, name: str, spec: ParamSpec) -> None:
         if decode_dtype(spec.state_dtype).itemsize < 4:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -28,13 +29,13 @@ from compile_muon.offload.arena import Arena
 from compile_muon.offload.codecs import CODECS, Codec
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.ferry import Ferry
-from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.offload.store import ALIGNED, Bucket, FileStore, MemoryStore, Slot, Store
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.commit import advance, round_masters, weight_of
-from compile_muon.runtime.lender import MASTER, Lender, Lent
+from compile_muon.runtime.commit import advance, round_masters
+from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, Lender, Lent
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 from compile_muon.runtime.survey import Survey
 
@@ -73,9 +74,13 @@ class _Chunk:
 
     Args:
         on_host: whether the host computes their step.
+        rows: of the one parameter that it has state of, where the others are in other chunks.
+        last: whether no further rows follow.
     """
 
     on_host: bool = False
+    rows: range | None = None
+    last: bool = True
     names: list[str] = field(default_factory=list)
     momentum: Bucket | None = None
     states: Bucket | None = None
@@ -84,6 +89,21 @@ class _Chunk:
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for bucket in (self.momentum, self.states, self.masters) if bucket is not None]
+
+    @property
+    def first(self) -> bool:
+        """Whether it has the first rows."""
+        return not self.rows or self.rows.start == 0
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Its rows of a tensor like the parameter."""
+        return tensor if self.rows is None else tensor.narrow(0, self.rows.start, len(self.rows))
+
+    def slots(self, slots: Mapping[str, Slot]) -> list[Slot]:
+        """The same of slots."""
+        if self.rows is None:
+            return [*slots.values()]
+        return [slot.rows(self.rows.start, len(self.rows)) for slot in slots.values()]
 
     def lent(self, what: Lent, *, moved: bool) -> list[Bucket]:
         """Which are asked for."""
@@ -135,6 +155,8 @@ class Home(Lender, Extension):
         self._wrong: dict[tuple[str, str], Tensor] = {}
         self._undone: list[tuple[Tensor, Tensor]] = []
         self._told: OffloadError | None = None  # what all ranks have heard of
+        #: of what is not on the device, what the latest of :meth:`lend` is made of, and what of that is only read
+        self.lent: tuple[list[Bucket], list[Bucket]] = [], []
         self._shown: dict[str, dict[str, Tensor]] = {}
         self._accounts: dict[str, Account] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
@@ -170,7 +192,10 @@ class Home(Lender, Extension):
         self._on_host = {bucket for chunk in self._chunks if chunk.on_host for bucket in chunk.buckets}
         self._ferry = Ferry(self._device, real=real and bool(self._on_host))
         self._arrivals: Iterator[dict[Account, dict[str, Tensor]]]  # of the step under way
-        self._chunk_of = {name: chunk for chunk in self._chunks for name in chunk.names}
+        self._chunks_of: dict[str, list[_Chunk]] = {}
+        for chunk in self._chunks:
+            for name in chunk.names:
+                self._chunks_of.setdefault(name, []).append(chunk)
         momenta = [chunk.momentum for chunk in self._chunks if chunk.momentum is not None]
         others = [each for chunk in self._chunks for each in (chunk.states, chunk.masters) if each is not None]
         here = momenta if config.zero.offload is None or not offload.momentum else []
@@ -221,7 +246,12 @@ class Home(Lender, Extension):
         chunks: list[_Chunk] = []
         room = 0
         for name in names:
-            size = sum(slot.nbytes for slot in self._kept[name].slots.values())
+            slots = [*self._kept[name].slots.values()]
+            size = sum(slot.nbytes for slot in slots)
+            if not on_host and self._by_rows(name, method) and (cut := _cut(slots, offload.buffer_bytes)):
+                chunks += [_Chunk(rows=rows, last=rows is cut[-1], names=[name]) for rows in cut]
+                room = 0
+                continue
             # A momentum is fetched, and to a file written, by itself: two exchanges may have parts of a larger bucket.
             if size > room or not chunks or self._kept[name].momentum:
                 chunks.append(_Chunk(on_host))
@@ -230,13 +260,22 @@ class Home(Lender, Extension):
             room -= size
         for chunk in chunks:
             kept = [self._kept[name] for name in chunk.names]
-            momenta = [slot for one in kept for slot in one.momentum.values()]
-            states = [slot for one in kept for slot in one.states.values()]
-            masters = [slot for one in kept for slot in one.masters.values()]
+            momenta = [slot for one in kept for slot in chunk.slots(one.momentum)]
+            states = [slot for one in kept for slot in chunk.slots(one.states)]
+            masters = [slot for one in kept for slot in chunk.slots(one.masters)]
             chunk.momentum = Bucket(momenta) if momenta else None
             chunk.states = Bucket(states) if states else None
             chunk.masters = Bucket(masters) if masters else None
         return chunks
+
+    def _by_rows(self, name: str, method: Method) -> bool:
+        """Whether all that is kept of a parameter may be lent some rows after the other."""
+        kept = self._kept[name]
+        if isinstance(method, MatrixMethod):
+            alone = not kept.states and not kept.masters
+            return alone and self._codec.by_rows and method.advance is None and method.after is None
+        states = {state.name for state in method.states if state.each == "element"}
+        return states <= kept.states.keys() and all(s.each in ("element", "parameter") for s in method.states)
 
     def keep_master(self, name: str, master: Tensor) -> None:
         """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
@@ -272,21 +311,25 @@ class Home(Lender, Extension):
         In a file it is moved toward the gradient then and there, and written where the next generation is: a step that
         uses the direction keeps that, and need not read it again.
         """
-        bucket = self._chunk_of[account.name].momentum
-        assert bucket is not None
-        arena = self._arenas[bucket]
-        held = self._opened(bucket)
-        parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
-        momentum = self._codec.decode(parts, out.dtype)
-        out.copy_(momentum)
-        if isinstance(arena.store, FileStore):
-            advance(self._methods[account.name], [momentum], [grad], account.factor)
-            self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
-            self._moved[account.name] = (account.fetches, not_finite([momentum])[0])
-            arena.close(bucket)
-        else:
-            arena.leave(bucket)
-        self._read_ahead()
+        wrong: list[Tensor] = []
+        for chunk in self._chunks_of[account.name]:
+            if (bucket := chunk.momentum) is None:
+                continue
+            arena = self._arenas[bucket]
+            held = self._opened(bucket)
+            parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
+            momentum = self._codec.decode(parts, out.dtype)
+            chunk.part(out).copy_(momentum)
+            if isinstance(arena.store, FileStore):
+                advance(self._methods[account.name], [momentum], [chunk.part(grad)], account.factor)
+                self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
+                wrong.append(not_finite([momentum])[0])
+                arena.close(bucket)
+            else:
+                arena.leave(bucket)
+            self._read_ahead()
+        if wrong:
+            self._moved[account.name] = (account.fetches, functools.reduce(torch.maximum, wrong))
         return out
 
     def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
@@ -297,17 +340,21 @@ class Home(Lender, Extension):
             if made == number and wrong is not None:
                 found.append(account)
                 self._wrong[account.name, "momentum"] = wrong
-        self._written = [bucket for a in found if (bucket := self._chunk_of[a.name].momentum) is not None]
+        self._written = [bucket for account in found for bucket in self._momenta_of(account)]
         self._moved.clear()
         return frozenset(found)
 
+    def _momenta_of(self, account: Account) -> list[Bucket]:
+        chunks = self._chunks_of.get(account.name, [])
+        return [chunk.momentum for chunk in chunks if chunk.momentum is not None]
+
     def _opened(self, bucket: Bucket) -> dict[Slot, Tensor]:
-        """Its slots; what is opened behind what is remembered."""
+        """Its slots, by those that they are rows of; what is opened behind what is remembered."""
         if bucket is not self._last[0]:
             self._visits[bucket] += 1
             before, self._last = self._last, (bucket, self._visits[bucket])
             self._followed[before] = self._last
-        return self._arenas[bucket].open(bucket)
+        return {slot.whole: tensor for slot, tensor in self._arenas[bucket].open(bucket).items()}
 
     def _read_ahead(self) -> None:
         """Begin to read what came behind the last in a step before, as far as there is room beside that."""
@@ -338,15 +385,19 @@ class Home(Lender, Extension):
             given = next(self._arrivals, None) if chunk.on_host else {}
             if given is None:  # the step is skipped
                 return
-            read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS else []
+            read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS and chunk.masters is not None else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
                 held |= self._opened(bucket)
             for bucket in todo[number + 1][2] if number + 1 < len(todo) else ():
                 self._arenas[bucket].start(bucket)
             self._count_on(torch.device("cpu") if chunk.on_host else self._device, own)
-            self._note(own, what)
-            lent = [self._views(account, held) | given.get(account, {}) for account in own]
+            if chunk.first:
+                self._note(own, what)
+            lent = [self._views(account, held, chunk) | given.get(account, {}) for account in own]
+            if chunk.rows is not None:
+                lent[0] |= {GRADIENT: chunk.part(own[0].local_grad)}
+            self.lent = ([b for b in buckets if b in self._there], [b for b in read_only if b in self._there])
             yield own, lent
             if chunk.on_host:
                 if self._on_disk:  # what was noted is of before
@@ -354,12 +405,12 @@ class Home(Lender, Extension):
                 self._ferry.back(own, lent)
             for account, views in zip(own, lent, strict=True):
                 slots, kept = self._state_of(account), self._kept[account.name]
-                own_names = slots.keys() - kept.slots.keys()
+                own_names = slots.keys() - kept.slots.keys() if chunk.last else frozenset()
                 slots.update({name: tensor for name, tensor in views.items() if name in own_names})
                 if MOMENTUM in views and kept.momentum:
                     parts = {name: held[slot] for name, slot in kept.momentum.items()}
                     self._codec.encode(views[MOMENTUM], parts, account.name, step)
-            self._look(own, lent)
+            self._look(own, lent, more=not chunk.first)
             for bucket in buckets:
                 if bucket in read_only:
                     self._arenas[bucket].leave(bucket)
@@ -367,15 +418,13 @@ class Home(Lender, Extension):
                     self._arenas[bucket].close(bucket)
                     self._written.append(bucket)
 
-    def opens(self, account: Account, what: Lent | None = None, *, moved: bool = False) -> list[Bucket]:
-        """Of what is not on the device: what :meth:`lend` opens for it, or without ``what`` :meth:`fetch`."""
-        chunk = self._chunk_of.get(account.name, _Chunk())
-        opened = [chunk.momentum] if what is None else chunk.lent(what, moved=moved)
-        return [bucket for bucket in self._there if bucket in opened]
+    def fetched(self, account: Account) -> list[Bucket]:
+        """Of what is not on the device, what :meth:`fetch` opens."""
+        return [bucket for bucket in self._momenta_of(account) if bucket in self._there]
 
     def computes(self, account: Account) -> bool:
         """Whether the host computes its step."""
-        return self._chunk_of.get(account.name, _Chunk()).on_host
+        return any(chunk.on_host for chunk in self._chunks_of.get(account.name, []))
 
     def _note(self, accounts: Sequence[Account], what: Lent) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it: who is lent masters
@@ -401,17 +450,23 @@ class Home(Lender, Extension):
                 if name not in self._kept[account.name].slots and tensor.device.type != device.type:
                     slots[name] = tensor.to(device)
 
-    def _views(self, account: Account, held: Mapping[Slot, Tensor]) -> dict[str, Tensor]:
+    def _views(self, account: Account, held: Mapping[Slot, Tensor], chunk: _Chunk) -> dict[str, Tensor]:
         kept = self._kept[account.name]
         found = {name: tensor for name, tensor in {**self._state_of(account)}.items() if name not in kept.slots}
+        if not chunk.last:  # what there is one of moves with the last rows
+            found = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in found.items()}
         found |= {name: held[slot] for name, slot in (kept.states | kept.masters).items() if slot in held}
         parts = {name: held[slot] for name, slot in kept.momentum.items() if slot in held}
         if parts:
             found[MOMENTUM] = self._codec.decode(parts, decode_dtype(account.spec.state_dtype))
-        return found
+        return found if chunk.rows is None else found | {ROWS: chunk.part(account.local.detach())}
 
-    def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]]) -> None:
-        """Note which of these states are not finite."""
+    def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
+        """Note which of these states are not finite.
+
+        Args:
+            more: whether these are further rows.
+        """
         by_label: dict[str, dict[Account, Tensor]] = {}
         for account, views in zip(own, lent, strict=True):
             for name, label in self._kept[account.name].labels.items():
@@ -422,7 +477,8 @@ class Home(Lender, Extension):
             if flags.device.type != self._device.type:
                 flags = flags.pin_memory().to(self._device, non_blocking=True)
             for account, flag in zip(tensors, flags.unbind(), strict=True):
-                self._wrong[account.name, label] = flag
+                known = self._wrong.get((account.name, label)) if more else None
+                self._wrong[account.name, label] = flag if known is None else torch.maximum(known, flag)
 
     def wrong(self, account: Account, label: str) -> Tensor | None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
@@ -554,11 +610,11 @@ class Home(Lender, Extension):
         for chunk in self._chunks:
             held: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets:
-                held |= self._arenas[bucket].open(bucket)
+                held |= {slot.whole: tensor for slot, tensor in self._arenas[bucket].open(bucket).items()}
             own = [self._accounts[name] for name in chunk.names]
-            lent = [self._views(account, held) for account in own]
-            self._look(own, lent)
-            round_masters({a: weight_of(a, views) for a, views in zip(own, lent, strict=True)})
+            lent = [self._views(account, held, chunk) for account in own]
+            self._look(own, lent, more=not chunk.first)
+            round_masters(own, lent)
             for bucket in chunk.buckets:
                 self._arenas[bucket].leave(bucket)
         self._note_rounded()
@@ -571,10 +627,11 @@ class Home(Lender, Extension):
         for account, rounded_at in self._rounded_at.items():
             if edits_of(account.param) == rounded_at:
                 continue
-            bucket, slot = self._chunk_of[account.name].masters, self._kept[account.name].masters[MASTER]
-            assert bucket is not None
-            self._arenas[bucket].forget(bucket)
-            master = self._arenas[bucket].store.current(slot)
+            for chunk in self._chunks_of[account.name]:
+                assert chunk.masters is not None
+                self._arenas[chunk.masters].forget(chunk.masters)
+            slot = self._kept[account.name].masters[MASTER]
+            master = self._store(account.name, slot).current(slot)
             param = account.local.detach().to(master.device)
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
         self._note_rounded()
@@ -612,8 +669,8 @@ class Home(Lender, Extension):
         self._seen = self._edits()
 
     def _store(self, name: str, slot: Slot) -> Store:
-        chunk = self._chunk_of[name]
-        return next(self._arenas[bucket].store for bucket in chunk.buckets if slot in bucket.slots)
+        buckets = self._chunks_of[name][0].buckets
+        return next(self._arenas[each].store for each in buckets if any(own.whole is slot for own in each.slots))
 
     def folder_of(self, name: str, state: str) -> Path | None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
@@ -636,6 +693,18 @@ class Home(Lender, Extension):
         """Bytes read from a disk and written to one, where there is one."""
         read, written = (sum(getattr(s, name) for s in self._stores) for name in ("bytes_read", "bytes_written"))
         return {"disk_bytes_read": read, "disk_bytes_written": written} if read or written else {}
+
+
+def _cut(slots: Sequence[Slot], nbytes: int) -> list[range]:
+    """Rows of these tensors of one shape, so that no part of all has more bytes, if it can be; none where one has all.
+
+    Parts begin with a page in each tensor, as requests past a page cache do.
+    """
+    count, *inner = slots[0].shape or (0,)
+    widths = [math.prod(inner) * slot.dtype.itemsize for slot in slots]
+    step = math.lcm(*(ALIGNED // math.gcd(width, ALIGNED) for width in widths))
+    rows = max(step, nbytes // max(sum(widths), 1) // step * step)
+    return [range(first, min(first + rows, count)) for first in range(0, count, rows)] if rows < count else []
 
 
 def _check_master(name: str, spec: ParamSpec, config: Config) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,33 @@ class Slot:
     Args:
         name: of it, for errors.
         shape, dtype: of what this rank holds.
+        whole: the tensor that these are rows of; itself where it is no part of another.
+        first: of these rows, in it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    whole: Slot = None  # type: ignore[assignment]  # set below
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if self.whole is None:
+            self.whole = self
 
     @property
     def nbytes(self) -> int:
         """Of one generation."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def begin(self) -> int:
+        """In bytes, in :attr:`whole`."""
+        return self.first * math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    def rows(self, first: int, count: int) -> Slot:
+        """Some of its rows, as a slot of their own."""
+        return replace(self, shape=(count, *self.shape[1:]), whole=self, first=first)
 
 
 @dataclass(eq=False)
@@ -127,7 +145,11 @@ class Store:
         """Someone writes to :meth:`current` of this one, which nobody works on."""
 
     def current(self, slot: Slot) -> Tensor:
-        """What is kept, in host memory or as mapped from a file, for whoever looks at all of it."""
+        """What is kept, in host memory or as mapped from a file, for whoever looks at all of it.
+
+        Args:
+            slot: a whole one. Where its rows are slots, a step writes all of them or none.
+        """
         raise NotImplementedError
 
 
@@ -141,15 +163,19 @@ class MemoryStore(Store):
 
     def __init__(self, buckets: Sequence[Bucket], device: torch.device, *, pin: bool = False) -> None:
         self.device = device
+        wholes = dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots)
         self._tensors = {
             slot: torch.zeros(slot.shape, dtype=slot.dtype, device=device, pin_memory=pin and slot.nbytes > 0)
-            for bucket in buckets
-            for slot in bucket.slots
+            for slot in wholes
         }
 
     def open(self, bucket: Bucket, *, read: bool = True) -> dict[Slot, Tensor]:
         """The tensors themselves."""
-        return {slot: self._tensors[slot] for slot in bucket.slots}
+        wholes = {slot: self._tensors[slot.whole] for slot in bucket.slots}
+        return {
+            slot: tensor if slot is slot.whole else tensor.narrow(0, slot.first, slot.shape[0])
+            for slot, tensor in wholes.items()
+        }
 
     def current(self, slot: Slot) -> Tensor:
         """The tensor itself."""
@@ -163,13 +189,11 @@ class _Place:
     Args:
         offset: of generation 0, in bytes.
         begin: in its bucket.
-        mapped: the memory of both generations.
         generation: which is current; a step writes the other.
     """
 
     offset: int
     begin: int
-    mapped: tuple[Tensor, ...]
     generation: int = 0
 
 
@@ -213,7 +237,7 @@ class FileStore(Store):
 
     Args:
         folder: on the disk that is to hold it.
-        buckets: of slots; each slot in one.
+        buckets: of slots; each slot in one. Rows of a larger one begin and end with a page, but for its last.
         buffers: how many buckets may be in memory.
         pin: for copies that a GPU makes by itself.
         threads: requests under way at a time.
@@ -233,18 +257,25 @@ class FileStore(Store):
         enter: Callable[[], object] | None = None,
     ) -> None:
         self.folder = Path(folder)
-        *starts, self.nbytes = accumulate((bucket.nbytes for bucket in buckets), initial=0)
+        wholes = list(dict.fromkeys(slot.whole for bucket in buckets for slot in bucket.slots))
+        *starts, self.nbytes = accumulate((_up(slot.nbytes) for slot in wholes), initial=0)
         self._file = _unnamed(self.folder, max(2 * self.nbytes, ALIGNED))
         weakref.finalize(self, os.close, self._file)
         _pass_the_cache(self._file, self.folder)
         self._places: dict[Slot, _Place] = {}
         # One mapping: each keeps a descriptor, of which a process may have a thousand.
         memory = np.memmap(f"/proc/self/fd/{self._file}", np.uint8, "r+")
-        for bucket, start in zip(buckets, starts, strict=True):
+        start_of = dict(zip(wholes, starts, strict=True))
+        self._mapped = {
+            slot: tuple(_viewed(memory[g * self.nbytes + start :], slot) for g in range(2))
+            for slot, start in start_of.items()
+        }
+        self._first: dict[Slot, Slot] = {}  # of those that are rows of one
+        for bucket in buckets:
             begin = 0
             for slot in bucket.slots:
-                mapped = tuple(_viewed(memory[g * self.nbytes + start + begin :], slot) for g in range(2))
-                self._places[slot] = _Place(start + begin, begin, mapped)
+                self._places[slot] = _Place(start_of[slot.whole] + slot.begin, begin)
+                self._first.setdefault(slot.whole, slot)
                 begin += _up(slot.nbytes)
         largest = max((bucket.nbytes for bucket in buckets), default=0)
         count = min(buffers, len(buckets)) if largest else 0
@@ -341,8 +372,7 @@ class FileStore(Store):
 
     def current(self, slot: Slot) -> Tensor:
         """As mapped from the file."""
-        place = self._places[slot]
-        return place.mapped[place.generation]
+        return self._mapped[slot][self._places[self._first[slot]].generation]
 
     def discard(self) -> None:
         """Forget what is in memory: someone wrote to what is mapped."""

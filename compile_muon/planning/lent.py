@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -36,8 +37,9 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         account = accounts[states[inputs[node.args[0]]]]
-        for bucket in home.opens(account):
-            found[node] = (Move.OPEN, bucket), (done, bucket)
+        moves = [((Move.OPEN, bucket), (done, bucket)) for bucket in home.fetched(account)]
+        if moves:
+            found[node] = [*itertools.chain.from_iterable(moves)]
     return found
 
 
@@ -49,7 +51,7 @@ def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
     if isinstance(home, Home):
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.opens(a))
+        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.fetched(a))
         steps.lender = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
     yield
     steps.lender = home
@@ -83,10 +85,9 @@ class _Noted:
     ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         for own, states in self._home.lend(accounts, what, step, moved=moved):
-            buckets = self._home.opens(own[0], what, moved=own[0] in moved)
+            buckets, read_only = self._home.lent
             if self._home.computes(own[0]):
                 buckets = self._crossing(own, buckets)
-            read_only = self._home.opens(own[0], Lent.MASTERS) if what is Lent.BESIDE_MASTERS else []
             self._graph.move([(Move.OPEN, bucket) for bucket in buckets])
             yield own, states
             self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])

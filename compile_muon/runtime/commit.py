@@ -23,7 +23,7 @@ from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part
 from compile_muon.runtime.account import Account
-from compile_muon.runtime.lender import GRADIENT, MASTER, WEIGHT, Lent
+from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lent
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.trained import Trained
 
@@ -99,14 +99,23 @@ def lend(
 
 
 def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
-    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy."""
+    """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy; some
+    rows of it where states are lent by rows."""
     if WEIGHT in states:
         return states[WEIGHT]
-    return local_tensor(states[MASTER]) if account.spec.master else account.local.detach()
+    return local_tensor(states[MASTER]) if account.spec.master else _lent_rows(account, states)
+
+
+def _are_first(account: Account, states: Mapping[str, Tensor]) -> bool:
+    return ROWS not in states or states[ROWS].storage_offset() == account.local.storage_offset()
+
+
+def _lent_rows(account: Account, states: Mapping[str, Tensor]) -> Tensor:
+    return states[ROWS] if ROWS in states else account.local.detach()
 
 
 def gradient_of(account: Account, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
-    """The shard of ``.grad`` in the dtype of the states, or a copy of it."""
+    """The shard of ``.grad`` in the dtype of the states, or what was lent of it, or a copy."""
     return states.get(GRADIENT, account.local_grad).to(decode_dtype(account.spec.state_dtype))
 
 
@@ -176,10 +185,12 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
             continue
         for accounts, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
             of = dict(zip(accounts, states, strict=True))
-            found += _after([pair for account in of for pair in summed.get(account, ())], of, found_inf)
+            # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
+            begun = {a: {} if ROWS in row else row for a, row in of.items() if _are_first(a, row)}
+            found += _after([pair for account in begun for pair in summed.get(account, ())], begun, found_inf)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
             with _unless(found_inf, list(momenta.values())):
-                grads = [gradient_of(account) for account in momenta]
+                grads = [gradient_of(account, of[account]) for account in momenta]
                 advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
     return Prepared(groups, beside, found)
 
@@ -212,14 +223,14 @@ def commit_weights(
             for account, weight in weights.items():
                 for part, piece, after in parts_of.get(account, ()):
                     _write(part, piece, after, weight, totals.get(account), found_inf)
-            round_masters(weights)
+            round_masters(accounts, states)
 
 
-def round_masters(weights: Mapping[Account, Tensor]) -> None:
+def round_masters(accounts: Sequence[Account], states: Sequence[Mapping[str, Tensor]]) -> None:
     """Parameters that are rounded copies follow their master weights, which a step has written."""
-    for account, master in weights.items():
+    for account, own in zip(accounts, states, strict=True):
         if account.spec.master:
-            account.local.detach().copy_(master)
+            _lent_rows(account, own).copy_(local_tensor(own[MASTER]))
 
 
 def _commit_plain(
@@ -426,7 +437,7 @@ def commit_elements(
     """
     if not accounts:
         return
-    step, on_host = method.step, GRADIENT in slots[0]
+    step, on_host = method.step, GRADIENT in slots[0] and ROWS not in slots[0]
     if on_host:
         assert method.on_host is not None
         step, found_inf = method.on_host, None
@@ -451,4 +462,4 @@ def commit_elements(
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
             param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))
     if not on_host:
-        round_masters(dict(zip(accounts, params, strict=True)))
+        round_masters(accounts, slots)

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from compile_muon.passes.spec import ParamSpec
     from compile_muon.runtime.account import Account
 
-__all__ = ["GRADIENT", "MASTER", "WEIGHT", "Lender", "Lent"]
+__all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "Lender", "Lent"]
 
 #: the state that is a master weight, of parameters that are rounded copies of one
 MASTER = "master_weight"
 #: beside the states of a parameter whose step the host computes: what it writes, and along what
 WEIGHT, GRADIENT = "weight", "gradient"
+#: beside states that are lent by rows: these rows of the parameter, whose gradient is ``GRADIENT`` then
+ROWS = "rows"
 
 
 class Lent(Enum):
@@ -82,6 +84,9 @@ class Lender:
 
         Those whose step the host computes have ``GRADIENT`` among them, and ``WEIGHT`` without a master weight, all in
         host memory. They are not lent where the step is skipped.
+
+        States of one parameter that are larger than a buffer come some rows after the other, where a method works
+        element by element: with ``ROWS`` and ``GRADIENT`` of the same rows.
 
         Args:
             accounts: in any order.

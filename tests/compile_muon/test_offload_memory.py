@@ -44,7 +44,7 @@ class Net(nn.Module):
 def made(folder: str | None, matrices: int = MATRICES, tables: int = TABLES) -> tuple[nn.Module, compile_muon.MuonZero]:
     """Its state in a file in ``folder``, or resident."""
     model = Net(matrices, tables)
-    offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 2, "buffer_bytes": 1} if folder else None
+    offload = {"device": "nvme", "nvme_path": folder, "buffer_count": 2, "buffer_bytes": MB} if folder else None
     muon = ["matrices.*"]
     return model, compile_muon.MuonZero(model, muon_params=muon, update="step", ns_dtype="float32", offload=offload)
 
@@ -94,7 +94,7 @@ def training(folder: str) -> None:
     optimizer = trained_within(folder, allowed)
     assert optimizer is not None
     home: Any = optimizer.engine.lender
-    assert home.bytes_away == STATE and home.bytes_in_buffers == 2 * 4 * MB
+    assert home.bytes_away == STATE and home.bytes_in_buffers == 2 * MB  # no state of one parameter fits
     assert 0 < of_the_process("RssShmem") - before <= home.bytes_in_buffers
 
 
