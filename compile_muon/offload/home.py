@@ -490,7 +490,7 @@ class Home(Lender, Extension):
 
     def facts(self, survey: Survey) -> None:
         """Which momenta are not finite. One beside its parameter is seen by its direction, all of which is NaN then."""
-        found = {a.name: flag for a in self._accounts.values() if (flag := self.wrong(a, "momentum")) is not None}
+        found = {a.name: flag for a in self.engine.step.muon if (flag := self.wrong(a, "momentum")) is not None}
         if found:
             survey.add("momentum", list(found), torch.stack(list(found.values())))
 

@@ -126,7 +126,7 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
         if place is not None and given.get("tall"):
-            home: Any = pair[1].engine.home
+            home: Any = pair[1].engine.lender
             assert (len(home._chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
             momenta = what["momentum"] and not what["masters"] and ratio == 1.0
             assert (len(home._chunks_of.get("tall.weight", [])) > 1) == momenta
