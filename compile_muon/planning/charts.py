@@ -61,9 +61,11 @@ def check_charts() -> None:
 
 def memory_chart(world: World) -> str:
     """Bytes by category of each candidate, against the device's."""
-    bars = [{name: nbytes / 2**30 for name, nbytes in f.memory.items()} for f in world.candidates]
-    limit = world.candidates[0].limit_bytes / 2**30
-    return _stacked(world.candidates, bars, "GiB, where most are live", limit)
+    unit, name_of_it = (2**30, "GiB") if max(f.peak_bytes for f in world.candidates) >= 2**30 else (2**20, "MiB")
+    bars = [{name: nbytes / unit for name, nbytes in f.memory.items()} for f in world.candidates]
+    # Far above all bars it would only make them short.
+    limit = world.candidates[0].limit_bytes / 2**30 if unit == 2**30 else None
+    return _stacked(world.candidates, bars, f"{name_of_it}, where most are live", limit)
 
 
 def time_chart(world: World) -> str:

@@ -191,7 +191,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 def test_warnings_are_sentences() -> None:
     found = plans._warned(replace(figures(3, 412, 120), owners_uneven=1.6)).warnings
     assert list(found) == [
-        "does not fit: 120.0 GiB of 100.0",
+        "does not fit: 120.0 GiB of 100.0 GiB",
         "exchange exposed: 3.1 ms of 412",
         "17 ranks own nothing",
         "owners are uneven: one orthogonalizes 1.6 times the mean",
