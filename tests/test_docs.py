@@ -146,6 +146,7 @@ def loop() -> dict[str, Any]:
     return {
         "MyModel": MyModel,
         "batches": [(tokens(), tokens()) for _ in range(3)],
+        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()),
         "my_schedule": lambda step: 1 / (1 + step),
         "log": print,
     }
@@ -465,7 +466,9 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "make":
         check_make(rest)
     elif program == "pip":
-        for extra in re.findall(r"compile_muon\[([^\]]*)\]", " ".join(rest)):
+        if any(word.partition("[")[0] == "compile_muon" for word in rest):
+            raise NotACommand("no index has that name: a checkout is installed, '.[extra]'")
+        for extra in re.findall(r"\.\[([^\]]*)\]", " ".join(rest)):
             if missing := set(extra.split(",")) - EXTRAS:
                 raise NotACommand(f"no extra {missing}")
     elif program == "torchrun":
@@ -586,7 +589,8 @@ def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) 
         "make train TRAIN_ARG=--steps",
         "make train TRAIN_ARGS=--stepps",
         "make test PYTEST_ARGS=tests/nothing",
-        "pip install 'compile_muon[nothing]'",
+        "pip install '.[nothing]'",
+        "pip install 'compile_muon[transformers]'",
         "pythn examples/train_gpt.py",
         "sbatch examples/launch/slrum.sbatch",
     ],
