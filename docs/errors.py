@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,9 +51,13 @@ def messages() -> list[Message]:
     return sorted(found, key=lambda message: (_words(message.text).lower(), message))
 
 
-def of_source(source: str, module: str) -> Iterator[Message]:
+@cache
+def of_source(source: str, module: str) -> tuple[Message, ...]:
     """Those that one file makes."""
-    tree = ast.parse(source)
+    return tuple(_made(ast.parse(source), module))
+
+
+def _made(tree: ast.Module, module: str) -> Iterator[Message]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     for scope, names in _scopes(tree, _assigned(tree.body)):
         reader = _Reader(names, functions)

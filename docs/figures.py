@@ -254,6 +254,19 @@ def which() -> Made:
     yield "needed {} of AdamW's tokens", [f"{max(row['tokens'] for row in result('convergence_small')['rows']):.2f}"]
 
 
+def comparison() -> Made:
+    steps_of = {name: h100(name)["step_s"] for name in ("ours-muon", "ours-adamw", "plain-muon")}
+    share = 100 * (steps_of["ours-muon"] / steps_of["ours-adamw"] - 1)
+    yield "8,192 tokens, one H100 | {} % |", [f"{share:+.0f}"]
+    yield "`torch.optim.Muon`'s, the same | {} |", [f"{steps_of['ours-muon'] / steps_of['plain-muon']:.2f}"]
+    against = [f"ours-muon / deepspeed-muon, stage {stage}" for stage in (3, 1)]
+    linked = [verdict("train_step_small_links", f"1600mbit: {text}") for text in against]
+    yield "1600 Mbit/s, stages 3 and 1 | {}, {} |", linked
+    yield "no limit, stages 3 and 1 | {}, {} |", [verdict("train_step_full_turns", text) for text in against]
+    first = {(row["contender"], row["stage"]): row["compile_cold_s"] for row in result("train_step_full_turns")["rows"]}
+    yield "took {} s where ours took {}", [f"{first[name, 1]:.0f}" for name in ("deepspeed-muon", "ours-muon")]
+
+
 PAGES: dict[str, Callable[[], Made]] = {
     "README.md": readme,
     "docs/reference/benchmarks.md": benchmarks,
@@ -262,6 +275,7 @@ PAGES: dict[str, Callable[[], Made]] = {
     "docs/how-to/offload.md": offload,
     "docs/start/from-nanogpt.md": nanogpt,
     "docs/start/which.md": which,
+    "docs/why/comparison.md": comparison,
 }
 
 
