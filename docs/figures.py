@@ -7,6 +7,7 @@ that are in no claim.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -181,6 +182,11 @@ def benchmarks() -> Made:
         took = [f"{row['step_s']:.3f}", f"{row['step_min_s']:.3f}"]
         took += [f"{row['tokens_per_s']:,.0f}", f"{row['compile_cold_s']:.0f}"]
         yield f"| {title} | {{}}, {{}} | {{}} | {{}} |", took
+    products = {(row["size"], row["product"]): row for row in result("h100_products")["rows"]}
+    for size in (1024, 2048, 4096, 8192):
+        took = [products[size, kind][of] for kind in ("X Xᵀ", "bA + cA²", "aX + BX") for of in ("ms", "torch_ms")]
+        digits = 4 if size < 4096 else 3
+        yield f"| {size} |" + " {} / {} |" * 3, [f"{ms:.{digits}f}" for ms in took]
     muon, adamw = h100("ours-muon")["step_s"], h100("ours-adamw")["step_s"]
     yield "**Muon costs {} ms a step here, {} times", [f"{1000 * (muon - adamw):.0f}", f"{muon / adamw:.1f}"]
     for name, step in result("plan_h100")["steps"].items():
@@ -224,6 +230,38 @@ def offload() -> Made:
     found = result("offload")["of_resident"]
     yield "| offloaded | {} (1.09", [f"{found['offloaded']:.2f}"]
     yield "| read everything, step, write everything | {} |", [f"{found['around the step']:.2f}"]
+    said = {
+        "None": "4 | float32",
+        "bfloat16": "2 | rounded up or down by chance, so that the mean is right",
+        "8bit": "1.02 | codes of the dynamic map of torchao and bitsandbytes, scaled by 256 elements of a row",
+    }
+    for dtype, ends in result("momenta")["ends"].items():
+        name = dtype if dtype == "None" else f'"{dtype}"'
+        yield f"| `{name}` | {said[dtype]} | {{}}, {{}}, {{}} |", [f"{loss:.3f}" for loss in ends]
+
+
+def counted(name: str, campaign: str) -> dict[str, int]:
+    """What happened how often in a campaign of faults."""
+    found: dict[str, int] = {}
+    for row in result(name)[campaign]["rows"]:
+        for outcome, times in row["outcomes"].items():
+            found[outcome] = found.get(outcome, 0) + times
+    return found
+
+
+def reliability() -> Made:
+    for name, more in (("faults", ""), ("faults_offload", " {} of {} runs ended with the bits of state in memory")):
+        kills, longest = counted(name, "kills"), max(row["longest_s"] or 0 for row in result(name)["kills"]["rows"])
+        ended, same = kills["the survivor ended by itself"], kills["trainings ended bit for bit as never killed"]
+        text = more or " {} of {} runs ended bit for bit as never killed"
+        numbers = [ended, ended, math.ceil(longest), same, same]
+        yield "{} of {} survivors ended by themselves, within {} s;" + text, [str(number) for number in numbers]
+    ranks = counted("faults", "ranks")
+    numbers = [result("faults")["ranks"]["tried"], ranks["named"] + ranks["named, late"], ranks["right"]]
+    text = "{} runs: {} named, {} right, {} aborted, named, {} WRONG"
+    yield text, [str(number) for number in (*numbers, ranks["aborted, named"], ranks["WRONG"])]
+    pairs = counted("faults", "resharding")["bit for bit"]
+    yield "| {} of {} pairs bit for bit |", [str(pairs)] * 2
 
 
 def host_time() -> Made:
@@ -273,6 +311,7 @@ PAGES: dict[str, Callable[[], Made]] = {
     "docs/reference/host-time.md": host_time,
     "docs/how-to/methods.md": methods,
     "docs/how-to/offload.md": offload,
+    "docs/reference/reliability.md": reliability,
     "docs/start/from-nanogpt.md": nanogpt,
     "docs/start/which.md": which,
     "docs/why/comparison.md": comparison,
