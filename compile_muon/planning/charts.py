@@ -56,7 +56,7 @@ def check_charts() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         problem = "is drawn by Matplotlib, which is not installed"
-        raise config_error("--html", "page", problem, "pip install 'compile_muon[plan]'") from None
+        raise config_error("--html", "page", problem, "pip install '.[plan]' in compile_muon's checkout") from None
 
 
 def memory_chart(world: World) -> str:
