@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
 from compile_muon import passes
+from compile_muon.agreement.status import holder_of_all
 from compile_muon.config import FrameOptions, read_options
 from compile_muon.errors import ConfigError, warn_user
 from compile_muon.passes import DYNAMO_PASSES, JOINT_PASSES, GraphKind, PassContext, run_passes, saved_by
@@ -35,6 +36,7 @@ from compile_muon.passes.torch_private import (
     lacks_compiler,
     order_saved_values,
 )
+from compile_muon.progress import underway
 from compile_muon.runtime.account import account_of
 from compile_muon.runtime.direct_reads import read_whole
 from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
@@ -100,6 +102,11 @@ def _handing_out(run: Callable[..., Any], escaping: Mapping[int, int]) -> Callab
         return results
 
     return watched
+
+
+def _holder(inputs: Sequence[Any]) -> str:
+    accounts = map(account_of, inputs)
+    return holder_of_all([account.name for account in accounts if account is not None])
 
 
 def _memory(value: Tensor) -> int:
@@ -215,7 +222,8 @@ def muon_zero(
     _check_writes(gm, example_inputs)
     escaping = _escaping_weights(gm)
     try:
-        run = compile_frame(gm, example_inputs, frame_options)
+        with underway(f"compiling a frame{_holder(example_inputs)}"):
+            run = compile_frame(gm, example_inputs, frame_options)
     except Exception as error:  # Inductor wraps its own
         if (missing := lacks_compiler(error)) is None:
             raise

@@ -310,6 +310,16 @@ class MuonZero(Optimizer):
             self.engine.params, self.engine.assignments, self.config, self.engine.mesh, self.engine.step.outside
         )
 
+    def __repr__(self) -> str:
+        rates = ("algorithm", "lr", "weight_decay", "momentum", "betas")
+        lines = [
+            f"  {group['name']}: {len(group['params'])} parameters, "
+            + ", ".join(f"{name} {group[name]}" for name in rates if name in group)
+            for group in self.param_groups
+        ]
+        mesh, zero = self.engine.mesh, self.config.zero
+        return "\n".join([f"MuonZero(stage {zero.stage}, world {1 if mesh is None else mesh.size}", *lines, ")"])
+
     # ------------------------------------------------------------------ step
 
     @torch.no_grad()

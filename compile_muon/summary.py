@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_muon.config import Config
+from compile_muon.folding import folded
 from compile_muon.kernels.operations import standard_flops
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
@@ -96,23 +98,28 @@ class Summary:
         )
         for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
             table.add_column(column, overflow="fold")
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape)) or "scalar"
-            sent = [f"{sent:,.0f}" + (f" {axis}" if self.axes else "") for axis, sent in row.bytes_sent.items()]
-            numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.exchange != "-" else ("-", "-")
-            decay = "" if row.decays or row.algorithm == "frozen" else ", no decay"
-            table.add_row(row.name, shape, row.algorithm + decay, row.exchange, *numbers, row.reason)
+        for name, cells in folded((row.name, self._cells(row)) for row in self.rows):
+            table.add_row(name, *cells)
         return table
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        shape = "x".join(map(str, row.shape)) or "scalar"
+        sent = [f"{sent:,.0f}" + (f" {axis}" if self.axes else "") for axis, sent in row.bytes_sent.items()]
+        numbers = (", ".join(sent) or "0", f"{row.multiply_adds:,.0f}") if row.exchange != "-" else ("-", "-")
+        decay = "" if row.decays or row.algorithm == "frozen" else ", no decay"
+        return shape, row.algorithm + decay, row.exchange, *numbers, row.reason
 
     def __str__(self) -> str:
         from rich import box
         from rich.console import Console
 
         buffer, table = io.StringIO(), self.__rich__()
-        if "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower():  # where print() would fail
+        plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()  # where print() would fail
+        if plain:
             table.box = box.ASCII
-        Console(file=buffer, width=160).print(table)
-        return buffer.getvalue()
+        Console(file=buffer, width=max(60, shutil.get_terminal_size((160, 0)).columns), no_color=True).print(table)
+        text = buffer.getvalue()
+        return text.replace("…", "..").replace("×", "x") if plain else text
 
 
 def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:

@@ -22,6 +22,8 @@ SOURCE = ROOT / "build" / "site_source"
 SITE = ROOT / "build" / "site"
 #: pages outside docs/ to begin with; what they link to follows
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/NOTES.md", "benchmarks/MESHES.md")
+#: where the version is written
+VERSION = "compile_muon/__init__.py"
 #: what is copied as it is rather than shown in a page
 COPIED = {".png", ".svg", ".json"}
 
@@ -42,10 +44,9 @@ def main() -> int:
     shutil.rmtree(SOURCE, ignore_errors=True)
     _lay_out_package(SOURCE / "package" / "compile_muon")
     _lay_out_pages(SOURCE / "pages")
-    import tomllib  # Python 3.11, as Zensical
-
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        version = tomllib.load(file)["project"]["version"]
+    written = re.search(r'^__version__ = "(.*)"$', (ROOT / VERSION).read_text(encoding="utf-8"), re.MULTILINE)
+    if written is None:
+        raise ValueError(f"{VERSION} has no __version__")
     command = [
         sys.executable,
         "-m",
@@ -56,7 +57,7 @@ def main() -> int:
         "--config-file",
         str(ROOT / "mkdocs.yml"),
     ]
-    status = subprocess.run(command, env=os.environ | {"SITE_NAME": f"compile_muon {version}"}).returncode
+    status = subprocess.run(command, env=os.environ | {"SITE_NAME": f"compile_muon {written[1]}"}).returncode
     if status == 0:
         _index(settings((ROOT / SETTINGS).read_text(encoding="utf-8")))
     return status

@@ -70,7 +70,7 @@ class Case:
 #: bytes of the digest of a batch
 _DIGEST = 16
 #: of buckets: they have to take turns
-FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 20}
+FEW = {"device": "cpu", "buffer_count": 2, "buffer_bytes": 1 << 18}
 #: numbers are not compared: the device computes none
 SHARED = {"size": 2, "blocks": ["blocks"], "check": False}
 CASES = (

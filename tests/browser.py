@@ -156,6 +156,10 @@ class Browser:
         end = time.monotonic() + seconds
         self._until(lambda: time.monotonic() > end)
 
+    def wait_for(self, script: str, value: Any) -> None:
+        """Let the page go on until a script has this value."""
+        self._until(lambda: self.ask(script) == value)
+
     def _until(self, ready: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         wake = QTimer()  # or events are waited for that do not come
@@ -187,7 +191,7 @@ def site(folder: Path, words: list[str]) -> dict[str, Any]:
         for width in WIDTHS:
             browser.view.resize(width, 1000)
             browser.wait(0.1)
-            assert browser.ask("innerWidth") == width
+            browser.wait_for("innerWidth", width)
             found[str(width)] = json.loads(browser.ask(LAYOUT))
         pages[path.relative_to(folder).as_posix()] = {**found, "said": list(browser.page.said)}
     browser.open(folder / "index.html", WIDTHS[0], 1000)

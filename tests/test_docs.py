@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,7 +106,8 @@ def test_blocks_are_of_a_known_kind():
 
 
 def test_few_blocks_are_not_run():
-    pages = ["docs/how-to/meshes.md", "docs/how-to/pipeline.md", "docs/how-to/sequence.md"]
+    trl = ["docs/how-to/trl.md"] * 3
+    pages = ["docs/how-to/meshes.md", "docs/how-to/pipeline.md", "docs/how-to/sequence.md", *trl]
     assert [block.page for block in BLOCKS if not block.runs] == pages
 
 
@@ -142,6 +146,7 @@ def loop() -> dict[str, Any]:
     return {
         "MyModel": MyModel,
         "batches": [(tokens(), tokens()) for _ in range(3)],
+        "dataset": torch.utils.data.TensorDataset(tokens(), tokens()),
         "my_schedule": lambda step: 1 / (1 + step),
         "log": print,
     }
@@ -223,6 +228,85 @@ def two_columns() -> dict[str, Any]:
     }
 
 
+class SingleDeviceMuonWithAuxAdam(torch.optim.Optimizer):
+    """What the optimizer of that name in KellerJordan/Muon does, from its formulas and defaults.
+
+    Its Newton-Schulz is in bfloat16, whose rounding hides what a wrong momentum or scale would do.
+    """
+
+    dtype = torch.bfloat16
+
+    def __init__(self, param_groups: list[dict[str, Any]]) -> None:
+        muon = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
+        adam = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+        super().__init__([{**(muon if group["use_muon"] else adam), **group} for group in param_groups], {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = self._muon(param, group) if group["use_muon"] else self._adam(param, group)
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+    def _muon(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        average = self.state[param].setdefault("average", torch.zeros_like(param))
+        average.lerp_(param.grad, 1 - group["momentum"])
+        x = param.grad.lerp(average, group["momentum"]).to(self.dtype)
+        tall = x.shape[0] > x.shape[1]
+        x = x.T if tall else x
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return (x.T if tall else x).float() * max(1, param.shape[0] / param.shape[1]) ** 0.5
+
+    def _adam(self, param: Tensor, group: dict[str, Any]) -> Tensor:
+        state = self.state[param]
+        state["step"] = state.get("step", 0) + 1
+        found = []
+        for name, power, beta in zip(("first", "second"), (1, 2), group["betas"], strict=True):
+            moment = state.setdefault(name, torch.zeros_like(param)).lerp_(param.grad**power, 1 - beta)
+            found.append(moment / (1 - beta ** state["step"]))
+        return found[0] / (found[1].sqrt() + group["eps"])
+
+
+class Wide(MyModel):
+    """With matrices that are not square, where `ns_method="auto"` takes the Gram form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)]
+        self.blocks = nn.ModuleList(inner)
+
+
+def two_optimizers() -> dict[str, Any]:
+    """What is there before a page's own optimizer, and a module of another project."""
+    sys.modules["muon"] = cast(Any, SimpleNamespace(SingleDeviceMuonWithAuxAdam=SingleDeviceMuonWithAuxAdam))
+    return {"make_model": Wide, "batches": loop()["batches"], "device": "cpu"}
+
+
+class GPT(MyModel):
+    """Returns logits and loss, as nanoGPT's does; the head is tied."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
+        return x, super().forward(x, y)
+
+
+def nanogpt() -> dict[str, Any]:
+    names = {"learning_rate": 3e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "grad_clip": 1.0}
+    numbers = {"gradient_accumulation_steps": 2, "max_iters": 2, "log_interval": 1, "best_val_loss": 9.0}
+    made = {"GPT": GPT, "gptconf": None, "get_batch": lambda split: (tokens(), tokens()), "log": print}
+    return names | numbers | made | {"device": "cpu", "dtype": "float32", "out_dir": "out", "get_lr": lambda n: 3e-4}
+
+
+def fine_tuned() -> dict[str, Any]:
+    return {"model": hugging_face()["model"], "base": hugging_face()["model"]}
+
+
 def lightning() -> dict[str, Any]:
     pairs = torch.utils.data.TensorDataset(tokens(), tokens())
     return {"MyModel": MyModel, "loader": torch.utils.data.DataLoader(pairs, batch_size=2)}
@@ -242,6 +326,9 @@ def kernels() -> dict[str, Any]:
 STAND_INS: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": loop,
     "docs/start/training.md": loop,
+    "docs/start/from-torch-muon.md": two_optimizers,
+    "docs/start/from-nanogpt.md": nanogpt,
+    "docs/start/fine-tuning.md": fine_tuned,
     "docs/start/from-fsdp2.md": two_columns,
     "docs/how-to/checkpoints.md": trained,
     "docs/how-to/weights.md": weights,
@@ -281,6 +368,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **kwargs: gm.forward)
     torch.manual_seed(0)
     yield tmp_path
+    sys.modules.pop("muon", None)
     if dist.is_initialized():
         dist.destroy_process_group()
     torch._dynamo.reset()
@@ -308,6 +396,39 @@ def test_python_of_the_page_runs(page: str, place: Path) -> None:
         names = {**given, "__name__": "page"}
         for code in codes[column::columns]:
             exec(code, names)
+
+
+FIVE = ("ns_method", "ns_dtype", "adamw_betas", "adamw_weight_decay", "adamw_decay_vectors")
+
+
+@pytest.mark.parametrize("argument", FIVE)
+@pytest.mark.filterwarnings("ignore")
+def test_each_of_the_five_arguments_is_needed(argument: str, place: Path) -> None:
+    page = "docs/start/from-torch-muon.md"
+    theirs, ours, equal = [block.code for block in of("python") if block.page == page][:3]
+    without = "".join(line for line in ours.splitlines(keepends=True) if not line.strip().startswith(f"{argument}="))
+    given = two_optimizers()
+    exec(theirs, given)
+    exec(without, given)
+    with pytest.raises(AssertionError):
+        exec(equal, given)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_groups_move_over_line_by_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's two blocks about KellerJordan/Muon, both in float32."""
+    monkeypatch.setattr(SingleDeviceMuonWithAuxAdam, "dtype", torch.float32)
+    page = "docs/start/from-torch-muon.md"
+    given = {**two_optimizers(), "torch": torch, "compile_muon": compile_muon}
+    theirs, ours = (block.code for block in of("python") if block.page == page and '"lr": 0.004' in block.code)
+    exec(theirs, given)
+    expected = {name: param.detach().clone() for name, param in given["theirs"].named_parameters()}
+    exec(ours.replace('"bfloat16"', '"float32"'), given)
+    torch.manual_seed(0)
+    start = dict(Wide().named_parameters())
+    for name, param in given["model"].named_parameters():
+        moved, difference = (expected[name] - start[name]).norm(), (param - expected[name]).norm()
+        assert moved > 0 and difference <= 1e-4 * moved, f"{name}: {difference / moved:.1e}"
 
 
 @pytest.mark.parametrize("block", [block for block in of("python") if not block.runs], ids=lambda block: block.place)
@@ -377,7 +498,9 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "make":
         check_make(rest)
     elif program == "pip":
-        for extra in re.findall(r"compile_muon\[([^\]]*)\]", " ".join(rest)):
+        if any(word.partition("[")[0] == "compile_muon" for word in rest):
+            raise NotACommand("no index has that name: a checkout is installed, '.[extra]'")
+        for extra in re.findall(r"\.\[([^\]]*)\]", " ".join(rest)):
             if missing := set(extra.split(",")) - EXTRAS:
                 raise NotACommand(f"no extra {missing}")
     elif program == "torchrun":
@@ -498,7 +621,8 @@ def test_commands_in_the_text_parse(page: str, monkeypatch: pytest.MonkeyPatch) 
         "make train TRAIN_ARG=--steps",
         "make train TRAIN_ARGS=--stepps",
         "make test PYTEST_ARGS=tests/nothing",
-        "pip install 'compile_muon[nothing]'",
+        "pip install '.[nothing]'",
+        "pip install 'compile_muon[transformers]'",
         "pythn examples/train_gpt.py",
         "sbatch examples/launch/slrum.sbatch",
     ],
@@ -572,3 +696,75 @@ def test_pages_that_the_sources_name_exist():
                 named = re.findall(r"\bdocs/[\w./-]+\.(?:md|png)\b", source.read_text(encoding="utf-8"))
                 missing += [f"{source.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
     assert not missing
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.fixture(scope="module")
+def errors() -> Any:
+    """docs/errors.py."""
+    spec = importlib.util.spec_from_file_location("docs_errors", ROOT / "docs" / "errors.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+#: pass on what PyTorch, a file format or a lower layer says, or reach no user
+NOT_LISTED = {
+    "agreement.heartbeat.meet_at", "agreement.status.__exit__", "agreement.status.meet", "agreement.together.agree",
+    "backend.muon_zero", "checkpoint.checkpointer._load", "checkpoint.values.read", "model.param_spec.muon_spec",
+    "model.full_parameters.full_parameters", "offload.direct._called", "passes.views.shape_of",
+    "storage.boxes._opened", "storage.boxes._our_errors",
+}  # fmt: skip
+
+
+def test_every_message_is_listed(errors: Any) -> None:
+    assert errors.page() == PAGES["docs/reference/messages.md"], "python docs/errors.py renews it"
+    assert set(errors.unlisted(errors.sources())) == {f"compile_muon.{name}" for name in NOT_LISTED}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: compile_muon.MuonZero(nn.LayerNorm(3)),
+        lambda: compile_muon.MuonZero(MyModel(), lr=-1),
+        lambda: compile_muon.MuonZero(MyModel(), muon_params=["nothing"]),
+        lambda: compile_muon.load_config({"optimizer": {"params": {"muon_lrr": 1}}}),
+        lambda: compile_muon.load_config("nowhere.json"),
+        lambda: compile_muon.load_pretrained(MyModel(), "nowhere"),
+    ],
+)
+def test_an_error_is_found_by_its_words(wrong: Callable[[], object]) -> None:
+    with pytest.raises(compile_muon.MuonZeroError) as caught:
+        wrong()
+    said = re.sub(r"^[^:]*: ", "", str(caught.value).splitlines()[0])  # behind names of the user's
+    words = re.findall(r"[\w'-]+", said)
+    rows = [" ".join(re.findall(r"[\w'-]+", row)) for row in PAGES["docs/reference/messages.md"].splitlines()]
+    assert any(" ".join(words[start : start + 3]) in row for start in range(5) for row in rows), said
+
+
+def test_messages_are_read_from_sources(errors: Any) -> None:
+    source = """
+def f(name, several):
+    problem = "is odd" if name else "is even"
+    if several:
+        raise config_error(f"{name}.x", 3, problem, "leave it out")
+    problems = [f"{name}: missing" for name in several]
+    problems.append(f"{name} is {len(name)} long")
+    if problems:
+        raise CheckpointError(listed(problems))
+    raise helper(name)
+def silent(text):
+    raise CheckpointError(text)
+"""
+    found = {message.text for message in errors.of_source(source, "m")}
+    assert found == {
+        "\N{HORIZONTAL ELLIPSIS}.x = …: is odd; leave it out",
+        "….x = …: is even; leave it out",
+        "…: missing",
+        "… is … long",
+    }
+    assert errors.unlisted({"m": source + "def helper(x): return ValueError(x)\n"}) == ["m.silent"]

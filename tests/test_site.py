@@ -82,8 +82,8 @@ def test_every_link_within_the_site_lands(pages: dict[str, Any]) -> None:
 
 
 def test_a_page_has_its_version_its_source_and_its_neighbours(pages: dict[str, Any]) -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
+    source = (ROOT / "compile_muon" / "__init__.py").read_text(encoding="utf-8")
+    version = re.search(r'^__version__ = "(.*)"$', source, re.MULTILINE)
     assert version is not None
     for path, page in pages.items():
         assert page["header"] == f"compile_muon {version[1]}", path

@@ -24,7 +24,7 @@ from compile_muon.agreement.heartbeat import Entry, Heartbeat, backend_of
 from compile_muon.errors import PeerError
 from compile_muon.passes.torch_private import collective_failed, store_of
 
-__all__ = ["EVALUATION", "READING", "TRAINING", "RankStatus"]
+__all__ = ["EVALUATION", "READING", "TRAINING", "RankStatus", "holder_of_all"]
 
 #: what weights are gathered for: the forward and backward of training, a forward without one, code outside of forwards
 TRAINING, EVALUATION, READING = "training", "evaluation", "reading weights"
@@ -145,7 +145,7 @@ class RankStatus:
         step, half, name, names = self._at
         label = frame_label(name)
         frame = f" of {label}" if label else ""
-        where = f"{half}{frame}{_holder(names)}"
+        where = f"{half}{frame}{holder_of_all(names)}"
         inside = self._entered is not None
         return Entry(step, where, inside, self.collectives, self._raised, changes=self.changes)
 
@@ -174,10 +174,10 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _holder(names: Sequence[str]) -> str:
+def holder_of_all(names: Sequence[str]) -> str:
     """The innermost module that holds all these parameters, in parentheses.
 
-    >>> _holder(["blocks.4.up.weight", "blocks.4.down.weight"])
+    >>> holder_of_all(["blocks.4.up.weight", "blocks.4.down.weight"])
     ' (blocks.4)'
     """
     if not names:

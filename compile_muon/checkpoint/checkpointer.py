@@ -34,6 +34,7 @@ from compile_muon.config.checks import check_boolean, check_integer
 from compile_muon.errors import CheckpointError, DamagedError, warn_user
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.progress import underway
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.storage.boxes import read_tensors, write_tensors
 
@@ -108,7 +109,7 @@ class Checkpointer:
         optimizer.check()
         step = check_integer("step", step, low=0)
         doing = f"checkpoint of step {step} was not saved"
-        with optimizer.engine.status.at("Checkpointer.save"):
+        with optimizer.engine.status.at("Checkpointer.save"), underway(f"saving checkpoint {step}"):
             ranks = _ranks_of(optimizer)
             with ranks.together(doing):
                 contents = contents_of(model, optimizer)
@@ -222,7 +223,7 @@ class Checkpointer:
         if manifest is None:
             return None
         optimizer.unfreeze(manifest.trained())
-        with optimizer.engine.status.at("Checkpointer.load"):
+        with optimizer.engine.status.at("Checkpointer.load"), underway(f"loading checkpoint {manifest.step}"):
             return self._load(ranks, manifest, model, optimizer, scheduler, loader, strict)
 
     def _load(

@@ -141,7 +141,9 @@ def check_ranges(field: str, value: object) -> bool:
     made = check_boolean(field, value)
     if made and os.environ.get("NVTX_INJECTION64_PATH") and not nvtx_installed():
         problem = "is for the tool that NVTX_INJECTION64_PATH names, but the package nvtx is not installed"
-        raise config_error(field, value, problem, "pip install 'compile_muon[profile]', or run without the tool")
+        raise config_error(
+            field, value, problem, "pip install '.[profile]' in compile_muon's checkout, or run without the tool"
+        )
     return made
 
 

@@ -55,7 +55,9 @@ def planned_roles(
         from compile_muon.model.moe import plan_experts
     except ImportError as error:
         problem = f"is for models of Transformers, which cannot be imported ({error})"
-        remedy = "pip install compile_muon[transformers], or cut experts of your own over mesh['expert']"
+        remedy = (
+            "pip install '.[transformers]' in compile_muon's checkout, or cut experts of your own over mesh['expert']"
+        )
         raise config_error("expert_parallel.size", experts.size, problem, remedy) from None
     plan = plan_experts(model, experts.size, capacity_factor=experts.capacity_factor)
     stacks, placed = set(plan.parameters), mesh.given["expert"]

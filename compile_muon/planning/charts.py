@@ -56,14 +56,16 @@ def check_charts() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         problem = "is drawn by Matplotlib, which is not installed"
-        raise config_error("--html", "page", problem, "pip install 'compile_muon[plan]'") from None
+        raise config_error("--html", "page", problem, "pip install '.[plan]' in compile_muon's checkout") from None
 
 
 def memory_chart(world: World) -> str:
     """Bytes by category of each candidate, against the device's."""
-    bars = [{name: nbytes / 2**30 for name, nbytes in f.memory.items()} for f in world.candidates]
-    limit = world.candidates[0].limit_bytes / 2**30
-    return _stacked(world.candidates, bars, "GiB, where most are live", limit)
+    unit, name_of_it = (2**30, "GiB") if max(f.peak_bytes for f in world.candidates) >= 2**30 else (2**20, "MiB")
+    bars = [{name: nbytes / unit for name, nbytes in f.memory.items()} for f in world.candidates]
+    # Far above all bars it would only make them short.
+    limit = world.candidates[0].limit_bytes / 2**30 if unit == 2**30 else None
+    return _stacked(world.candidates, bars, f"{name_of_it}, where most are live", limit)
 
 
 def time_chart(world: World) -> str:

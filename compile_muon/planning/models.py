@@ -133,7 +133,7 @@ def _of_transformers(name: str, batch: Batch) -> Callable[[], nn.Module]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        remedy = "pip install 'compile_muon[plan]', or give module:function"
+        remedy = "pip install '.[plan]' in compile_muon's checkout, or give module:function"
         raise config_error("MODEL", name, "is read by Transformers, which is not installed", remedy) from None
     try:
         config = AutoConfig.from_pretrained(os.path.abspath(name), local_files_only=True)

@@ -277,9 +277,7 @@ def _shared(traced: Callable[[int], Trace], question: Question, world: int) -> s
         except MuonZeroError:
             return ""
         if figures.fits:
-            return (
-                f"a rank's tokens fit with sequence_parallel.size {sharing} at stage 3: {gib(figures.peak_bytes)} GiB"
-            )
+            return f"a rank's tokens fit with sequence_parallel.size {sharing} at stage 3: {size(figures.peak_bytes)}"
         sharing *= 2
     return ""
 
@@ -419,7 +417,7 @@ def _remedy(
             if found.fits:
                 share = "" if tenths == 10 else f", ratio {tenths / 10}"
                 slower = offloaded(offload).seconds / figures.step_seconds - 1
-                return f"fits with offload {device}{share}: {gib(found.peak_bytes)} GiB, {slower:.0%} slower"
+                return f"fits with offload {device}{share}: {size(found.peak_bytes)}, {slower:.0%} slower"
     return ""
 
 
@@ -427,9 +425,9 @@ def _warned(figures: Figures, remedy: str = "") -> Figures:
     found = [remedy] if remedy else []
     step = figures.step_seconds
     if not figures.fits:
-        found.append(f"does not fit: {gib(figures.peak_bytes)} GiB of {gib(figures.limit_bytes)}")
+        found.append(f"does not fit: {size(figures.peak_bytes)} of {size(figures.limit_bytes)}")
     elif figures.peak_bytes > _TIGHT * figures.limit_bytes:
-        found.append(f"tight: {gib(figures.peak_bytes)} GiB of {gib(figures.limit_bytes)}, without the allocator's own")
+        found.append(f"tight: {size(figures.peak_bytes)} of {size(figures.limit_bytes)}, without the allocator's own")
     for cause, seconds in sorted(figures.exposed.items(), key=lambda item: -item[1]):
         if seconds > _EXPOSED * step:
             found.append(f"{cause} exposed: {seconds * 1e3:.1f} ms of {step * 1e3:.0f}")
@@ -440,9 +438,9 @@ def _warned(figures: Figures, remedy: str = "") -> Figures:
     return replace(figures, warnings=tuple(found))
 
 
-def gib(nbytes: float) -> str:
-    """Bytes as GiB, one digit."""
-    return f"{nbytes / 2**30:.1f}"
+def size(nbytes: float) -> str:
+    """Bytes with one digit behind the point, in a unit that leaves some ahead of it."""
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _world(ranks: int, found: Sequence[Figures]) -> World:
@@ -450,7 +448,7 @@ def _world(ranks: int, found: Sequence[Figures]) -> World:
     if not fitting:
         least = min(found, key=lambda figures: figures.peak_bytes)
         why = (
-            f"nothing fits: {least.name} needs least, {gib(least.peak_bytes)} GiB of {gib(least.limit_bytes)}; "
+            f"nothing fits: {least.name} needs least, {size(least.peak_bytes)} of {size(least.limit_bytes)}; "
             "use fewer tokens at a time, more ranks, or activation checkpointing"
         )
         return World(ranks, found, None, why)
@@ -458,7 +456,7 @@ def _world(ranks: int, found: Sequence[Figures]) -> World:
     close = [figures for figures in fitting if figures.tokens_per_second * (1 + _AS_FAST) >= fastest]
     best = min(close, key=lambda figures: (figures.stage, len(figures.mesh), figures.step_seconds))
     why = (
-        f"{best.name}: {best.step_seconds * 1e3:,.1f} ms, {gib(best.peak_bytes)} GiB of {gib(best.limit_bytes)}; "
+        f"{best.name}: {best.step_seconds * 1e3:,.1f} ms, {size(best.peak_bytes)} of {size(best.limit_bytes)}; "
         f"{_among(best, close, fitting, found)}"
     )
     return World(ranks, found, found.index(best), why)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from compile_muon.planning.plan import Figures, Plan, World, gib, mesh_text
+from compile_muon.planning.plan import Figures, Plan, World, mesh_text, size
 from compile_muon.planning.price import Price, percent
 
 __all__ = ["COLUMNS", "PRICE", "WORDS", "headline", "price_rows", "price_text", "report", "rows"]
@@ -17,8 +18,8 @@ __all__ = ["COLUMNS", "PRICE", "WORDS", "headline", "price_rows", "price_text", 
 COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("stage", lambda f: f"{f.stage}{' *' * f.asked}"),
     ("mesh", lambda f: mesh_text(f.mesh)),
-    ("GiB", lambda f: gib(f.peak_bytes) + " !" * (not f.fits)),
-    ("of them", lambda f: _by_size(f.memory, gib)),
+    ("memory", lambda f: size(f.peak_bytes) + " !" * (not f.fits)),
+    ("of them", lambda f: _by_size(f.memory, size)),
     ("GB sent", lambda f: _by_size(f.sent, lambda nbytes: f"{nbytes / 1e9:.2f}") or "0"),
     ("step ms", lambda f: f"{f.step_seconds * 1e3:,.1f}"),
     ("exposed ms", lambda f: f"{f.exposed_seconds * 1e3:,.1f}"),
@@ -41,15 +42,19 @@ PRICE = "What Muon adds to AdamW's step, by tokens of a rank and step (simulated
 
 def _by_size(values: Mapping[str, int], text: Callable[[float], str]) -> str:
     ordered = sorted(values.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {text(value)}" for name, value in ordered if text(value).strip("0."))
+    return ", ".join(f"{name} {text(value)}" for name, value in ordered if re.search("[1-9]", text(value)))
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:,.2f} G" if number >= 1e9 else f"{number / 1e6:,.1f} M"
 
 
 def headline(plan: Plan) -> str:
     """What was asked."""
     micro = f", {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     return (
-        f"{plan.model}: {plan.parameters / 1e9:,.2f} G parameters; {plan.tokens:,} tokens a rank and micro-batch in "
-        f"sequences of {plan.sequence:,}{micro}; {plan.machine}, {gib(plan.memory_bytes)} GiB. Everything is simulated"
+        f"{plan.model}: {_count(plan.parameters)} parameters; {plan.tokens:,} tokens a rank and micro-batch in "
+        f"sequences of {plan.sequence:,}{micro}; {plan.machine}, {size(plan.memory_bytes)}. Everything is simulated"
     )
 
 

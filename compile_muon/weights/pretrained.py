@@ -18,6 +18,7 @@ from compile_muon.agreement.compare import by_rank
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
+from compile_muon.progress import underway
 from compile_muon.runtime.replicas import start_refresh_by_owner
 from compile_muon.storage.boxes import Box, TensorFacts
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
@@ -51,7 +52,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike, *, max_shard_si
     limit = parse_size(max_shard_size)
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
-    with weights.status.at("save_pretrained"):
+    with weights.status.at("save_pretrained"), underway(f"saving {folder}"):
         ranks = weights.meet("save_pretrained", limit)
         doing = f"{folder}: weights were not saved"
         if has_adapters(weights.module):
@@ -198,7 +199,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
     """The same; without ``adapters`` for a model without values yet, which adapters alone do not give."""
     folder = Path(os.path.abspath(folder))
     weights = weights_of(model)
-    with weights.status.at("load_pretrained"):
+    with weights.status.at("load_pretrained"), underway(f"loading {folder}"):
         ranks = weights.meet("load_pretrained", strict)
         if adapters and has_adapters(weights.module) and all(ranks.gather(holds_adapters(weights.module, folder))):
             return load_adapters(weights, folder, ranks, strict=strict)

@@ -1,4 +1,4 @@
-"""Muon over a sum of gradients in place of their average: ``M <- beta M + G``, as Megatron, Moonlight and Kimi have it.
+"""Muon over a sum of gradients in place of their average: ``M <- beta M + G``, as Moonlight and Kimi have it.
 
 Newton-Schulz divides by the norm, so with a constant ``beta`` and from zeros on it is Muon; where a schedule changes
 ``beta``, the sum weighs old gradients otherwise than the average.

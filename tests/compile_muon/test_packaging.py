@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSION = re.findall(r'^__version__ = "(.*)"$', (ROOT / "compile_muon" / "__init__.py").read_text(), re.MULTILINE)[0]
 LAYERS = {"compile_muon.kernels": ROOT / "kernels", "compile_muon.passes": ROOT / "passes"}
 MODULES = [
     ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
@@ -117,20 +119,104 @@ assert "compile_muon.backend" in sys.modules
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel of a copy of this checkout: setuptools writes build/ and *.egg-info beside the sources."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], Path]:
+    """Files of the sdist of a copy of this checkout, and the wheel that is built from it, as `python -m build` does."""
     if importlib.util.find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed, so no wheel can be built without a download")
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
     for name in ("compile_muon", "passes", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w"]
-    done = subprocess.run([*command, str(target), str(source)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = target.glob("*.whl")
-    return zipfile.ZipFile(path)
+    for folder, build in ((source, "build_sdist"), (target / f"compile_muon-{VERSION}", "build_wheel")):
+        code = f"import setuptools.build_meta as backend; backend.{build}({str(target)!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if build == "build_sdist":
+            with tarfile.open(target / f"compile_muon-{VERSION}.tar.gz") as sdist:
+                sdist.extractall(target, filter="data")
+                files = {name.partition("/")[2] for name in sdist.getnames()}
+    return files, target / f"compile_muon-{VERSION}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def wheel(built: tuple[set[str], Path]) -> zipfile.ZipFile:
+    return zipfile.ZipFile(built[1])
+
+
+def test_the_sdist_holds_what_builds_a_wheel_and_no_tests(built: tuple[set[str], Path]) -> None:
+    files, _ = built
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "README.md", "constraints.txt", "kernels/quack.json"} <= files
+    assert not {name for name in files if name.startswith(("tests", "docs", "benchmarks", "build"))}
+
+
+def test_the_version_is_written_in_one_place(wheel: zipfile.ZipFile) -> None:
+    import compile_muon
+
+    metadata = wheel.read(f"compile_muon-{VERSION}.dist-info/METADATA").decode()
+    assert f"\nVersion: {compile_muon.__version__}\n" in metadata and compile_muon.__version__ == VERSION
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(
+        rf"^## {re.escape(VERSION)}, \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+
+
+def test_triton_is_an_extra_that_fits_torch(wheel: zipfile.ZipFile) -> None:
+    """CUDA builds of torch bring theirs; constraints.txt has the version that the torch of the tests names."""
+    metadata = wheel.read(f"compile_muon-{VERSION}.dist-info/METADATA").decode()
+    named = re.findall(r"^Requires-Dist: triton(.*)$", metadata, re.MULTILINE)
+    assert named and all('extra == "triton"' in rest and "platform_machine" in rest for rest in named)
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert {re.findall(r"[a-z]+", line.split()[1])[0] for line in needed} == {
+        "torch",
+        "sympy",
+        "rich",
+        "safetensors",
+        "numpy",
+    }
+    pins = dict(re.findall(r"^(torch|triton)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert pins["torch"].startswith("2.13") and pins["triton"].startswith("3.7")
+
+
+@pytest.mark.full
+def test_the_wheel_trains_without_triton(built: tuple[set[str], Path], tmp_path: Path) -> None:
+    """`tests/smoke.py` with nothing of ours but the wheel, unpacked, where `import triton` fails."""
+    with zipfile.ZipFile(built[1]) as archive:
+        archive.extractall(tmp_path / "wheel")
+    code = f"""
+import importlib.abc, importlib.util, runpy, sys
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else found(name, *rest)
+sys.meta_path[:] = [Without(), *(f for f in sys.meta_path if "editable" not in str(f))]
+sys.path.insert(0, {str(tmp_path / "wheel")!r})
+runpy.run_path({str(ROOT / "tests" / "smoke.py")!r}, run_name="__main__")
+assert "triton" not in sys.modules
+import compile_muon
+assert compile_muon.__file__.startswith({str(tmp_path)!r}), compile_muon.__file__
+"""
+    assert "fine" in in_a_fresh_process(code, tmp_path)
+
+
+HOSTED = [*(ROOT / ".github").rglob("*.yml")]
+
+
+@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.name)
+def test_files_for_a_code_host_are_whole(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    read = yaml.safe_load(path.read_text())
+    if path.parent.name == "workflows":
+        commands = [step["run"] for job in read["jobs"].values() for step in job["steps"] if "run" in step]
+        assert any(".ci/run" in command for command in commands)
+        for script in re.findall(r"\S+\.py", " ".join(commands)):
+            assert (ROOT / script).is_file(), script
+    elif path.name == "bug.yml":
+        doctor = next(part for part in read["body"] if part["id"] == "doctor")
+        assert "python -m compile_muon doctor" in doctor["attributes"]["label"] and doctor["validations"]["required"]
 
 
 def test_the_wheel_holds_the_whole_package_and_nothing_beside_it(wheel: zipfile.ZipFile) -> None:

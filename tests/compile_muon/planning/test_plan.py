@@ -191,7 +191,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 def test_warnings_are_sentences() -> None:
     found = plans._warned(replace(figures(3, 412, 120), owners_uneven=1.6)).warnings
     assert list(found) == [
-        "does not fit: 120.0 GiB of 100.0",
+        "does not fit: 120.0 GiB of 100.0 GiB",
         "exchange exposed: 3.1 ms of 412",
         "17 ranks own nothing",
         "owners are uneven: one orthogonalizes 1.6 times the mean",
@@ -456,13 +456,13 @@ def test_models_that_cannot_share_are_not_told_to() -> None:
 
 def test_without_matplotlib_there_is_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
         check_charts()
 
 
 def test_without_transformers_there_is_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'compile_muon\[plan\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[plan\]' in compile_muon's checkout"):
         load_subject(str(tmp_path), Batch(16, 8))
 
 

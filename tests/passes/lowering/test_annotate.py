@@ -409,5 +409,7 @@ def test_without_the_package_the_profiler_still_sees_ranges(no_nvtx, monkeypatch
 def test_without_the_package_a_tool_that_listens_is_an_error(no_nvtx, monkeypatch):
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/opt/tool.so")
     assert not CompileConfig(nvtx=False).nvtx
-    with pytest.raises(ConfigError, match=r"nvtx = True: .* is not installed; pip install 'compile_muon\[profile\]'"):
+    with pytest.raises(
+        ConfigError, match=r"nvtx = True: .* is not installed; pip install '.\[profile\]' in compile_muon's checkout"
+    ):
         CompileConfig(nvtx=True)

@@ -1,0 +1,334 @@
+"""docs/reference/messages.md, the list of errors and warnings, from the sources: `python docs/errors.py` renews it.
+
+A message is what a call to an exception's class, to `config_error` or to `warn_user` is given, and what is given to a
+function that makes an error and is raised. What is inserted at run time is "…". Names are followed to what the function
+assigns to them, so that of a message in two forms both are listed.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reference" / "messages.md"
+FOLDERS = {"compile_muon": "compile_muon", "passes": "compile_muon.passes", "kernels": "compile_muon.kernels"}
+WARNING = "warning"
+GAP = "…"
+WIDTH = 150
+_MOST = 6  # forms of a message
+
+#: no message of their own: they end a function, or are caught where they are raised
+_SILENT = {"StopIteration", "SystemExit", "KeyboardInterrupt", "_Reached"}
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """What a user may see.
+
+    Args:
+        text: with "…" for what is inserted.
+        kind: the class, or "warning".
+        module: that makes it.
+        line: of the source, from 1.
+    """
+
+    text: str
+    kind: str
+    module: str
+    line: int = field(compare=False)
+
+
+def messages() -> list[Message]:
+    """All of them, in the order of their words."""
+    found = {message for module, source in sources().items() for message in of_source(source, module)}
+    return sorted(found, key=lambda message: (_words(message.text).lower(), message))
+
+
+@cache
+def of_source(source: str, module: str) -> tuple[Message, ...]:
+    """Those that one file makes."""
+    return tuple(_made(ast.parse(source), module))
+
+
+def _made(tree: ast.Module, module: str) -> Iterator[Message]:
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for scope, names in _scopes(tree, _assigned(tree.body)):
+        reader = _Reader(names, functions)
+        for node in _own(scope):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and not _kind(node.exc):
+                made = node.exc
+                name = _name(made.func)
+                if name in _SILENT or not made.args:
+                    continue
+                texts = reader.joined(made.args, ": ")
+                yield from (Message(text, "error", module, made.lineno) for text in texts if _words(text))
+            elif isinstance(node, ast.Call) and (kind := _kind(node)):
+                yield from (Message(text, kind, module, node.lineno) for text in reader.said(node) if _words(text))
+
+
+def unlisted(sources: Mapping[str, str]) -> list[str]:
+    """Where something new is raised of which no words are listed: module and function.
+
+    What a function returns or raises is listed where that function makes it.
+
+    Args:
+        sources: by module.
+    """
+    trees = {module: ast.parse(source) for module, source in sources.items()}
+    functions = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    found = []
+    for module, tree in trees.items():
+        listed = {message.line for message in of_source(sources[module], module)}
+        for scope, _ in _scopes(tree, {}):
+            for node in _own(scope):
+                if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.lineno not in listed:
+                    name = _name(node.exc.func)
+                    if name not in functions | _SILENT and node.exc.args:
+                        found.append(f"{module}.{getattr(scope, 'name', '')}")
+    return found
+
+
+def sources() -> dict[str, str]:
+    """What is read, by module."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            module = ".".join((package, *(part for part in parts if part != "__init__")))
+            found[module] = path.read_text(encoding="utf-8")
+    return found
+
+
+def _kind(call: ast.Call) -> str:
+    """The class of what a call makes; "" if it is none of them."""
+    name = _name(call.func)
+    if name == "config_error":
+        return "ConfigError"
+    if name in ("warn_user", "warn"):
+        return WARNING
+    return name if re.fullmatch(r"_?[A-Z]\w*(Error|Warning|Attention)", name) else ""
+
+
+def _name(called: ast.expr) -> str:
+    """The last part of it."""
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+def _words(text: str) -> str:
+    """The fixed words, from the first letter on."""
+    return re.sub(r"^[^A-Za-z]+", "", text.replace(GAP, " ")).strip()
+
+
+# ------------------------------------------------------------------------------------------------------- what is said
+
+
+class _Reader:
+    """Expressions to the texts they may be."""
+
+    def __init__(self, names: Names, functions: Mapping[str, ast.FunctionDef]) -> None:
+        self._names = names
+        self._functions = functions
+        self._under_way: set[str] = set()
+
+    def said(self, call: ast.Call) -> list[str]:
+        """Of an exception, or of `config_error(field, value, problem, remedy)`."""
+        if _name(call.func) != "config_error":
+            texts = (self.texts(arg) for arg in call.args)  # an OSError begins with a number
+            return next((found for found in texts if any(map(_words, found))), [])
+        values = {keyword.arg: keyword.value for keyword in call.keywords}
+        given = [*call.args, *(values[name] for name in ("problem", "remedy") if name in values)]
+        if starred := [arg for arg in given if isinstance(arg, ast.Starred)]:
+            pairs = [node for arg in starred for node in self._rows(arg.value)]
+            return [f"{GAP} = {GAP}: {'; '.join(pair)}" for pair in pairs]
+        return self.joined([given[0], *given[2:]], f" = {GAP}: ", "; ") if len(given) > 2 else []
+
+    def joined(self, parts: Sequence[ast.expr], first: str, then: str = ": ") -> list[str]:
+        """All combinations of what the parts may be."""
+        choices = [self.texts(part) for part in parts]
+        found = []
+        for chosen in itertools.islice(itertools.product(*choices), _MOST):
+            text = chosen[0]
+            for number, part in enumerate(chosen[1:]):
+                text += (first if number == 0 else then) + part
+            found.append(_tidy(text))
+        return found
+
+    def _rows(self, node: ast.expr) -> list[list[str]]:
+        """Problem and remedy of each row of a table that errors are made of."""
+        rows = [row for name in self._names.values() for value in name for row in ast.walk(value)]
+        found = []
+        for row in rows:
+            if isinstance(row, ast.Tuple) and len(row.elts) >= 3:
+                texts = [self.texts(part)[0] for part in row.elts[-2:]]
+                if all(_words(text) for text in texts):
+                    found.append(texts)
+        return found
+
+    def texts(self, node: ast.expr) -> list[str]:
+        """What an expression may be, "…" where nothing is known."""
+        if isinstance(node, ast.Constant):
+            return [node.value if isinstance(node.value, str) else GAP]
+        if isinstance(node, ast.JoinedStr):
+            return self._all(node.values)
+        if isinstance(node, ast.FormattedValue):
+            return [text if _words(text) else GAP for text in self.texts(node.value)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return self._all([node.left, node.right])
+        if isinstance(node, ast.IfExp):
+            return [*self.texts(node.body), *self.texts(node.orelse)][:_MOST]
+        if isinstance(node, ast.BoolOp):
+            return [text for value in node.values for text in self.texts(value)][:_MOST]
+        if isinstance(node, ast.Name):
+            return self._named(node.id)
+        if isinstance(node, ast.Call):
+            return self._called(node)
+        return [GAP]
+
+    def _called(self, call: ast.Call) -> list[str]:
+        """What a function of the file returns; of `listed(problems)` and `"; ".join(problems)` the elements."""
+        made = self._functions.get(_name(call.func))
+        if made is not None and not call.args:
+            reader = _Reader(_assigned(made.body), {})
+            returned = [node.value for node in _own(made) if isinstance(node, ast.Return) and node.value is not None]
+            return [text for value in returned for text in reader.texts(value) if _words(text)] or [GAP]
+        names = [arg.id for arg in call.args if isinstance(arg, ast.Name)]
+        return [text for name in names for text in self._named(f"{name}[]") if _words(text)] or [GAP]
+
+    def _named(self, name: str) -> list[str]:
+        if name not in self._names or name in self._under_way:
+            return [GAP]
+        self._under_way.add(name)
+        found = [text for value in self._names[name] for text in self.texts(value)]
+        self._under_way.remove(name)
+        return list(dict.fromkeys(found)) or [GAP]
+
+    def _all(self, parts: Iterable[ast.expr]) -> list[str]:
+        choices = [self.texts(part) for part in parts]
+        return list(dict.fromkeys("".join(chosen) for chosen in itertools.islice(itertools.product(*choices), _MOST)))
+
+
+def _tidy(text: str) -> str:
+    return re.sub(rf"{GAP}(?:\s*{GAP})+", GAP, re.sub(r"\s+", " ", text)).strip()
+
+
+# ------------------------------------------------------------------------------------------------------- names
+
+
+Names = dict[str, list[ast.expr]]
+
+
+def _scopes(tree: ast.Module, outer: Names) -> Iterator[tuple[ast.AST, Names]]:
+    """The module and its functions, each with what names are assigned there and around it."""
+    yield tree, outer
+    waiting: list[tuple[ast.AST, Names]] = [(tree, outer)]
+    while waiting:
+        scope, names = waiting.pop()
+        for node in _own(scope, into=(ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                arguments = {each.arg for each in (*node.args.args, *node.args.kwonlyargs, *node.args.posonlyargs)}
+                own = {name: values for name, values in names.items() if name not in arguments}
+                own |= _assigned(node.body)
+                yield node, own
+                waiting.append((node, own))
+
+
+def _own(scope: ast.AST, into: tuple[type[ast.AST], ...] = ()) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions inside it, which come alone if they are asked for."""
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if into:
+                yield child
+            continue
+        yield child
+        yield from _own(child, into)
+
+
+def _assigned(body: Sequence[ast.stmt]) -> Names:
+    """Name -> the expressions that are assigned to it, also as a part of a tuple or of rows that are looped over.
+
+    At "name[]" are those that a list of that name gets.
+    """
+    found: Names = {}
+
+    def note(target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            found.setdefault(target.id, []).append(value)
+            if isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+                found.setdefault(f"{target.id}[]", []).append(value.elt)
+            elif isinstance(value, ast.List):
+                found.setdefault(f"{target.id}[]", []).extend(value.elts)
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            for one, other in zip(target.elts, value.elts, strict=True):
+                note(one, other)
+
+    for node in itertools.chain.from_iterable((statement, *_own(statement)) for statement in body):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                note(target, node.value)
+        elif isinstance(node, ast.AugAssign):
+            before = found.get(ast.unparse(node.target), [])
+            if before and not isinstance(node.value, (ast.List, ast.ListComp)):
+                before[-1] = ast.BinOp(before[-1], ast.Add(), node.value)
+            else:
+                note(node.target, node.value)
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            note(node.target, node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+            if isinstance(node.func.value, ast.Name):
+                found.setdefault(f"{node.func.value.id}[]", []).extend(node.args)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            rows = node.iter.elts if isinstance(node.iter, (ast.Tuple, ast.List)) else []
+            for row in rows:
+                note(node.target, row)
+            found.setdefault("", []).append(node.iter)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+
+def page() -> str:
+    """The page, as the sources have it."""
+    found = messages()
+    lines = [
+        "# Messages",
+        "",
+        "What does an error or a warning say, and who says it?",
+        "",
+        f"{len({message.text for message in found})} messages, in the order of their first fixed words; … stands for "
+        "names, values and long ends. Search for some words of yours. Settings have the names that you wrote: `lr` "
+        "here is `optimizer.params.lr` in an error about a config. `python docs/errors.py` makes this page from the "
+        "sources. By symptom: [troubleshooting](../start/troubleshooting.md).",
+    ]
+    for letter, group in itertools.groupby(found, key=lambda message: _words(message.text)[0].upper()):
+        lines += ["", f"## {letter}", "", "| message | kind | made by |", "|---|---|---|"]
+        rows = dict.fromkeys((_cut(m.text), m.kind, m.module.removeprefix("compile_muon.")) for m in group)
+        lines += [f"| {_code(text)} | {kind} | `{module}` |" for text, kind, module in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDTH else text[:WIDTH].rpartition(" ")[0] + " " + GAP
+
+
+def _code(text: str) -> str:
+    marks = "``" if "`" in text else "`"
+    room = " " if text[0] == "`" or text[-1] == "`" else ""
+    return f"{marks}{room}{text}{room}{marks}".replace("|", "\\|")
+
+
+def main() -> int:
+    """Renew the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What a run shows: lines of long work, folded tables, an optimizer in a few lines."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import compile_muon
+from compile_muon import folding, progress
+
+
+def test_names_are_folded() -> None:
+    assert doctest.testmod(folding).failed == 0
+    experts = [(f"h.{layer}.experts.{i}.up", "muon") for layer in range(3) for i in (0, 1, 3)]
+    assert folding.folded(experts) == [("h.0…2.experts.0…1,3.up × 9", "muon")]
+    # What differs in more than the number stays apart.
+    assert folding.folded([("h.0.up", "muon"), ("h.1.up", "adamw")]) == [("h.0.up", "muon"), ("h.1.up", "adamw")]
+
+
+def test_an_optimizer_is_shown_in_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)))
+    optimizer = compile_muon.MuonZero(model)
+    assert len(repr(optimizer).splitlines()) <= 5 and "muon: 6 parameters, algorithm muon, lr 0.02" in repr(optimizer)
+    told = str(optimizer.summary())
+    assert "0…5.weight × 6" in told and len(told.splitlines()) < 14
+    assert len(optimizer.summary().rows) == 14
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, str(optimizer.summary()).splitlines())) == 60
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    str(optimizer.summary()).encode("ascii")
+
+
+def test_long_work_says_how_long_and_short_work_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    logger, lines = logging.getLogger("compile_muon"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with progress.underway("brief work"):
+            pass
+        with progress.underway("long work", (0.01, 60.0)):
+            wait_for(lambda: any("so far" in line for line in lines))
+        wait_for(lambda: len(lines) == 2)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert [line.rpartition(":")[0] for line in lines] == ["long work", "long work"] and "done after" in lines[1]
+    with progress.underway("unseen work", (0.01,)):  # neither a logger that shows it nor a terminal
+        time.sleep(0.05)
+    assert capsys.readouterr() == ("", "")
+
+
+def wait_for(condition: object) -> None:
+    while not condition():  # type: ignore[operator]
+        time.sleep(0.01)
+
+
+def test_a_frame_that_compiles_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    underway = progress.underway
+    monkeypatch.setattr("compile_muon.backend.underway", lambda what: said.append(what) or underway(what))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    compile_muon.MuonZero(model)
+    torch.compile(model, backend="muon_zero", options={"codegen": "eager"})(torch.randn(2, 8))
+    assert said == ["compiling a frame (0.weight to 2.bias)"]
