@@ -26,7 +26,7 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import Home
-from compile_muon.passes.methods import ElementMethod, MatrixMethod
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_method
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
@@ -190,7 +190,8 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
     candidates = []
     for group in groups:
         matrices = isinstance(group.method, MatrixMethod)
-        slots = sum(state.each == "element" for state in group.method.states) + (matrices and offload.momentum)
+        momentum = isinstance(group.method, MatrixMethod) and group.method.keeps_momentum and offload.momentum
+        slots = sum(state.each == "element" for state in group.method.states) + momentum
         slots += offload.masters
         candidates += [(matrices, -slots * sizes[name], name) for name in group.members if slots]
     left = offload.ratio * sum(-size for _, size, _ in candidates)
@@ -216,7 +217,9 @@ def _with_fetches(config: Config, assignments: Mapping[str, Assignment], away: f
     return {
         name: replace(
             row,
-            fetched=row.matrix is not None and (compressed or (moved and name in away)),
+            fetched=row.matrix is not None
+            and matrix_method(row.algorithm).keeps_momentum
+            and (compressed or (moved and name in away)),
             master_away=masters and name in away,
         )
         for name, row in assignments.items()

@@ -200,9 +200,12 @@ class MuonZero(Optimizer):
         self.config = config = made.config
         trained = made.trained
         super().__init__([_param_group(group, made.ledger.accounts) for group in made.groups], {})
-        # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
-        cycled = "momentum" if any(account.spec.muon is not None for account in trained) else "betas"
-        self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
+        # OneCycleLR and CyclicLR look here for what they may cycle, a momentum of some groups or betas of all, and say
+        # what they miss; as a default it would enter every group.
+        for cycled, has_it in (("momentum", any), ("betas", all)):
+            if has_it(cycled in group for group in self.param_groups):
+                self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
+                break
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(

@@ -19,6 +19,7 @@ from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import CoefficientSet
 
 from .layout import Axis, Layout
+from .methods import matrix_method
 from .views import Part, View
 
 __all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
@@ -71,6 +72,11 @@ class MuonSpec:
     algorithm: str = "muon"
     view: View | None = None
     fetched: bool = False
+
+    @property
+    def beside(self) -> bool:
+        """Whether there is a momentum, and it is beside the parameter."""
+        return not self.fetched and matrix_method(self.algorithm).keeps_momentum
 
     @property
     def steps(self) -> int:

@@ -193,7 +193,7 @@ def shard_model(
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
-        beside = spec.muon is not None and not spec.muon.fetched
+        beside = spec.muon is not None and spec.muon.beside
         momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         accounts[param] = Account(

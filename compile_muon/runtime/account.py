@@ -125,8 +125,8 @@ class Account:
     def __post_init__(self) -> None:
         self.text = self.spec.encode()
         self.refreshed_at = edits_of(self.param)
-        fetched = self.spec.muon is not None and self.spec.muon.fetched
-        self.momentum_buffer = self.momentum if fetched else like_parameter(self.param, self.momentum.detach())
+        beside = self.spec.muon is None or self.spec.muon.beside
+        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if beside else self.momentum
         hold(self.momentum, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
@@ -177,8 +177,9 @@ class Account:
         self.spec, self.text = spec, spec.encode()
         self.hyper, self.factor = hyper, factor
         if spec.muon is not None:
-            self.momentum = torch.zeros_like(self.local.detach())
-            self.momentum_buffer = like_parameter(self.param, self.momentum)
+            local = self.local.detach()
+            self.momentum = torch.zeros_like(local) if spec.muon.beside else local.new_empty(0)
+            self.momentum_buffer = like_parameter(self.param, self.momentum) if spec.muon.beside else self.momentum
             hold(self.momentum, self)
 
     def keep_at(self, home: Lender) -> None:

@@ -137,7 +137,7 @@ class Matrices:
     @property
     def joint(self) -> bool:
         """Whether one launch may move momenta and weights."""
-        return self.plain and self.method.advance is None
+        return self.plain and self.method.advance is None and self.method.keeps_momentum
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
             of = dict(zip(accounts, states, strict=True))
             found += _after([pair for account in of for pair in summed.get(account, ())], of, found_inf)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
+            if not momenta:
+                continue
             with _unless(found_inf, list(momenta.values())):
                 grads = [gradient_of(account) for account in momenta]
                 advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
@@ -259,8 +261,6 @@ def _commit_plain(
 
 def advance(method: MatrixMethod, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
     """Move momenta toward the gradients, as the method does."""
-    if not momenta:
-        return
     if method.advance is not None:
         method.advance(momenta, grads, beta)
     else:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed
-from compile_muon.passes.methods import Method, matrix_method
+from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
@@ -109,7 +109,7 @@ class Trained:
             for param in group["params"]:
                 account, slots = self.accounts[param], self.optimizer.state[param]
                 away = set() if self.home is None else self.home.names(account)
-                if account.spec.muon is not None and not account.spec.muon.fetched:
+                if account.spec.muon is not None and account.spec.muon.beside:
                     slots["momentum_buffer"] = account.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in away]
                 for state in own:
@@ -125,7 +125,8 @@ class Trained:
         """
         shared: dict[int, list[tuple[Mapping[str, Any], list[Account]]]] = {}
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            if "momentum" in group and own["params"]:
+            method = self.method(own)
+            if isinstance(method, MatrixMethod) and method.keeps_momentum and own["params"]:
                 accounts = [self.accounts[param] for param in own["params"]]
                 shared.setdefault(id(accounts[0].hyper), []).append((group, accounts))
         found = []
@@ -154,7 +155,7 @@ class Trained:
         if self.home is not None:
             self.home.own()
         for account in self.muon:
-            if account.spec.muon_settings.fetched:
+            if not account.spec.muon_settings.beside:
                 continue
             slots = self.optimizer.state[account.param]
             held = slots.get("momentum_buffer")

@@ -76,6 +76,6 @@ def orthogonalize_group(
         grad = grad.to(decode_dtype(spec.state_dtype))
         if muon.fetched:
             momentum = FETCH(momentum, grad)
-        before = matrix_method(muon.algorithm).before
-        updates.append(before(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
+        update = matrix_method(muon.algorithm).update
+        updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
     return STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners)

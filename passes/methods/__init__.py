@@ -22,6 +22,9 @@ __all__ = [
     "State",
     "matrix_method",
     "method_names",
+    "method_of",
+    "rates_of_methods",
+    "state_labels",
 ]
 
 METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, ADAMW, LION)
@@ -30,6 +33,25 @@ METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, ADAMW,
 def method_names(kind: type[Method] = Method) -> list[str]:
     """Of all methods, or of those of one kind."""
     return [method.name for method in METHODS if isinstance(method, kind)]
+
+
+def method_of(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {method.name: method for method in METHODS}[name]
+
+
+def rates_of_methods() -> dict[str, Rate]:
+    """What rates there are, by name."""
+    return {rate.name: rate for method in METHODS for rate in method.rates}
+
+
+def state_labels() -> tuple[str, ...]:
+    """What errors call the states that methods keep, each once."""
+    return tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
 
 
 def matrix_method(name: str) -> MatrixMethod:

@@ -86,6 +86,10 @@ class Method:
     rates: tuple[Rate, ...]
     states: tuple[State, ...] = ()
 
+    def has(self, rate: str) -> bool:
+        """Whether its groups hold a rate of this name."""
+        return any(own.name == rate for own in self.rates)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -149,7 +153,8 @@ class MatrixMethod(Method):
     Args:
         adjust_lr: the scale where the configuration names none.
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
-            the group's ``momentum``.
+            the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
+            is kept, and ``before`` is given an empty one.
         advance: ``(momenta, grads, beta)``: what a step makes of the momenta, in place; None for the moving average.
         whole: ``(matrices, newton_schulz) -> directions`` at the rank that has the matrices whole, ``[rows, cols]`` or
             ``[batch, rows, cols]``, traced and pure; None for Newton-Schulz alone.
@@ -162,13 +167,26 @@ class MatrixMethod(Method):
     """
 
     adjust_lr: str = "original"
-    before: Before = averaged
+    before: Before | None = None
     advance: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] | None = None
     whole: Callable[[list[Tensor], NewtonSchulz], list[Tensor]] | None = None
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0
     finish: Callable[[Tensor, float, float, Piece], tuple[Tensor | float, Tensor | float]] | None = None
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether there is a momentum of each parameter."""
+        return self.has(MOMENTUM.name)
+
+    def update(
+        self, grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+    ) -> Tensor:
+        """What is orthogonalized, of a shard: see :attr:`before`."""
+        if self.before is not None:
+            return self.before(grad, momentum, beta, nesterov, out_dtype)
+        return averaged(grad, momentum, beta, nesterov, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
 
 
 ElementStep = Callable[

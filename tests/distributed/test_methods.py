@@ -27,7 +27,8 @@ from compile_muon.runtime.commit import Matrices, commit_elements, commit_states
 from compile_muon.runtime.shards import local_tensor
 
 OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
-WAYS = [*OWN, "cautious", "lion"]
+ELEMENTS = [method.name for method in METHODS if isinstance(method, ElementMethod) and method.name != "adamw"]
+WAYS = [*OWN, "cautious", *ELEMENTS]
 #: the others in the full tier
 
 
@@ -42,8 +43,8 @@ FEW = few("normuon", "muonh")
 def settings_of(way: str) -> dict[str, Any]:
     if way == "cautious":
         return {"rates": {"cautious_decay": True}}
-    if way == "lion":
-        return {"auxiliary": "lion"}
+    if way in ELEMENTS:
+        return {"auxiliary": way}
     found: dict[str, Any] = {"method": way}
     if "beta2" in {rate.name for rate in matrix_method(way).rates}:
         found["rates"] = {"beta2": BETA2}
