@@ -30,8 +30,9 @@ from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_meth
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.owner_states import deal_owners
 from compile_muon.runtime.pipeline_stages import PipelineStages
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.shards import local_tensor, new_hyper
 from compile_muon.sequence import plan_sequence
 from compile_muon.sequence.plan import SequencePlan
 from compile_muon.weights.materialize import Values
@@ -122,10 +123,13 @@ def assemble(
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
         stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
     hyper = torch.empty(2, dtype=torch.float32, device=device)
-    hypers = dict.fromkeys(assignments, hyper)
-    for configured in {each.configured for each in groups if each.configured is not None}:
-        own = torch.empty_like(hyper)
-        hypers |= {name: own for each in groups if each.configured == configured for name in each.members}
+    hypers, shared = dict.fromkeys(assignments, hyper), dict[tuple[object, ...], Tensor]()
+    for each in groups:
+        own = isinstance(each.method, MatrixMethod) and bool(each.method.given)
+        if each.configured is not None or own:
+            key = each.configured, each.method.name if own else ""
+            tensor = shared.setdefault(key, new_hyper(each.method, device))
+            hypers |= dict.fromkeys(each.members, tensor)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
@@ -151,6 +155,7 @@ def assemble(
         assert ranks is not None
         sequence.apply(model, ranks.sequence, ranks.everyone, compares=compares)
         ledger.heads = ranks.sequence.index, ranks.sequence.size
+    deal_owners([account for account in ledger.accounts if account.param.requires_grad])
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.accounts)

@@ -264,8 +264,10 @@ class Home:
         parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
         momentum = self._codec.decode(parts, out.dtype)
         out.copy_(momentum)
-        if isinstance(arena.store, FileStore):
-            advance(self._methods[account.name], [momentum], [grad], account.factor)
+        method = self._methods[account.name]
+        # What a method of its own makes of a momentum may depend on the direction.
+        if isinstance(arena.store, FileStore) and method.advance is None:
+            advance(method, [momentum], [grad], [], {"momentum": account.factor})
             self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
             self._moved[account.name] = (account.fetches, not_finite([momentum])[0])
             arena.close(bucket)

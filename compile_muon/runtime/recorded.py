@@ -247,10 +247,12 @@ class Recorded:
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
             method, moving = step.method(group), _moving(step.method(group))
-            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in moving]
+            given = method.given if isinstance(method, MatrixMethod) else ()
+            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in (*moving, *given)]
         address = self.address
         for account in (*step.muon, *step.rest):
             kind += (account.text, address(account.local), address(account.momentum))
+            kind += [account.now] if account.now is not account.spec else []
             if (grad := account.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
@@ -277,5 +279,5 @@ def _moving(method: Method) -> tuple[str, ...]:
 
 def _is_plain(method: Method) -> bool:
     if isinstance(method, MatrixMethod):
-        return method.after is None and method.advance is None
+        return method.after is None and method.advance is None and method.finish is None
     return isinstance(method, ElementMethod) and method.withholds
