@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_meth
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.owner_states import deal_owners
+from compile_muon.runtime.owner_states import deal_owners, owners_of
 from compile_muon.runtime.pipeline_stages import PipelineStages
 from compile_muon.runtime.shards import local_tensor, new_hyper
 from compile_muon.sequence import plan_sequence
@@ -116,7 +117,7 @@ def assemble(
     )
     assignments = with_views(config, assignments, model)
     groups = plan_groups(config, assignments, model)
-    away = _states_away(config, groups, model)
+    away = _states_away(config, groups, assignments, model)
     assignments = _with_fetches(config, assignments, away)
     stages = None
     if norm_group is not None:
@@ -145,7 +146,9 @@ def assemble(
 
     def reserve(specs: Mapping[str, ParamSpec]) -> None:
         if zero.offload is not None or config.muon.momentum_dtype is not None:
-            homes.append(Home(specs, groups, config, away, group, device, real=real, fake=fake))
+            members = {name for each in groups for name in each.members}
+            owners = owners_of({name: spec for name, spec in specs.items() if name in members}, ledger.costs)
+            homes.append(Home(specs, groups, config, away, group, device, real=real, fake=fake, owners=owners))
 
     ledger.accounts = shard_model(
         model, assignments, config, ranks, roles, ledger, hypers, device, spread, reserve,
@@ -155,7 +158,8 @@ def assemble(
         assert ranks is not None
         sequence.apply(model, ranks.sequence, ranks.everyone, compares=compares)
         ledger.heads = ranks.sequence.index, ranks.sequence.size
-    deal_owners([account for account in ledger.accounts if account.param.requires_grad])
+    if trained := [account for account in ledger.accounts if account.param.requires_grad]:
+        deal_owners(trained)
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.accounts)
@@ -182,7 +186,9 @@ def warn_of_half_masters(trained: Sequence[Account]) -> None:
         )
 
 
-def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> frozenset[str]:
+def _states_away(
+    config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module
+) -> frozenset[str]:
     """Parameters whose states are offloaded, the same on every rank.
 
     Where ``ratio`` keeps a part beside its parameters: a moment travels in and out once a step, a momentum in once
@@ -198,7 +204,11 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
         momentum = isinstance(group.method, MatrixMethod) and group.method.keeps_momentum and offload.momentum
         slots = sum(state.each == "element" for state in group.method.states) + momentum
         slots += offload.masters
-        candidates += [(matrices, -slots * sizes[name], name) for name in group.members if slots]
+        for name in group.members:
+            batch, *shape = assignments[name].matrix or (0, 0, 0)
+            at_owners = batch * sum(math.prod(state.shape(*shape)) for state in group.method.states if state.at_owner)
+            if size := slots * sizes[name] + at_owners:
+                candidates.append((matrices, -size, name))
     left = offload.ratio * sum(-size for _, size, _ in candidates)
     chosen = []
     for _, size, name in sorted(candidates):

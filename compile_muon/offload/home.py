@@ -28,12 +28,14 @@ from compile_muon.offload.codecs import CODECS, Codec
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.ferry import Ferry
 from compile_muon.offload.store import Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters, weight_of
 from compile_muon.runtime.lender import MASTER, Lent
+from compile_muon.runtime.owner_states import states_kept
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 
 __all__ = ["Home"]
@@ -102,6 +104,7 @@ class Home:
         device: that computes.
         real: False for plans, which have neither disks nor other ranks.
         fake: mode of the model's tensors, where these are fake.
+        owners: of matrices whose methods keep states at them.
     Raises:
         OffloadError: the disk of a rank has no room; on every rank.
     """
@@ -117,8 +120,9 @@ class Home:
         *,
         real: bool,
         fake: FakeTensorMode | None = None,
+        owners: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._group, self._device = group if real else None, device
+        self._group, self._device, self._owners = group if real else None, device, owners or {}
         self._methods = {
             name: each.method for each in groups for name in each.members if isinstance(each.method, MatrixMethod)
         }
@@ -198,6 +202,11 @@ class Home:
         for state in method.states if away else ():
             if state.each == "element":  # what there is a number a row of is not worth the way
                 kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
+                kept.labels[state.name] = state.label
+            elif state.at_owner:
+                own = state_shape(spec, state, owned(spec, self._owners[name]))
+                wide = torch.promote_types(dtype, torch.float32)
+                kept.states[state.name] = Slot(f"{state.name} of {name}", own, wide)
                 kept.labels[state.name] = state.label
         if spec.master:
             kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
@@ -585,7 +594,9 @@ class Home:
                 tensor = self._store(account.name, slot).current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
                     each = "element" if tensor.shape == account.local.shape else "row"
-                    found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
+                    there = mesh if tensor.device != self._device else None
+                    at_owner = name in (state.name for state in states_kept(account))
+                    found[name] = tensor if at_owner else as_state(account, tensor, each, there)
             slots = self._state_of(account)
             slots.update(found)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
+from compile_muon.passes.costs import Costs
 from compile_muon.passes.exchange.owned import matrix_shapes, owned, parts_of_state
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.exchange.shares import by_parameter
 from compile_muon.passes.methods import MatrixMethod, State, matrix_method
+from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.account import Account
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "every_shape",
     "matrices_here",
     "method_of_matrix",
+    "owners_of",
     "states_at_owner",
     "states_kept",
 ]
@@ -31,15 +34,18 @@ def method_of_matrix(account: Account) -> MatrixMethod | None:
     return None if account.spec.muon is None else matrix_method(account.spec.muon.algorithm)
 
 
+def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
+    """Who owns the matrices of those whose methods keep states at owners, by name; the same on every rank."""
+    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.algorithm).owned}
+    dealt = by_parameter(list(keeping.values()), assign_owners(list(keeping.values()), costs))
+    return {name: tuple(own) for name, own in zip(keeping, dealt, strict=True)}
+
+
 def deal_owners(accounts: Sequence[Account]) -> None:
-    """Say who owns the matrices of those whose methods keep states at owners; the same on every rank."""
-    keeping = [a for a in accounts if (method := method_of_matrix(a)) is not None and method.owned]
-    if not keeping:
-        return
-    specs = [account.spec for account in keeping]
-    owners = by_parameter(specs, assign_owners(specs, keeping[0].ledger.costs))
-    for account, own in zip(keeping, owners, strict=True):
-        account.own(tuple(own))
+    """Tell the accounts of what is trained from now on."""
+    dealt = owners_of({account.name: account.spec for account in accounts}, accounts[0].ledger.costs)
+    for account in accounts:
+        account.own(dealt.get(account.name, ()))
 
 
 def states_at_owner(account: Account, slots: Mapping[str, Tensor]) -> list[Tensor]:

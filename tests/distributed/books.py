@@ -65,7 +65,7 @@ def muonh(ns: NewtonSchulz, u: Tensor, w: Tensor, state: dict[str, Any], lr: flo
 
 
 def soap(weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, every: int, most: int = 10_000) -> Tensor:
-    """arXiv 2409.11321, algorithm 3, and its authors' ``soap.py``: bias is corrected, columns of a basis are sorted, and
+    """arXiv 2409.11321, algorithm 3, and its authors' ``soap.py``: bias is corrected, columns of a basis are sorted,
     the first gradient only begins the bases. Decay is AdamW's."""
     b1 = b2 = torch.tensor(0.95)  # rates are fp32, and eigenvectors of a null space hang on the last bit
     sides = [n if n <= most else 0 for n in weight.shape]

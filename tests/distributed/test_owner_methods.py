@@ -6,6 +6,7 @@ basis of the null space is one of eigenvectors, and which one comes out hangs on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 from harness import Ranks
 from reference import DECAY, LR, MOMENTUM, full, newton_schulz, relative_error, world_and_rank
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import compile_muon
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from compile_muon.runtime.shards import local_tensor
 
 SHAPES = {"wide": (6, 12), "tall": (13, 6), "square": (8, 8), "stack": (3, 6, 8), "vector": (5,)}
 STEPS = 8
@@ -88,50 +92,83 @@ def made(way: str, **settings: Any) -> tuple[Exact, compile_muon.MuonZero]:
     return model, compile_muon.MuonZero(model, **{**given, **SETTINGS.get(way, {}), **settings})
 
 
-def train(model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False) -> dict[str, Tensor]:
+def train(
+    model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False
+) -> dict[str, Tensor]:
+    """The weights behind these steps.
+
+    Args:
+        spoiled: with a step more on the way, whose gradients are inf on the last rank.
+    """
     run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    world, rank = world_and_rank()
     for step in steps:
+        if spoiled and step == 4:
+            run(*(own * (math.inf if rank == world - 1 else 1) for own in given(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         run(*given(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: full(param).detach().clone() for name, param in model.named_parameters()}
 
 
-def errors(way: str, compiled: bool = False, **settings: Any) -> dict[str, float]:
-    found = train(*made(way, **settings), range(STEPS), compiled=compiled)
+def errors(way: str, compiled: bool = False, spoiled: bool = False, **settings: Any) -> dict[str, float]:
+    found = train(*made(way, **settings), range(STEPS), compiled=compiled, spoiled=spoiled)
     return {name: relative_error(found[name], weight) for name, weight in by_the_book(way).items()}
 
 
-def everywhere(way: str) -> dict[str, dict[str, float]]:
+def everywhere(way: str, folder: str) -> dict[str, dict[str, float]]:
     found = {f"stage {stage}": errors(way, stage=stage, update="step") for stage in (0, 1, 2, 3)}
     found["compiled"] = errors(way, compiled=True, stage=3)
-    found["skips"] = errors(way, stage=2, update="step", nonfinite="skip")
+    for checks in ("in_step", "next_step"):
+        found[checks] = errors(way, spoiled=True, stage=2, update="step", nonfinite="skip", checks=checks)
+    found["away"] = errors(way, stage=3, update="step", offload="cpu")
+    found["in a file"] = errors(way, stage=1, update="step", offload={"device": "nvme", "nvme_path": folder})
+    if world_and_rank()[0] == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for over in ("shard", "all"):
+            found[f"replicas {over}"] = errors(way, stage=3, update="step", mesh=mesh, shard_state_over=over)
     torch._dynamo.reset()
     return found
 
 
 @pytest.mark.parametrize("way", SETTINGS)
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], way: str, world: int) -> None:
-    for found in ranks(world).run(everywhere, way=way):
+def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], tmp_path: Path, way: str, world: int) -> None:
+    for found in ranks(world).run(everywhere, way=way, folder=str(tmp_path)):
         for case, own in found.items():
             assert all(error <= TOLERANCE for error in own.values()), (case, own)
 
 
-def saved(folder: str, way: str, first: int, last: int, stage: int, whole: bool) -> dict[str, Tensor]:
-    model, optimizer = made(way, stage=stage, update="step")
-    checkpointer = compile_muon.Checkpointer(Path(folder))
-    checkpointer.load(model, optimizer)
+def saved(
+    folder: str, way: str, first: int, last: int, stage: int, whole: bool = False, **settings: Any
+) -> dict[str, Tensor]:
+    """The weights behind steps that go on from a checkpoint, if there is one, and that leave one.
+
+    Args:
+        whole: by the state as one file has it: that of the checkpoint is spoiled.
+    """
+    model, optimizer = made(way, stage=stage, update="step", **settings)
+    checkpointer, file = compile_muon.Checkpointer(Path(folder)), Path(folder) / "whole.pt"
+    if checkpointer.load(model, optimizer) is not None and whole:
+        for states in optimizer.state.values():
+            for tensor in states.values():
+                local_tensor(tensor).fill_(7)
+        load_full_optimizer_state(optimizer, torch.load(file) if world_and_rank()[1] == 0 else None)
     weights = train(model, optimizer, range(first, last))
     checkpointer.save(last, model, optimizer)
+    state = full_optimizer_state(optimizer)
+    if world_and_rank()[1] == 0:
+        torch.save(state, file)
     return weights
 
 
 @pytest.mark.parametrize("way", SETTINGS)
 def test_states_follow_their_matrices_to_other_owners(ranks: Callable[[int], Ranks], tmp_path: Path, way: str) -> None:
     folder = str(tmp_path)
-    ranks(2).run(saved, folder=folder, way=way, first=0, last=3, stage=3, whole=False)
-    ranks(1).run(saved, folder=folder, way=way, first=3, last=5, stage=2, whole=False)
-    for found in ranks(4).run(saved, folder=folder, way=way, first=5, last=STEPS, stage=1, whole=False):
+    ranks(2).run(saved, folder=folder, way=way, first=0, last=3, stage=3)
+    ranks(1).run(saved, folder=folder, way=way, first=3, last=5, stage=2)
+    for found in ranks(4).run(saved, folder=folder, way=way, first=5, last=STEPS, stage=1):
         for name, weight in by_the_book(way).items():
             assert relative_error(found[name], weight) <= TOLERANCE, name
