@@ -69,8 +69,8 @@ class MuonZero(Optimizer):
         qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
             queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
         method, auxiliary: what trains the matrices, and what all else: names out of
-            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball"; "adamw",
-            "lion").
+            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball", "dion2",
+            "muonbp", "soap"; "adamw", "lion").
         rates: of methods, by name, that have no argument here: ``{"beta2": 0.95, "cautious_decay": True}``.
         groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
             mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained

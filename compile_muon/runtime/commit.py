@@ -63,12 +63,12 @@ def commit(
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
             found = {account: made.found.pop(account.name) for account in own}
-            states = {account: made.states.pop(account.name) for account in own if account.name in made.states}
+            new = {account: made.states.pop(account.name) for account in own if account.name in made.states}
             if method.has(STEP.name) and own:
                 own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
-            matrices.append(Matrices(method, own_rates, found, scale, states))
+            matrices.append(Matrices(method, own_rates, found, scale, new))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     home, ledger = trained.home, trained.ledger
@@ -438,11 +438,10 @@ def _totals(
     """
     if not summed:
         return {}
-    shapes = []
+    shapes: list[tuple[int, ...]] = []
     for account in summed:
         method = matrix_method(account.spec.muon_settings.algorithm)
-        shapes.append((account.now.matrix_count, method.facts))
-        shapes.append((*columns_shape(account.now, method.columns),))
+        shapes += (account.now.matrix_count, method.facts), columns_shape(account.now, method.columns)
     sizes = [math.prod(shape) for shape in shapes]
     dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns) if x is not None]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -51,11 +51,9 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
         return Directions(found)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
     with trained.ledger.range("step directions", payload=len(accounts)):
+        kept = [states_at_owner(account, trained.optimizer.state[account.param]) for account in accounts]
         # Those that are away come here for as long as directions are made.
-        states = trained.optimizer.state
-        kept = [
-            [x.to(trained.device, non_blocking=True) for x in states_at_owner(a, states[a.param])] for a in accounts
-        ]
+        kept = [[state.to(trained.device, non_blocking=True) for state in own] for own in kept]
         results, states, traffic = trained.step_graphs.orthogonalize(accounts, grads, kept, trained.ledger.options)
     wrong = directions_not_finite([account.now for account in accounts], results)
     begun.survey.add("direction", [account.name for account in accounts], wrong)

@@ -137,6 +137,8 @@ class Recorded:
             return "gradient_clipping must know the norm before it uses directions of backward: set update='step'"
         for group in step.optimizer.param_groups:
             method, rates = step.method(group), [group[rate.name] for rate in step.method(group).rates]
+            if isinstance(method, MatrixMethod) and not method.recorded:
+                return f"method {method.name!r} asks libraries that wait for the host"
             if not _is_plain(method):
                 return f"method {method.name!r} takes its rates from the host"
             if group.get("cautious_decay", False):

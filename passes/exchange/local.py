@@ -62,8 +62,8 @@ def _here(
             seen.append(update.reshape(-1, settings.rows, settings.cols) if stack else as_matrices(update, settings))
         views.append(view)
     present = [i for i, x in enumerate(seen) if x.numel() > 0]
-    given = ([each[i] for i in present] for each in (views, beside))
-    made = orthogonalized([seen[i] for i in present], muon, *given, fresh=fresh)
+    there = [beside[i] for i in present]
+    made = orthogonalized([seen[i] for i in present], muon, [views[i] for i in present], there, fresh=fresh)
     found = dict(zip(present, made, strict=True))
     # A rank past the last expert has nothing to orthogonalize.
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -20,7 +20,8 @@ from .shares import shares
 __all__ = ["Owned", "matrix_shapes", "owned", "parts_of_state", "state_shape"]
 
 
-class Owned(NamedTuple):
+@dataclass(frozen=True)
+class Owned:
     """Equal matrices of a parameter at one owner.
 
     Args:

@@ -146,7 +146,8 @@ def owner(
     pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
     whose = [own for own, spec in zip(beside, specs, strict=True) for _ in shares(spec)]
-    made = _among(*([each[i] for i in mine] for each in (pieces, dealt, [owner % width for owner in owners], whose)))
+    places, there = [owners[i] % width for i in mine], [whose[i] for i in mine]
+    made = _among([pieces[i] for i in mine], [dealt[i] for i in mine], places, there)
     if not layout.replica_group.alone:
         made = hand_round(
             made,

@@ -25,7 +25,7 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
     Owners are balanced in each exchange and over all of them; one brings up to ``bucket_bytes`` of matrices to each
     rank.
     """
-    markers = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
+    markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
     dealt = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))

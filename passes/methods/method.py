@@ -247,6 +247,7 @@ class MatrixMethod(Method):
         phase: ``rates -> text or number``: which graph a step takes, of a few; asked on the host ahead of each step,
             with plain numbers. A choice that ``rates`` of :class:`Seen` make on the device costs both branches.
         joined: ``rates -> bool``, likewise: whether a step sees each parameter as one matrix, whatever its view.
+        recorded: whether a CUDA graph may hold ``whole``: not where it asks a library that waits for the host.
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
@@ -263,6 +264,7 @@ class MatrixMethod(Method):
     whole: Callable[[list[Tensor], NewtonSchulz, list[Seen]], Sequence[Tensor | Made]] | None = None
     phase: Callable[[Mapping[str, Any]], Any] | None = None
     joined: Callable[[Mapping[str, Any]], Any] | None = None
+    recorded: bool = True
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0

@@ -115,4 +115,5 @@ SOAP = MatrixMethod(
     adjust_lr=None,
     whole=_whole,
     phase=_phase,
+    recorded=False,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from compile_muon.config import Config, config_from_kwargs
 from compile_muon.passes import methods
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, Rate, State
 from compile_muon.passes.methods.method import DECAY, LR
+from compile_muon.runtime.shards import local_tensor
 
 
 class Model(nn.Module):
@@ -127,3 +129,38 @@ def test_a_matrix_method_without_a_momentum_orthogonalizes_gradients(offload: st
             assert 0.8 < float((direction * (u @ vh)).sum()) / 8 < 1.2
             assert torch.linalg.matrix_norm(direction, 2) < 1.3
         assert optimizer.totals()["directions_used"] == 4
+
+
+def documented() -> dict[tuple[str, str], tuple[str, str, str]]:
+    """State of a method -> shape, dtype and place, as the page has them."""
+    page = (Path(__file__).parents[2] / "docs/how-to/methods.md").read_text().partition("## What a method keeps")[2]
+    rows = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in page.splitlines() if "|" in line
+    ]
+    return {(method, state): (shape, dtype, where) for method, state, shape, dtype, where in rows[2:]}
+
+
+def test_the_page_tells_what_each_method_keeps() -> None:
+    rows = documented()
+    assert rows.keys() == {(method.name, state.name) for method in methods.METHODS for state in method.states}
+    shapes = {"[rows, 1]": (16, 1), "[]": ()}
+    sides = {"rows": 16, "cols": 8}
+    shapes |= {f"[matrices, {a}, {b}]": (1, sides[a], sides[b]) for a in sides for b in sides}
+    for method in methods.METHODS:
+        matrices = isinstance(method, MatrixMethod)
+        model = Model()
+        optimizer = MuonZero(model.bfloat16(), **{"method" if matrices else "auxiliary": method.name})
+        param = dict(model.named_parameters())["up.weight" if matrices else "head.weight"]
+        found = {name: local_tensor(state) for name, state in optimizer.state[param].items()}
+        momentum = found.pop("momentum_buffer", None)
+        assert (momentum is not None) == (matrices and method.name != "soap"), method.name
+        assert momentum is None or (momentum.shape, momentum.dtype) == (param.shape, torch.float32)
+        for state in method.states:
+            shape, dtype, where = rows[method.name, state.name]
+            tensor = found.pop(state.name)
+            assert tensor.shape == (param.shape if shape == "parameter" else shapes[shape]), (method.name, state.name)
+            assert dtype in ("master", "fp32") and tensor.dtype == torch.float32
+            assert where == (
+                "at owners" if state.at_owner else "on every rank" if state.everywhere else "cut as the parameter"
+            )
+        assert not found, method.name

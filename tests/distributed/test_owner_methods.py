@@ -93,14 +93,16 @@ def made(way: str, **settings: Any) -> tuple[Exact, compile_muon.MuonZero]:
 
 
 def train(
-    model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False
-) -> dict[str, Tensor]:
+    model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     """The weights behind these steps.
 
     Args:
         spoiled: with a step more on the way, whose gradients are inf on the last rank.
+        options: of the backend.
     """
-    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager"}) if compiled else model
+    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager", **options}) if compiled else model
     world, rank = world_and_rank()
     for step in steps:
         if spoiled and step == 4:
