@@ -62,7 +62,7 @@ def step_graphs(
         late = [account for account in muon if account.name not in ready]
         if late:
             step = Recorder(fake_mode_of([account.local for account in late]))
-            kept = [states_at_owner(account, optimizer.state[account.param]) for account in late]
+            kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
             StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], kept, options)
             found += [
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))

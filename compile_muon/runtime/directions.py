@@ -51,15 +51,22 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
         return Directions(found)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
     with trained.ledger.range("step directions", payload=len(accounts)):
-        kept = [states_at_owner(account, trained.optimizer.state[account.param]) for account in accounts]
         # Those that are away come here for as long as directions are made.
-        kept = [[state.to(trained.device, non_blocking=True) for state in own] for own in kept]
+        kept = {
+            place: [state.to(trained.device, non_blocking=True) for state in _states(trained, account)]
+            for place, account in enumerate(accounts)
+            if account.owners
+        }
         results, states, traffic = trained.step_graphs.orthogonalize(accounts, grads, kept, trained.ledger.options)
     wrong = directions_not_finite([account.now for account in accounts], results)
     begun.survey.add("direction", [account.name for account in accounts], wrong)
     graded = [place for place, account in enumerate(accounts) if account.grad is not None]
     found |= {accounts[place].name: results[place] for place in graded}
-    return Directions(found, {accounts[place].name: states[place] for place in graded if states[place]}, traffic)
+    return Directions(found, {accounts[place].name: states[place] for place in graded if place in states}, traffic)
+
+
+def _states(trained: Trained, account: Account) -> list[Tensor]:
+    return states_at_owner(account, trained.optimizer.state[account.param])
 
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Account, int]:

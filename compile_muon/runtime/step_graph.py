@@ -6,7 +6,7 @@ once per set of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ _MAX_KEPT = 64
 
 
 def _build(
-    accounts: Sequence[Account], states: Sequence[Sequence[Tensor]], fake: FakeTensorMode
+    accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
 ) -> tuple[GraphModule, list[Any]]:
     """Placeholders (gradients, momenta, hyper tensors, states), one marker each, directions and new states as
     outputs."""
@@ -49,12 +49,12 @@ def _build(
     grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(accounts)]
     momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(accounts)]
     hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(accounts))}
-    kept = [[placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in enumerate(states)]
+    kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
     directions, new = [], []
-    for grad, momentum, account, own in zip(grads, momenta, accounts, kept, strict=True):
+    for place, (grad, momentum, account) in enumerate(zip(grads, momenta, accounts, strict=True)):
         given = graph, grad, momentum, hypers[id(account.hyper)], account.now
-        if account.owners:
-            direction, *made = OrthogonalizeWith.insert(*given, own)
+        if place in kept:
+            direction, *made = OrthogonalizeWith.insert(*given, kept[place])
             new += made
         else:
             direction = Orthogonalize.insert(*given).node
@@ -86,13 +86,13 @@ class StepGraphs:
         self,
         accounts: Sequence[Account],
         grads: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
+        states: Mapping[int, Sequence[Tensor]],
         options: FrameOptions,
-    ) -> tuple[list[Tensor], list[list[Tensor]], Traffic]:
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]], Traffic]:
         """Muon directions of ``grads`` (local shards).
 
         Args:
-            states: at owners, of each; what this rank has of them.
+            states: at owners, by place among the accounts; what this rank has of them.
         Returns:
             ``(directions, new states, traffic)``; nothing is modified.
         """
@@ -108,13 +108,14 @@ class StepGraphs:
         run, traffic = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        kept = [state for own in states for state in own]
-        results = iter(run([*grads, *(account.momentum for account in accounts), *_hypers(accounts), *kept]))
-        directions = [next(results) for _ in accounts]
-        return directions, [[next(results) for _ in own] for own in states], traffic
+        kept = [state for own in states.values() for state in own]
+        results = list(run([*grads, *(account.momentum for account in accounts), *_hypers(accounts), *kept]))
+        behind = iter(results[len(accounts) :])
+        new = {place: [next(behind) for _ in own] for place, own in states.items()}
+        return results[: len(accounts)], new, traffic
 
     def _compile(
-        self, accounts: Sequence[Account], states: Sequence[Sequence[Tensor]], options: FrameOptions
+        self, accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
     ) -> Lowered:
         fake = FakeTensorMode()
         with fresh_context(fake):
