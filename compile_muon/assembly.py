@@ -28,8 +28,11 @@ from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import home_of, with_fetches
+from compile_muon.passes.methods import MatrixMethod
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.owner_states import deal_owners
+from compile_muon.runtime.shards import new_hyper
 from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
 from compile_muon.weights.own_saving import saves_whole
@@ -112,7 +115,7 @@ def assemble(
     groups = plan_groups(config, assignments, model)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
-    home = home_of(config, groups, model, group, device, compares=compares)
+    home = home_of(config, groups, assignments, model, group, device, compares=compares)
     if home is not None:
         assignments = with_fetches(config, assignments, home.away)
     stages = None
@@ -120,10 +123,13 @@ def assemble(
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
         stages = PipelineStages.of(norm_group, group, device, zero, muon=has_muon)
     hyper = torch.empty(2, dtype=torch.float32, device=device)
-    hypers = dict.fromkeys(assignments, hyper)
-    for configured in {each.configured for each in groups if each.configured is not None}:
-        own = torch.empty_like(hyper)
-        hypers |= {name: own for each in groups if each.configured == configured for name in each.members}
+    hypers, sharing = dict.fromkeys(assignments, hyper), dict[tuple[object, ...], Tensor]()
+    for each in groups:
+        own = isinstance(each.method, MatrixMethod) and bool(each.method.given)
+        if each.configured is not None or own:
+            key = each.configured, each.method.name if own else ""
+            tensor = sharing.setdefault(key, new_hyper(each.method, device))
+            hypers |= dict.fromkeys(each.members, tensor)
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
     ledger.status = RankStatus(group, device)
     shared = None if cut is None else SharedSequences(cut, compares=compares)
@@ -139,6 +145,8 @@ def assemble(
     features += extensions
     ledger.hooks = hooks_of(features)
     ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
+    if trained := [account for account in ledger.accounts if account.param.requires_grad]:
+        deal_owners(trained)
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.accounts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import operator
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 11)
 NEWEST_TESTED_TORCH = (2, 13)
 BACKEND = "muon_zero"
+_BOUNDS = {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt}
 
 
 class Verdict(Enum):
@@ -69,8 +71,35 @@ def check_torch(version: str = torch.__version__) -> Check:
     return Check("torch", version)
 
 
+def asked_of(name: str) -> str:
+    """What our installation asks of the versions of a package, as in `>=0.8,<1`; empty where it says nothing."""
+    try:
+        lines = importlib.metadata.requires("compile_muon") or ()
+    except importlib.metadata.PackageNotFoundError:
+        lines = ()
+    for line in lines:
+        wanted, _, marker = line.partition(";")
+        if "extra" not in marker and (match := re.fullmatch(rf"{re.escape(name)}\s*\(?([^\[\]()]*)\)?\s*", wanted)):
+            return match[1].replace(" ", "")
+    return ""
+
+
+def fits(version: str, asked: str) -> bool:
+    """Whether a version is within bounds such as `>=0.8,<1`."""
+    bounds = re.findall(r"(>=|<=|<|>)([\d.]+)", asked)
+    return all(_BOUNDS[bound](_release(version), _release(limit)) for bound, limit in bounds)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    numbers = [int(number) for number in match[0].split(".")] if match else []
+    while numbers and not numbers[-1]:  # 1.0 is 1
+        numbers.pop()
+    return tuple(numbers)
+
+
 def check_package(name: str) -> Check:
-    """A package that is required: imports, and its installed version."""
+    """A package that is required: imports, and its installed version is one that we ask for."""
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -79,14 +108,20 @@ def check_package(name: str) -> Check:
         # A build leaves metadata in the root of its checkout, too. Who starts there finds it, and nobody elsewhere.
         of_a_build = found.read_text("SOURCES.txt") is not None
         if not (of_a_build and Path(str(found.locate_file("pyproject.toml"))).exists()):
-            return Check(name, found.version)
+            return _within(name, found.version)
     return Check(name, "imported from a folder, not installed", Verdict.FAIL, "pip install -e .")
+
+
+def _within(name: str, version: str) -> Check:
+    if fits(version, asked := asked_of(name)):
+        return Check(name, version)
+    return Check(name, version, Verdict.FAIL, f"pip install '{name}{asked}'")
 
 
 def check_triton() -> Check:
     """Triton: Inductor generates GPU code with it; a machine without a GPU does without."""
     try:
-        return Check("triton", importlib.import_module("triton").__version__)
+        return _within("triton", importlib.import_module("triton").__version__)
     except ImportError:
         if torch.cuda.is_available():
             return Check("triton", "missing", Verdict.FAIL, "pip install triton: Inductor needs it for GPU code")

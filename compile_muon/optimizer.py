@@ -67,8 +67,8 @@ class MuonZero(Optimizer):
         qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
             queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
         method, auxiliary: what trains the matrices, and what all else: names out of
-            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball"; "adamw",
-            "lion").
+            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball", "dion2",
+            "muonbp", "soap"; "adamw", "lion").
         rates: of methods, by name, that have no argument here: ``{"beta2": 0.95, "cautious_decay": True}``.
         groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
             mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
@@ -200,11 +200,13 @@ class MuonZero(Optimizer):
 
     def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
-        trained = made.trained
         super().__init__([_param_group(group, made.ledger.accounts) for group in made.groups], {})
-        # OneCycleLR and CyclicLR look here for what they may cycle; as a default it would enter every group.
-        cycled = "momentum" if any(account.spec.muon is not None for account in trained) else "betas"
-        self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
+        # OneCycleLR and CyclicLR look here for what they may cycle, a momentum of some groups or betas of all, and say
+        # what they miss; as a default it would enter every group.
+        for cycled, has_it in (("momentum", any), ("betas", all)):
+            if has_it(cycled in group for group in self.param_groups):
+                self.defaults[cycled] = next(group[cycled] for group in self.param_groups if cycled in group)
+                break
         # Transformers' schedules with an end of their own take this for the first rate, of which they make a share.
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(

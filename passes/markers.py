@@ -2,14 +2,18 @@
 
 ``unshard`` reads a weight, ``reduce_grad`` is its backward, ``orthogonalize`` makes a Muon direction of a gradient.
 Each has an eager implementation with real collectives, so a graph break or plain eager training gives the same
-numbers. State travels as tensor arguments (never as a handle), static facts as one string (:class:`ParamSpec`).
+numbers. ``orthogonalize_with`` is the second form of the last, for what a method keeps at the owners of matrices. State
+travels as tensor arguments (never as a handle), static facts as one string (:class:`ParamSpec`).
 
 ``state`` is the momentum of a Muon parameter and an empty tensor otherwise; it identifies the parameter at run time.
-``hyper`` is the fp32 tensor ``(1 - momentum, momentum)``, so changing the momentum never recompiles.
+``hyper`` is the fp32 tensor ``(1 - momentum, momentum)``, behind it the rates that a method is given, so changing these
+never recompiles.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -26,7 +30,17 @@ from .holder import holder_of
 from .pipeline import tensor_value
 from .spec import ParamSpec, decode_dtype, encode_dtype
 
-__all__ = ["MARKERS", "ORTHOGONALIZE", "REDUCE_GRAD", "UNSHARD", "Orthogonalize", "ReduceGrad", "Unshard"]
+__all__ = [
+    "MARKERS",
+    "ORTHOGONALIZE",
+    "ORTHOGONALIZE_WITH",
+    "REDUCE_GRAD",
+    "UNSHARD",
+    "Orthogonalize",
+    "OrthogonalizeWith",
+    "ReduceGrad",
+    "Unshard",
+]
 
 
 def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -70,6 +84,20 @@ def orthogonalize(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tens
 @orthogonalize.register_fake
 def _(grad: Tensor, state: Tensor, hyper: Tensor, spec: str) -> Tensor:
     return grad.new_empty(grad.shape, dtype=decode_dtype(ParamSpec.decode(spec).muon_settings.dtype))
+
+
+@torch.library.custom_op("muon_zero::orthogonalize_with", mutates_args=())
+def orthogonalize_with(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
+    facts = ParamSpec.decode(spec)
+    owners = facts.muon_settings.owners
+    found = orthogonalize_group([grad], [state], [hyper], [facts], owners, [states])
+    return [_no_alias(each, grad, state, *states) for each in found]
+
+
+@orthogonalize_with.register_fake
+def _(grad: Tensor, state: Tensor, hyper: Tensor, states: list[Tensor], spec: str) -> list[Tensor]:
+    dtype = decode_dtype(ParamSpec.decode(spec).muon_settings.dtype)
+    return [grad.new_empty(grad.shape, dtype=dtype), *map(torch.empty_like, states)]
 
 
 def _save_for_reduce(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
@@ -119,11 +147,13 @@ def _orthogonalize_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tens
 
 reduce_grad.register_autograd(_reduce_grad_backward, setup_context=_save_for_gather)
 orthogonalize.register_autograd(_orthogonalize_backward)
+orthogonalize_with.register_autograd(_orthogonalize_backward)
 
 UNSHARD = torch.ops.muon_zero.unshard.default
 REDUCE_GRAD = torch.ops.muon_zero.reduce_grad.default
 ORTHOGONALIZE = torch.ops.muon_zero.orthogonalize.default
-MARKERS = (UNSHARD, REDUCE_GRAD, ORTHOGONALIZE)
+ORTHOGONALIZE_WITH = torch.ops.muon_zero.orthogonalize_with.default
+MARKERS = (UNSHARD, REDUCE_GRAD, ORTHOGONALIZE, ORTHOGONALIZE_WITH)
 
 
 # --- typed views of the markers in a graph: the only code that knows the order of their arguments ---------------------
@@ -211,3 +241,40 @@ class Orthogonalize(_GradientMarker):
 
     target = ORTHOGONALIZE
     dtype = attrgetter("muon_settings.dtype")
+
+
+@dataclass(frozen=True)
+class OrthogonalizeWith(_Marker):
+    """An ``orthogonalize`` marker in a step graph, of a method that keeps states at the owners of matrices.
+
+    Args:
+        node: the marker, a list: the direction as of :class:`Orthogonalize`, and the new states.
+        spec: static facts of the parameter, with its owners.
+        grad, state, hyper: as of :class:`Orthogonalize`.
+        states: nodes of the states that this rank owns, ``[count, a, b]`` each.
+    """
+
+    grad: Node
+    state: Node
+    hyper: Node
+    states: tuple[Node, ...]
+    target = ORTHOGONALIZE_WITH
+
+    @classmethod
+    def insert(
+        cls, graph: Graph, grad: Node, state: Node, hyper: Node, spec: ParamSpec, states: Sequence[Node]
+    ) -> list[Node]:
+        """Put a marker at the graph's insertion point; the nodes of what it makes."""
+        node = graph.call_function(cls.target, (grad, state, hyper, list(states), spec.encode()))
+        own = tensor_value(grad)
+        like = own.new_empty(spec.layout.local_shape, dtype=decode_dtype(spec.muon_settings.dtype))
+        node.meta["val"] = [like, *map(tensor_value, states)]
+        found = [graph.call_function(operator.getitem, (node, place)) for place in range(1 + len(states))]
+        for each, value in zip(found, node.meta["val"], strict=True):
+            each.meta["val"] = value
+        return found
+
+    @property
+    def found(self) -> list[Node]:
+        """What reads the list: the direction, and the new states."""
+        return sorted(self.node.users, key=lambda user: cast("int", user.args[1]))

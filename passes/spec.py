@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,9 +19,10 @@ from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import CoefficientSet
 
 from .layout import Axis, Layout
+from .methods import matrix_method
 from .views import Part, View
 
-__all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype"]
+__all__ = ["MuonSpec", "ParamSpec", "decode_dtype", "encode_dtype", "exchange_of"]
 
 
 def encode_dtype(dtype: torch.dtype) -> str:
@@ -32,6 +33,22 @@ def encode_dtype(dtype: torch.dtype) -> str:
 def decode_dtype(name: str) -> torch.dtype:
     """``"bfloat16"`` -> ``torch.bfloat16``."""
     return getattr(torch, name)
+
+
+def exchange_of(layout: Layout, batch: int, view: View | None) -> str:
+    """How the matrices of a parameter come together: "local" where each rank has whole ones, else "owner".
+
+    Args:
+        batch: matrices that it is a stack of.
+        view: what of it is one by itself.
+    """
+    apart = layout.sharded or not layout.expert.alone
+    # Whole matrices already: one process, or experts where they live.
+    local = layout.owner_group.size * layout.replica_group.size == 1 or (batch > 1 and apart and not layout.joined)
+    if view is not None and apart and not layout.joined and layout.replica_group.alone:
+        bounds = [layout.region(rank)[0] for rank in layout.holders]
+        local = local or all(view.within(part.start, part.stop) for part in bounds)
+    return "local" if local else "owner"
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,8 @@ class MuonSpec:
         algorithm: name of the method (:mod:`compile_muon.passes.methods`).
         view: the matrices in each ``rows x cols``, where these are not one by themselves.
         fetched: whether the momentum is elsewhere, and graphs fetch it where they use it.
+        phase: which graph of the method's a step takes, see :attr:`~.methods.MatrixMethod.phase`.
+        owners: of each share, where states are at the owners; empty for any.
     """
 
     batch: int
@@ -71,6 +90,18 @@ class MuonSpec:
     algorithm: str = "muon"
     view: View | None = None
     fetched: bool = False
+    phase: str | float | None = None
+    owners: tuple[int, ...] = ()
+
+    @cached_property
+    def speculates(self) -> bool:
+        """Whether a backward may make its directions."""
+        return not matrix_method(self.algorithm).in_step
+
+    @cached_property
+    def beside(self) -> bool:
+        """Whether there is a momentum, and it is beside the parameter."""
+        return not self.fetched and matrix_method(self.algorithm).keeps_momentum
 
     @property
     def steps(self) -> int:
@@ -170,6 +201,17 @@ class ParamSpec:
             for segment in view.segments(*bounds)
         )
 
+    def in_step(self, phase: str | float | None, *, joined: bool, owners: tuple[int, ...]) -> ParamSpec:
+        """Of a matrix, for the graph of one step: see :class:`MuonSpec`.
+
+        Args:
+            joined: whether it is one matrix, whatever its view.
+        """
+        muon = replace(self.muon_settings, phase=phase, owners=owners)
+        if joined and muon.view is not None:
+            muon = replace(muon, view=None, exchange=exchange_of(self.layout, muon.batch, None))
+        return replace(self, muon=muon)
+
     def encode(self) -> str:
         """The string that markers carry."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -186,6 +228,7 @@ class ParamSpec:
         if muon is not None:
             muon["coefficients"] = tuple(muon["coefficients"])
             muon["restarts"] = tuple(muon["restarts"])
+            muon["owners"] = tuple(muon["owners"])
             muon["view"] = None if muon["view"] is None else View.from_json(muon["view"])
             muon = MuonSpec(**muon)
         return ParamSpec(Layout(**layout), **fields, muon=muon)

@@ -241,7 +241,8 @@ class Checkpointer:
         doing = f"{place}: was not loaded"
         with ranks.together(doing):
             contents = contents_of(model, optimizer)
-            sources, problems = fit(contents, manifest)
+            fitting, problems = fit(contents, manifest)
+            sources = {key: source for key, source in fitting.items() if key in contents.tensors}
             values = self._values(place, manifest, ranks)
             problems += _unsaved(values, scheduler, loader)
             groups, misfits = _groups_of(contents, values)

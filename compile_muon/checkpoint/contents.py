@@ -17,8 +17,11 @@ from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.model.groups import values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.passes.methods import State
 from compile_muon.passes.spec import encode_dtype
+from compile_muon.runtime.account import Account
 from compile_muon.runtime.lender import MASTER
+from compile_muon.runtime.owner_states import each_matrix, every_shape, states_kept
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.disk import memory_in_file
@@ -40,6 +43,7 @@ class Contents:
         groups: hyperparameters by the name of the group.
         members: names of its parameters, by the name of the group.
         folders: of ``tensors`` that are in a file, where it is.
+        elsewhere: what only other ranks hold, states of the matrices that they own.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -50,10 +54,12 @@ class Contents:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     members: dict[str, list[str]] = field(default_factory=dict)
     folders: dict[str, Path] = field(default_factory=dict)
+    elsewhere: dict[str, TensorFacts] = field(default_factory=dict)
 
     def facts(self) -> dict[str, TensorFacts]:
-        """Shape and dtype of each whole tensor."""
-        return {key: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for key, t in self.tensors.items()}
+        """Shape and dtype of each whole tensor of all ranks."""
+        held = {key: TensorFacts(tuple(t.shape), encode_dtype(t.dtype)) for key, t in self.tensors.items()}
+        return dict(sorted((held | self.elsewhere).items())) if self.elsewhere else held
 
     def check_writable(self, keys: Iterable[str]) -> None:
         """Raise ahead of the first write if one could not be made.
@@ -96,7 +102,9 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     optimizer.engine.step.own_momenta()
     found, lender = Contents(), optimizer.engine.lender
     algorithm: dict[int, str] = {}
-    sharded = {id(account.param): account.name for account in optimizer.engine.params}
+    accounts = {account.name: account for account in optimizer.engine.params}
+    sharded = {id(account.param): name for name, account in accounts.items()}
+    at_owner = {name: {state.name: state for state in states_kept(account)} for name, account in accounts.items()}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
         found.groups[group["name"]] = values_of(group)
@@ -119,6 +127,9 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                     raise CheckpointError(
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
                     )
+                if (kind := at_owner.get(sharded[id(value)], {}).get(slot)) is not None:
+                    _put_matrices(found, key, accounts[sharded[id(value)]], kind, state.detach())
+                    continue
                 found.tensors[key] = state.detach()
                 if (folder := lender.folder_of(sharded[id(value)], slot)) is not None:
                     found.folders[key] = folder
@@ -131,6 +142,18 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
             "was made with, outside of full_parameters()"
         )
     return found
+
+
+def _put_matrices(found: Contents, key: str, account: Account, state: State, held: Tensor) -> None:
+    """A state at owners, matrix by matrix: any world then finds those that its ranks own."""
+    mine = dict(each_matrix(account, state, held))
+    for number, shape in every_shape(account, state).items():
+        if 0 in shape:
+            continue
+        if number in mine:
+            found.tensors[f"{key}.{number}"] = mine[number]
+        else:
+            found.elsewhere[f"{key}.{number}"] = TensorFacts(shape, encode_dtype(held.dtype))
 
 
 # ------------------------------------------------------------------------------------------ host memory

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,7 @@ from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.model.groups import group_problems, value_problems, values_of
 from compile_muon.optimizer import MuonZero
+from compile_muon.runtime.owner_states import each_matrix, every_shape, matrices_here, states_kept
 from compile_muon.storage.boxes import converted
 from compile_muon.weights.named_tensors import Entry
 from compile_muon.weights.wire import Wire
@@ -23,13 +25,29 @@ from compile_muon.weights.wire import Wire
 __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 
 
-def _slots(optimizer: MuonZero) -> Iterator[tuple[str, str, Entry]]:
-    """Parameter, slot, tensor; the same on every rank."""
+def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]]:
+    """Parameter, slot, tensor; the same on every rank. Of states at owners there is a slot for each matrix."""
     accounts = {id(account.param): account for account in optimizer.engine.params}
+    at_owner = {name: {state.name: state for state in states_kept(a)} for a in accounts.values() for name in [a.name]}
+    numbers = {a.name: matrices_here(a) for a in accounts.values() if a.owners}
+    holders = {
+        (name, number): rank
+        for rank, held in enumerate(ranks.gather(numbers) if numbers else ())
+        for name, own in held.items()
+        for number in own
+    }
     for group in optimizer.param_groups:
         for param in group["params"]:
             account = accounts[id(param)]
             for slot, value in optimizer.state[param].items():
+                if (state := at_owner[account.name].get(slot)) is not None:
+                    mine = dict(each_matrix(account, state, value))
+                    for number, shape in every_shape(account, state).items():
+                        own = mine.get(number, torch.empty(shape, dtype=value.dtype, device="meta"))
+                        key = f"{slot}.{number}"
+                        entry = Entry(f"{account.name}/{key}", own, None, holders[account.name, number])
+                        yield account.name, key, entry
+                    continue
                 cut = account if isinstance(value, DTensor) else None  # a step count is not
                 yield account.name, slot, Entry(f"{account.name}/{slot}", value, cut)
 
@@ -52,7 +70,7 @@ def full_optimizer_state(optimizer: MuonZero) -> dict[str, Any]:
     with optimizer.engine.status.at("full_optimizer_state"):
         ranks, wire = _ranks(optimizer)
         optimizer.engine.step.own_momenta()
-        found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer)})
+        found, error = wire.whole({(name, slot): entry for name, slot, entry in _slots(optimizer, ranks)})
         ranks.agree("full_optimizer_state", error)
     if wire.rank != 0:
         return {}
@@ -81,7 +99,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
         optimizer.unfreeze(ranks.first(trained))
     with optimizer.engine.status.at("load_full_optimizer_state"):
         optimizer.engine.step.own_momenta()
-        slots = list(_slots(optimizer))
+        slots = list(_slots(optimizer, ranks))
         groups: list[dict[str, Any]] = []
         with ranks.together("optimizer state was not loaded"):
             if wire.rank == 0:

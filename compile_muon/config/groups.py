@@ -25,9 +25,17 @@ from compile_muon.config.checks import (
 )
 from compile_muon.config.elsewhere import OF_GROUPS
 from compile_muon.errors import config_error
-from compile_muon.passes.methods import METHODS, Rate, method_names
+from compile_muon.passes.methods import Method, Rate, method_names, method_of, rates_of_methods
 
-__all__ = ["GroupConfig", "check_groups", "check_views", "check_own_rates", "checked_rate", "named_groups"]
+__all__ = [
+    "GroupConfig",
+    "check_groups",
+    "check_method",
+    "check_views",
+    "check_own_rates",
+    "checked_rate",
+    "named_groups",
+]
 
 _GROUP = '{"lr": 0.01}'
 _NOT_RATES = ("params", "method", "name")
@@ -63,6 +71,11 @@ class GroupConfig:
         return "a function" if callable(self.params) else ", ".join(self.params[:3])
 
 
+def check_method(field: str, value: object, kind: type[Method] = Method) -> str:
+    """The name of a method, of one kind."""
+    return check_choice(field, value, method_names(kind))
+
+
 def checked_rate(rate: Rate, value: object, path: str) -> Any:
     """The canonical value.
 
@@ -89,7 +102,7 @@ def check_own_rates(field: str, value: object) -> tuple[tuple[str, Any], ...]:
 
 
 def _rates(field: str, values: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
-    known = {rate.name: rate for method in METHODS for rate in method.rates}
+    known = rates_of_methods()
     mistakes, found = Mistakes(), []
     for name, value in values.items():
         with mistakes.collected():
@@ -135,12 +148,12 @@ def _group(field: str, number: int, group: object) -> GroupConfig:
         params = check_patterns(f"{path}.params", [params] if isinstance(params, str) else params)
     if method is not None:
         with mistakes.collected():
-            method = check_choice(f"{path}.method", method, method_names())
+            method = check_method(f"{path}.method", method)
     rates: tuple[tuple[str, Any], ...] = ()
     with mistakes.collected():
         rates = _rates(path, {key: entry for key, entry in group.items() if key not in (*_NOT_RATES, "complete")})
     if method is not None and not mistakes.found:
-        own = [rate.name for one in METHODS if one.name == method for rate in one.rates]
+        own = [rate.name for rate in method_of(method).rates]
         for rate, value in rates:
             if rate not in own:
                 problem = f"is no rate of {method}"

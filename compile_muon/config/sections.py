@@ -18,7 +18,7 @@ from compile_muon.config.settings import (
     SequenceParallelConfig,
 )
 from compile_muon.errors import config_error
-from compile_muon.passes.methods import METHODS
+from compile_muon.passes.methods import rates_of_methods
 
 __all__ = ["AT_THE_TOP", "OWN_RATES", "PARAM_ALIASES", "SECTIONS", "parameters", "section"]
 
@@ -46,12 +46,9 @@ PARAM_ALIASES = {"muon_lr": "lr", "adam_lr": "adamw_lr", "betas": "adamw_betas",
 
 #: rates of methods that are no arguments of MuonZero; each is said as it is
 OWN_RATES = tuple(
-    dict.fromkeys(
-        rate.name
-        for method in METHODS
-        for rate in method.rates
-        if rate.default is not None and rate.name not in PARAM_ALIASES and rate.name not in ARGUMENTS
-    )
+    name
+    for name, rate in rates_of_methods().items()
+    if rate.default is not None and name not in PARAM_ALIASES and name not in ARGUMENTS
 )
 
 

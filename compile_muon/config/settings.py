@@ -36,14 +36,14 @@ from compile_muon.config.checks import (
 )
 from compile_muon.config.compile_options import CompileOptions
 from compile_muon.config.elsewhere import OF_OPTIMIZERS
-from compile_muon.config.groups import GroupConfig, check_groups, check_own_rates, check_views
+from compile_muon.config.groups import GroupConfig, check_groups, check_method, check_own_rates, check_views
 from compile_muon.config.lr_schedule import ScheduleConfig
 from compile_muon.config.machine import check_machine
 from compile_muon.config.offload import OffloadConfig, check_offload, check_offload_param
 from compile_muon.errors import ConfigError, config_error
 from compile_muon.kernels.coefficients import COEFFICIENTS, MAX_STEPS
 from compile_muon.kernels.dispatch import BACKENDS, FORMS
-from compile_muon.passes.methods import ElementMethod, MatrixMethod, method_names
+from compile_muon.passes.methods import ElementMethod, MatrixMethod
 
 __all__ = [
     "ALGORITHMS",
@@ -411,8 +411,8 @@ class Config(Checked):
         SequenceParallelConfig(), check_instance, kind=SequenceParallelConfig
     )
     machine: str | None = setting(None, check_machine, none=True)
-    method: str = setting("muon", check_choice, allowed=method_names(MatrixMethod))
-    auxiliary: str = setting("adamw", check_choice, allowed=method_names(ElementMethod))
+    method: str = setting("muon", check_method, kind=MatrixMethod)
+    auxiliary: str = setting("adamw", check_method, kind=ElementMethod)
     rates: tuple[tuple[str, Any], ...] = setting((), check_own_rates)
     groups: tuple[GroupConfig, ...] = setting((), check_groups)
     muon_views: tuple[tuple[str, Any], ...] = setting((), check_views)

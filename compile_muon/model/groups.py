@@ -14,7 +14,7 @@ from compile_muon.config.checked import Mistakes
 from compile_muon.config.groups import GroupConfig
 from compile_muon.errors import config_error, listed, warn_user
 from compile_muon.model.assignment import Assignment
-from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method, method_of
 
 __all__ = [
     "Group",
@@ -28,8 +28,6 @@ __all__ = [
 ]
 
 _NOT_RATES = ("params", "param_names")
-
-_BY_NAME = {method.name: method for method in METHODS}
 
 
 @dataclass
@@ -88,7 +86,7 @@ def chosen_methods(config: Config, model: nn.Module) -> dict[str, tuple[Method, 
     named = dict(model.named_parameters())
     found = _members(config, [name for name, param in named.items() if param.requires_grad], named)
     return {
-        name: (_BY_NAME[group.method], f"group {group.name}")
+        name: (method_of(group.method), f"group {group.name}")
         for name, group in found.items()
         if group.method is not None
     }
@@ -109,7 +107,7 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
     groups: dict[tuple[object, ...], Group] = {}
     mistakes = Mistakes()
     for name, assignment in trained.items():
-        method, given = _BY_NAME[assignment.algorithm], members.get(name)
+        method, given = method_of(assignment.algorithm), members.get(name)
         said = dict(given.rates) if given is not None else {}
         own = {rate.name for rate in method.rates}
         decays = assignment.decays(vectors=config.adamw.decay_vectors) or "weight_decay" in said
@@ -137,7 +135,7 @@ def plan_groups(config: Config, assignments: Mapping[str, Assignment], model: nn
     def order(key: tuple[Any, ...]) -> tuple[object, ...]:
         label, method, decays = key
         place = -1 if label is None else configured.index(label)
-        return place, not isinstance(_BY_NAME[method], MatrixMethod), method, not decays
+        return place, not isinstance(method_of(method), MatrixMethod), method, not decays
 
     return [groups[key] for key in sorted(groups, key=order)]
 

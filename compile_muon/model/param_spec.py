@@ -15,7 +15,7 @@ from compile_muon.kernels.newton_schulz import make_plan
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
 from compile_muon.passes.layout import Layout
-from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype
+from compile_muon.passes.spec import MuonSpec, ParamSpec, encode_dtype, exchange_of
 from compile_muon.passes.views import most_work
 
 __all__ = ["describe", "muon_spec"]
@@ -48,13 +48,6 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
     if method == "auto":
         symmetric = symmetric_kernels(plan.dtype, device, ns.backend)
         method = cheaper_method(*most, len(plan.steps), len(plan.restarts), symmetric=symmetric)
-    world = layout.owner_group.size * layout.replica_group.size
-    apart = layout.sharded or not layout.expert.alone
-    # Whole matrices already: one process, or experts where they live.
-    local = world == 1 or (batch > 1 and apart and not layout.joined)
-    if view is not None and apart and not layout.joined and layout.replica_group.alone:
-        bounds = [layout.region(rank)[0] for rank in layout.holders]
-        local = local or all(view.within(part.start, part.stop) for part in bounds)
     return MuonSpec(
         batch=batch,
         rows=rows,
@@ -66,7 +59,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         restarts=plan.restarts,
         dtype=encode_dtype(plan.dtype),
         eps=ns.eps,
-        exchange="local" if local else "owner",
+        exchange=exchange_of(layout, batch, view),
         backend=ns.backend,
         memory_limit=AUTO_LIMIT if isinstance(ns.memory_limit, str) else ns.memory_limit,
         algorithm=assignment.algorithm,

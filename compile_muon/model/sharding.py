@@ -174,13 +174,13 @@ def shard_model(
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
-            lender.reserve(specs)
+            lender.reserve(specs, ledger.costs)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
     else:
-        lender.reserve(specs)
+        lender.reserve(specs, ledger.costs)
     accounts: dict[nn.Parameter, Account] = {}
     handouts, told = Handouts(), set[str]()
     for name, param in named.items():
@@ -192,7 +192,7 @@ def shard_model(
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
-        beside = spec.muon is not None and not spec.muon.fetched
+        beside = spec.muon is not None and spec.muon.beside
         momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         accounts[param] = Account(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,7 +18,10 @@ from compile_muon.model.groups import Group, chosen_methods, plan_groups
 from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
+from compile_muon.passes.methods import method_of
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.owner_states import deal_owners
+from compile_muon.runtime.shards import new_hyper
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
 
@@ -106,7 +108,9 @@ def take_up(
         hyper: of another group.
         like: another of their group, where they join one.
     """
-    own = (torch.empty_like(hyper), 0.0) if like is None else (like.hyper, like.factor)
+    algorithm = assignments[accounts[0].name].algorithm
+    own = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
     for account in accounts:
         muon = muon_spec(assignments[account.name], config, hyper.device, account.spec.layout)
         account.take_up(replace(account.spec, muon=muon), *own)
+    deal_owners(accounts)

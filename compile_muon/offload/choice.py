@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
 from compile_muon.offload.home import Home
-from compile_muon.passes.methods import ElementMethod, MatrixMethod
+from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_method
 from compile_muon.runtime.shards import local_tensor
 
 __all__ = ["home_of", "with_fetches"]
@@ -24,6 +25,7 @@ __all__ = ["home_of", "with_fetches"]
 def home_of(
     config: Config,
     groups: Sequence[Group],
+    assignments: Mapping[str, Assignment],
     model: nn.Module,
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -42,10 +44,13 @@ def home_of(
     fake = next((p.fake_mode for p in map(local_tensor, model.parameters()) if isinstance(p, FakeTensor)), None)
     # Neither a disk nor another rank is in a plan.
     real = compares if group is not None else fake is None
-    return Home(groups, config, _states_away(config, groups, model), group, device, real=real, fake=fake)
+    away = _states_away(config, groups, assignments, model)
+    return Home(groups, config, away, group, device, real=real, fake=fake)
 
 
-def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> frozenset[str]:
+def _states_away(
+    config: Config, groups: Sequence[Group], assignments: Mapping[str, Assignment], model: nn.Module
+) -> frozenset[str]:
     """Parameters whose states are offloaded, the same on every rank.
 
     Where ``ratio`` keeps a part beside its parameters: a moment travels in and out once a step, a momentum in once
@@ -58,9 +63,14 @@ def _states_away(config: Config, groups: Sequence[Group], model: nn.Module) -> f
     candidates = []
     for group in groups:
         matrices = isinstance(group.method, MatrixMethod)
-        slots = sum(state.each == "element" for state in group.method.states) + (matrices and offload.momentum)
+        momentum = isinstance(group.method, MatrixMethod) and group.method.keeps_momentum and offload.momentum
+        slots = sum(state.each == "element" for state in group.method.states) + momentum
         slots += offload.masters
-        candidates += [(matrices, -slots * sizes[name], name) for name in group.members if slots]
+        for name in group.members:
+            batch, *shape = assignments[name].matrix or (0, 0, 0)
+            at_owners = batch * sum(math.prod(state.shape(*shape)) for state in group.method.states if state.at_owner)
+            if size := slots * sizes[name] + at_owners:
+                candidates.append((matrices, -size, name))
     left = offload.ratio * sum(-size for _, size, _ in candidates)
     chosen = []
     for _, size, name in sorted(candidates):
@@ -84,7 +94,9 @@ def with_fetches(config: Config, assignments: Mapping[str, Assignment], away: fr
     return {
         name: replace(
             row,
-            fetched=row.matrix is not None and (compressed or (moved and name in away)),
+            fetched=row.matrix is not None
+            and matrix_method(row.algorithm).keeps_momentum
+            and (compressed or (moved and name in away)),
             master_away=masters and name in away,
         )
         for name, row in assignments.items()

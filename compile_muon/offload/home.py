@@ -30,12 +30,15 @@ from compile_muon.offload.codecs import CODECS, Codec
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.ferry import Ferry
 from compile_muon.offload.store import ALIGNED, Bucket, FileStore, MemoryStore, Slot, Store
+from compile_muon.passes.costs import Costs
+from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters
 from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, Lender, Lent
+from compile_muon.runtime.owner_states import owners_of, states_kept
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 from compile_muon.runtime.survey import Survey
 
@@ -164,7 +167,7 @@ class Home(Lender, Extension):
         self._rounded_at: dict[Account, int] = {}
         self._optimizer: Optimizer
 
-    def reserve(self, specs: Mapping[str, ParamSpec]) -> None:
+    def reserve(self, specs: Mapping[str, ParamSpec], costs: Costs) -> None:
         """See :class:`~compile_muon.runtime.lender.Lender`.
 
         Raises:
@@ -177,6 +180,8 @@ class Home(Lender, Extension):
                 _check_master(name, spec, config)
         with self._fake or nullcontext():
             self._codec: Codec = CODECS[config.muon.momentum_dtype](self._device)
+        members = {name for each in groups for name in each.members}
+        self._owners = owners_of({name: spec for name, spec in specs.items() if name in members}, costs)
         self._kept = {
             name: own
             for each in groups
@@ -237,6 +242,11 @@ class Home(Lender, Extension):
             if state.each == "element":  # what there is a number a row of is not worth the way
                 kept.states[state.name] = Slot(f"{state.name} of {name}", tuple(shape), dtype)
                 kept.labels[state.name] = state.label
+            elif state.at_owner:
+                own = state_shape(spec, state, owned(spec, self._owners[name]))
+                wide = torch.promote_types(dtype, torch.float32)
+                kept.states[state.name] = Slot(f"{state.name} of {name}", own, wide)
+                kept.labels[state.name] = state.label
         if spec.master:
             kept.masters[MASTER] = Slot(f"{MASTER} of {name}", tuple(shape), dtype)
         return kept
@@ -272,7 +282,7 @@ class Home(Lender, Extension):
         """Whether all that is kept of a parameter may be lent some rows after the other."""
         kept = self._kept[name]
         if isinstance(method, MatrixMethod):
-            alone = not kept.states and not kept.masters
+            alone = not method.states and not kept.masters
             return alone and self._codec.by_rows and method.advance is None and method.after is None
         states = {state.name for state in method.states if state.each == "element"}
         return states <= kept.states.keys() and all(s.each in ("element", "parameter") for s in method.states)
@@ -312,6 +322,7 @@ class Home(Lender, Extension):
         uses the direction keeps that, and need not read it again.
         """
         wrong: list[Tensor] = []
+        method = self._methods[account.name]
         for chunk in self._chunks_of[account.name]:
             if (bucket := chunk.momentum) is None:
                 continue
@@ -320,8 +331,9 @@ class Home(Lender, Extension):
             parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
             momentum = self._codec.decode(parts, out.dtype)
             chunk.part(out).copy_(momentum)
-            if isinstance(arena.store, FileStore):
-                advance(self._methods[account.name], [momentum], [chunk.part(grad)], account.factor)
+            # What a method of its own makes of a momentum may depend on the direction.
+            if isinstance(arena.store, FileStore) and method.advance is None:
+                advance(method, [momentum], [chunk.part(grad)], [], {"momentum": account.factor})
                 self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
                 wrong.append(not_finite([momentum])[0])
                 arena.close(bucket)
@@ -661,7 +673,9 @@ class Home(Lender, Extension):
                 tensor = self._store(account.name, slot).current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
                     each = "element" if tensor.shape == account.local.shape else "row"
-                    found[name] = as_state(account, tensor, each, mesh if tensor.device != self._device else None)
+                    there = mesh if tensor.device != self._device else None
+                    at_owner = name in (state.name for state in states_kept(account))
+                    found[name] = tensor if at_owner else as_state(account, tensor, each, there)
             slots = self._state_of(account)
             slots.update(found)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):

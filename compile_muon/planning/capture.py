@@ -41,6 +41,7 @@ from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.simulate.lending import Lending
 from compile_muon.planning.step import step_graphs
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.owner_states import states_kept
 from compile_muon.runtime.replicas import gathers
 from compile_muon.runtime.shards import local_tensor
 
@@ -265,10 +266,11 @@ def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
         if compute.itemsize < local.dtype.itemsize:
             own["master"] = local.nbytes
             found["rounded"] += 0 if account.spec.layout.resident else local.numel() * compute.itemsize
+        at_owner = {state.name for state in states_kept(account)}
         for slot, state in optimizer.state[account.param].items():
             if slot.startswith("momentum"):
                 own["momentum"] += local_tensor(state).nbytes
-            elif state.shape == account.param.shape and state.ndim:
+            elif (state.shape == account.param.shape and state.ndim) or slot in at_owner:
                 own["moment"] += local_tensor(state).nbytes
         for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
             found[all_of] += own[one]

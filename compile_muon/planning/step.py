@@ -24,8 +24,10 @@ from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import commit
+from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.facts import agreement, asked, told
 from compile_muon.runtime.finite import directions_not_finite
+from compile_muon.runtime.owner_states import states_at_owner
 from compile_muon.runtime.replicas import Refresh, gathers
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
@@ -60,7 +62,8 @@ def step_graphs(
         late = [account for account in muon if account.name not in ready]
         if late:
             step = Recorder(fake_mode_of([account.local for account in late]))
-            StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], options)
+            kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
+            StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], kept, options)
             found += [
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
                 for v in step.visits
@@ -72,7 +75,7 @@ def step_graphs(
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
-            commit(optimizer.engine.step, {account.name: directions[account.name] for account in muon}, {})
+            commit(optimizer.engine.step, Directions({account.name: directions[account.name] for account in muon}), {})
         written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(written, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
@@ -93,7 +96,7 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
     accounts = [account for account in optimizer.engine.params if account.spec.muon is not None]
     rows = fingerprint([account.local_grad for account in accounts if account.name in ready]) if ready else ()
     made = {
-        account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), 0.0)
+        account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), account.rates)
         for account, row in zip((a for a in accounts if a.name in ready), rows, strict=True)
     }
     steps = optimizer.engine.step

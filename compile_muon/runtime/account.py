@@ -46,7 +46,8 @@ class Account:
             marker takes it: it identifies the parameter to the graphs, which get the module's own tensors.
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
             itself: what users save must not carry the account with it.
-        hyper: ``[2]`` fp32 ``(1 - momentum, momentum)``, one tensor for all that share these rates.
+        hyper: fp32 ``(1 - momentum, momentum)`` and the rates that its method is given, one tensor for all that share
+            these.
         replica: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
             this rank's slice; else None.
         ledger: the policy of the optimizer that owns the parameter.
@@ -54,7 +55,9 @@ class Account:
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
-        factor: the momentum in ``hyper``.
+        rates: what ``hyper`` holds behind its first number.
+        owners: of each share of its matrices, where its method keeps states at them.
+        now: ``spec`` as the step under way has it, where its method has several graphs.
         fetches: how often graphs asked for the momentum, where it is not beside the parameter.
         refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
         refresh: what is gathering the replica, until it is waited for.
@@ -77,21 +80,24 @@ class Account:
     visits: Visits = field(default_factory=Visits)
     sums: UnreducedSums = field(default_factory=UnreducedSums)
     speculations: Speculations = field(default_factory=Speculations)
-    factor: float = 0.0
+    rates: tuple[float, ...] = ()
+    owners: tuple[int, ...] = ()
     fetches: int = 0
     refreshed_at: int = -1
     refresh: Refresh | None = None
     accumulated: Tensor | None = None
     tags: tuple[str, ...] = ()
     momentum_buffer: Tensor = field(init=False)
+    now: ParamSpec = field(init=False)
     _watched: bool = False
+    _entered: tuple[Any, bool] | None = None
     _holders: int = 0
 
     def __post_init__(self) -> None:
-        self.text = self.spec.encode()
+        self.text, self.now = self.spec.encode(), self.spec
         self.refreshed_at = edits_of(self.param)
-        fetched = self.spec.muon is not None and self.spec.muon.fetched
-        self.momentum_buffer = self.momentum if fetched else like_parameter(self.param, self.momentum.detach())
+        beside = self.spec.muon is None or self.spec.muon.beside
+        self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if beside else self.momentum
         hold(self.momentum, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Account:
@@ -101,7 +107,7 @@ class Account:
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         own["accumulated"] = None
-        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, **own)
+        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, _entered=None, **own)
         copied.ledger.accounts.append(copied)
         memo[id(self)] = copied
         return copied
@@ -137,18 +143,34 @@ class Account:
             part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
         )
 
-    def take_up(self, spec: ParamSpec, hyper: Tensor, factor: float) -> None:
+    def take_up(self, spec: ParamSpec, hyper: Tensor, rates: tuple[float, ...]) -> None:
         """Be trained from now on, as ``spec`` says; it was frozen. Graphs that hold the old spec are compiled anew."""
-        self.spec, self.text = spec, spec.encode()
-        self.hyper, self.factor = hyper, factor
+        self.spec, self.text, self.now, self._entered = spec, spec.encode(), spec, None
+        self.hyper, self.rates = hyper, rates
         if spec.muon is not None:
-            self.momentum = torch.zeros_like(self.local.detach())
-            self.momentum_buffer = like_parameter(self.param, self.momentum)
+            local = self.local.detach()
+            self.momentum = torch.zeros_like(local) if spec.muon.beside else local.new_empty(0)
+            self.momentum_buffer = like_parameter(self.param, self.momentum) if spec.muon.beside else self.momentum
             hold(self.momentum, self)
 
-    def use_factor(self, factor: float) -> None:
-        """:attr:`hyper` holds this momentum from now on."""
-        self.factor = factor
+    @property
+    def factor(self) -> float:
+        """The momentum in :attr:`hyper`."""
+        return self.rates[0] if self.rates else 0.0
+
+    def use_rates(self, rates: tuple[float, ...]) -> None:
+        """:attr:`hyper` holds these from now on."""
+        self.rates = rates
+
+    def own(self, owners: tuple[int, ...]) -> None:
+        """Where states at owners are, for good."""
+        self.owners = owners
+
+    def enter(self, phase: Any, *, joined: bool) -> None:
+        """The graph that the next step takes, see :class:`~compile_muon.passes.methods.MatrixMethod`."""
+        if self._entered != (phase, joined):
+            self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
+            self._entered = phase, joined
 
     def begin_refresh(self, refresh: Refresh) -> None:
         """The replica will be what ``refresh`` brings, and is no longer what autograd has saved of it."""

@@ -6,9 +6,10 @@ wait for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compile_muon.kernels import Averages, muon_apply
-from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, matrix_method
+from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, State, matrix_method
+from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
-from compile_muon.passes.views import Part
+from compile_muon.passes.views import Part, View
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lent
-from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.shards import columns_shape, local_tensor
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Lend", "Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
@@ -37,7 +41,7 @@ Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Seq
 
 def commit(
     trained: Trained,
-    directions: dict[str, Tensor],
+    made: Directions,
     fetches: Mapping[Account, int],
     found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
@@ -45,7 +49,7 @@ def commit(
     """Write momenta, moments and parameters; and whatever extensions write behind them.
 
     Args:
-        directions: by name; each is let go once it is written.
+        made: each direction is let go once it is written.
         fetches: which fetch of the momentum each of them is made of, where they were fetched.
         found_inf: 1.0 on the device for nothing to be written; None if the host knows that all may be.
         rates: of a group; None for those that it holds.
@@ -55,9 +59,13 @@ def commit(
         method, own = trained.method(group), trained.with_gradient(group)
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            made = {account: directions.pop(account.name) for account in own}
-            scale = partial(trained.scale, trained.config.muon.adjust_lr or method.adjust_lr)
-            matrices.append(Matrices(method, own_rates, made, scale))
+            found = {account: made.found.pop(account.name) for account in own}
+            new = {account: made.states.pop(account.name) for account in own if account.name in made.states}
+            if method.has(STEP.name) and own:
+                own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
+            adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
+            scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
+            matrices.append(Matrices(method, own_rates, found, scale, new))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     lender, ledger = trained.lender, trained.ledger
@@ -82,6 +90,10 @@ def commit(
             commit_weights(prepared, trained.summed, trained.group, found_inf)
     for write in ledger.hooks.after_commit:
         write(found_inf)
+
+
+def _unscaled(rows: int, cols: int) -> float:
+    return 1.0
 
 
 def lend(
@@ -128,22 +140,26 @@ class Matrices:
         rates: of the group.
         directions: of the shards of those with a gradient, in any floating dtype.
         scale: factor on the learning rate, of the rows and columns of a matrix.
+        states: new ones at owners, of those that have some here.
     """
 
     method: MatrixMethod
     rates: Mapping[str, Any]
     directions: Mapping[Account, Tensor]
     scale: Callable[[int, int], float]
+    states: Mapping[Account, Sequence[Tensor]] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
         """Whether all of it is one decay and one addition."""
-        return self.method.after is None and not self.rates.get("cautious_decay", False)
+        method = self.method
+        return method.after is None and method.finish is None and not self.rates.get("cautious_decay", False)
 
     @property
     def joint(self) -> bool:
         """Whether one launch may move momenta and weights."""
-        return self.plain and self.method.advance is None
+        method = self.method
+        return self.plain and method.advance is None and method.keeps_momentum and not method.owned
 
 
 @dataclass(frozen=True)
@@ -153,11 +169,13 @@ class Prepared:
     Args:
         averaged: whether momenta are still to be moved, together with the weights.
         parts: of methods with more to say than a direction.
+        everywhere: of methods with states that every rank has all of, these by parameter and name.
     """
 
     groups: Sequence[Matrices]
     averaged: bool
     parts: Sequence[tuple[_Part, Piece, After]]
+    everywhere: Mapping[Account, Mapping[str, Tensor]]
 
 
 def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | None, *, beside: bool) -> Prepared:
@@ -175,8 +193,9 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
         for group in groups
         if not group.plain
         for account in group.directions
-        for part in account.spec.parts
+        for part in account.now.parts
     ]
+    everywhere: dict[Account, Mapping[str, Tensor]] = {}
     summed: dict[Account, list[tuple[_Part, Tensor | None]]] = {}
     for part, sums in zip(parts, _row_sums(parts), strict=True):
         summed.setdefault(part.account, []).append((part, sums))
@@ -188,11 +207,21 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
             # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
             begun = {a: {} if ROWS in row else row for a, row in of.items() if _are_first(a, row)}
             found += _after([pair for account in begun for pair in summed.get(account, ())], begun, found_inf)
+            if names := [state.name for state in group.method.everywhere]:
+                everywhere |= {account: {name: row[name] for name in names} for account, row in of.items()}
+            for account, new in group.states.items():
+                held = states_at_owner(account, of[account]) if account in of else []
+                for old, own in zip(held, new, strict=False):
+                    with _unless(found_inf, [old]):
+                        old.copy_(own)
             momenta = {a: local_tensor(row["momentum_buffer"]) for a, row in of.items() if "momentum_buffer" in row}
+            if not momenta:
+                continue
             with _unless(found_inf, list(momenta.values())):
                 grads = [gradient_of(account, of[account]) for account in momenta]
-                advance(group.method, list(momenta.values()), grads, group.rates["momentum"])
-    return Prepared(groups, beside, found)
+                directions = [group.directions[account] for account in momenta]
+                advance(group.method, list(momenta.values()), grads, directions, group.rates)
+    return Prepared(groups, beside, found, everywhere)
 
 
 def commit_weights(
@@ -223,6 +252,8 @@ def commit_weights(
             for account, weight in weights.items():
                 for part, piece, after in parts_of.get(account, ()):
                     _write(part, piece, after, weight, totals.get(account), found_inf)
+                if account in prepared.everywhere:
+                    _advance_everywhere(group, account, prepared.everywhere[account], totals.get(account), found_inf)
             round_masters(accounts, states)
 
 
@@ -243,7 +274,7 @@ def _commit_plain(
     for account, weight in weights.items():
         direction = group.directions[account]
         tensors = (weight, direction, *((account.momentum, account.local_grad) if averaged else ()))
-        parts = account.spec.parts
+        parts = account.now.parts
         own = [group.scale(part.rows, part.cols) for part in parts]
         if len(set(own)) > 1:  # unequal matrices of a view
             rows += [tuple(part.of(tensor) for tensor in tensors) for part in parts]
@@ -265,14 +296,18 @@ def _commit_plain(
         )
 
 
-def advance(method: MatrixMethod, momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
+def advance(
+    method: MatrixMethod,
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    rates: Mapping[str, Any],
+) -> None:
     """Move momenta toward the gradients, as the method does."""
-    if not momenta:
-        return
     if method.advance is not None:
-        method.advance(momenta, grads, beta)
+        method.advance(momenta, grads, directions, rates)
     else:
-        torch._foreach_lerp_(list(momenta), list(grads), 1 - beta)
+        torch._foreach_lerp_(list(momenta), list(grads), 1 - rates["momentum"])
 
 
 @contextmanager
@@ -304,11 +339,32 @@ class _Part(NamedTuple):
     account: Account
     part: Part
 
-    def state(self, name: str, states: Mapping[str, Tensor]) -> Tensor:
-        """``[n, r, c]`` or ``[n, r, 1]``, the same memory."""
-        tensor = local_tensor(states[name])
-        each = {state.name: state.each for state in self.group.method.states}[name]
-        return self.part.of_rows(tensor) if each == "row" else self.part.of(tensor)
+    def state(self, state: State, states: Mapping[str, Tensor]) -> Tensor:
+        """As :class:`~compile_muon.passes.methods.Piece` has it, the same memory."""
+        tensor = local_tensor(states[state.name])
+        if state.each == "parameter":
+            return tensor
+        if state.each == "matrix":
+            return tensor[self.numbers][:, None, None]
+        if state.each == "col":
+            return self.columns(tensor.view(-1, 1, tensor.shape[-1]))
+        return self.part.of_rows(tensor) if state.each == "row" else self.part.of(tensor)
+
+    @property
+    def numbers(self) -> slice:
+        """Of its matrices in the whole parameter."""
+        part, local = self.part, self.account.spec.layout.local_shape
+        count = part.segment.count if part.segment is not None else local[0] if part.stack else 1
+        return slice(part.first, part.first + count)
+
+    def columns(self, whole: Tensor) -> Tensor:
+        """Its own, ``[n, k, c]``, of ``[matrices, k, cols]``, or ``[1, k, cols]`` where a view cuts columns: the same
+        memory."""
+        spec, segment = self.account.now, self.part.segment
+        own = whole[..., spec.layout.part[-1]] if spec.cut_in_columns else whole
+        if segment is None or segment.dim == 0:
+            return own[self.numbers]
+        return own[0, :, segment.start : segment.stop].unflatten(-1, (segment.count, -1)).movedim(-2, 0)
 
     @property
     def direction(self) -> Tensor:
@@ -328,7 +384,7 @@ class _Part(NamedTuple):
             direction=direction,
             weight=self.part.of(weight_of(self.account, states)).to(direction.dtype),
             grad=self.part.of(gradient_of(self.account)),
-            states={state.name: self.state(state.name, states) for state in self.group.method.states},
+            states={s.name: self.state(s, states) for s in self.group.method.states if not s.at_owner},
             sums=sums,
             rates=self.group.rates,
             rows=self.part.rows,
@@ -362,56 +418,143 @@ def _after(
     for part, sums in parts:
         piece = part.piece(states[part.account], sums)
         after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
-        found.append((part, replace(piece, states={}), replace(after, states={})))
-        written = {name: part.state(name, states[part.account]) for name in after.states}
+        everywhere = {state.name: piece.states[state.name] for state in part.group.method.everywhere}
+        found.append((part, replace(piece, states=everywhere), replace(after, states={})))
+        named = {state.name: state for state in part.group.method.states}
+        written = {name: part.state(named[name], states[part.account]) for name in after.states}
         with _unless(found_inf, list(written.values())):
             for name, new in after.states.items():
                 written[name].copy_(new)
     return found
 
 
+class _Totals(NamedTuple):
+    """Facts of the whole matrices of one account, ``[matrices, k]``, and of their columns, ``[matrices, k, cols]``
+    (``[1, k, cols]`` where a view cuts columns)."""
+
+    facts: Tensor
+    columns: Tensor
+
+
 def _totals(
     own: Sequence[tuple[_Part, After]], summed: Sequence[Account], everyone: dist.ProcessGroup | None
-) -> dict[Account, Tensor]:
-    """Facts of the whole matrices of each account, ``[matrices, k]``.
+) -> dict[Account, _Totals]:
+    """Facts of the whole matrices of each account.
 
     Args:
         own: of this rank's rows.
     """
     if not summed:
         return {}
-    sizes = [a.spec.matrix_count * matrix_method(a.spec.muon_settings.algorithm).facts for a in summed]
-    dtypes = [after.facts.dtype for _, after in own if after.facts is not None]
+    shapes: list[tuple[int, ...]] = []
+    for account in summed:
+        method = matrix_method(account.spec.muon_settings.algorithm)
+        shapes += (account.now.matrix_count, method.facts), columns_shape(account.now, method.columns)
+    sizes = [math.prod(shape) for shape in shapes]
+    dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns) if x is not None]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
     vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
-    found = {
-        account: rows.view(account.spec.matrix_count, -1)
-        for account, rows in zip(summed, vector.split(sizes), strict=True)
-    }
+    views = iter([own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)])
+    found = {account: _Totals(next(views), next(views)) for account in summed}
     for part, after in own:
+        # What several ranks hold would be counted once for each.
+        copies = 1 if everyone is None else part.account.spec.layout.copies
         if after.facts is not None:
-            rows = found[part.account][part.part.first : part.part.first + len(after.facts)]
-            # What several ranks hold would be counted once for each.
-            rows.add_(after.facts / (1 if everyone is None else part.account.spec.layout.copies))
+            rows = found[part.account].facts[part.part.first : part.part.first + len(after.facts)]
+            rows.add_(after.facts / copies)
+        if after.columns is not None:
+            part.columns(found[part.account].columns).add_(after.columns / copies)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
     return found
 
 
-def _write(
-    part: _Part, piece: Piece, after: After, weight: Tensor, facts: Tensor | None, found_inf: Tensor | None
-) -> None:
-    group = part.group
+def _factors(group: Matrices, piece: Piece, totals: _Totals | None) -> tuple[Any, Any, Mapping[str, Tensor]]:
+    """What a weight and its direction are multiplied by, and new states that are everywhere.
+
+    Args:
+        totals: of the matrices of the piece.
+    """
     lr, decay = group.rates["lr"], group.rates.get("weight_decay", 0.0)
     keep: Any = 1 - lr * decay
     move: Any = -(lr * group.scale(piece.rows, piece.cols))
+    if group.method.finish is None:
+        return keep, move, {}
+    facts = None
+    if totals is not None:
+        wide = piece.direction.dtype
+        facts, piece = totals.facts.to(wide), replace(piece, columns=totals.columns.to(wide))
+    keep, move, *states = group.method.finish(facts, keep, move, piece)
+    return keep, move, states[0] if states else {}
+
+
+def _advance_everywhere(
+    group: Matrices,
+    account: Account,
+    held: Mapping[str, Tensor],
+    totals: _Totals | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Write the states that every rank has all of: of all matrices, by pieces without a row.
+
+    Args:
+        held: these states.
+    """
+    muon, each = account.now.muon_settings, {state.name: state.each for state in group.method.everywhere}
+    wide = torch.promote_types(decode_dtype(account.spec.state_dtype), torch.float32)
+    shapes = [(account.now.matrix_count, muon.rows, muon.cols)]
+    cut = (lambda x: [x]) if muon.view is None else partial(_cut_columns, muon.view)
+    if muon.view is not None:
+        shapes = list(muon.view.shapes(muon.rows, muon.cols))
+    counts = [count for count, *_ in shapes]
+    columns = [None] * len(shapes) if totals is None else cut(totals.columns)
+    facts = [None] * len(shapes) if totals is None else totals.facts.split(counts)
+    pieces: dict[str, Sequence[Tensor]] = {}
+    for name, state in held.items():
+        if each[name] == "parameter":
+            pieces[name] = [state] * len(shapes)
+        elif each[name] == "matrix":
+            pieces[name] = [own[:, None, None] for own in state.split(counts)]
+        else:
+            pieces[name] = cut(state.view(-1, 1, state.shape[-1]))
+    new: dict[str, list[Tensor]] = {name: [] for name in held}
+    for place, (count, rows, cols) in enumerate(shapes):
+        empty = account.local.new_empty((count, 0, cols), dtype=wide)
+        states = {name: own[place] for name, own in pieces.items()}
+        piece = Piece(empty, empty, empty, states, None, group.rates, rows, cols)
+        own_facts, own_columns = facts[place], columns[place]
+        own = None if own_facts is None or own_columns is None else _Totals(own_facts, own_columns)
+        _, _, found = _factors(group, piece, own)
+        for name, old in states.items():
+            new[name].append(found.get(name, old).to(old.dtype).reshape(old.shape))
+    for name, state in held.items():
+        if each[name] == "parameter":
+            value = new[name][-1]
+        elif each[name] == "matrix":
+            value = torch.cat(new[name]).flatten()
+        elif muon.view is not None and muon.view.dim == 1:
+            value = muon.view.join(new[name]).flatten()
+        else:
+            value = torch.cat(new[name]).flatten(1)
+        with _unless(found_inf, [state]):
+            state.copy_(value)
+
+
+def _cut_columns(view: View, whole: Tensor) -> list[Tensor]:
+    """``[matrices, k, cols]``, or ``[1, k, cols]`` where the view cuts columns, block by block."""
+    return view.cut(whole[0]) if view.dim == 1 else list(whole.split([block.count for block in view.blocks]))
+
+
+def _write(
+    part: _Part, piece: Piece, after: After, weight: Tensor, totals: _Totals | None, found_inf: Tensor | None
+) -> None:
+    group = part.group
     with _in_rows(weight) as rows, _unless(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
-        if group.method.finish is not None and facts is not None:
-            own = facts[part.part.first : part.part.first + len(piece.direction)].to(piece.direction.dtype)
-            keep, move = group.method.finish(own, keep, move, piece)
-        keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim else x for x in (keep, move))
+        own = None if totals is None else _Totals(totals.facts[part.numbers], part.columns(totals.columns))
+        keep, move, _ = _factors(group, piece, own)
+        keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (keep, move))
         if group.rates.get("cautious_decay", False):
             keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
         part.part.of(rows).copy_(piece.weight * keep + after.direction * move)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,34 +13,60 @@ from compile_muon.runtime.account import Account
 from compile_muon.runtime.decision import Decision
 from compile_muon.runtime.facts import Begun
 from compile_muon.runtime.finite import directions_not_finite
+from compile_muon.runtime.owner_states import states_at_owner
 from compile_muon.runtime.trained import Trained
 
-__all__ = ["fetches_of", "make", "note"]
+__all__ = ["Directions", "fetches_of", "make", "note"]
 
 
-def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> tuple[dict[str, Tensor], Traffic]:
+@dataclass(frozen=True)
+class Directions:
+    """What a step moves matrices along.
+
+    Args:
+        found: by name, each of its shard's shape in the dtype of Newton-Schulz.
+        states: at owners, the new ones of each that has some here.
+        traffic: what was sent for those made here.
+    """
+
+    found: dict[str, Tensor]
+    states: dict[str, Sequence[Tensor]] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Directions:
     """Make what is to be made, all at once. Gradients whose norm is over the limit are scaled in place before, as
     ``clip_grad_norm_`` does. Nothing is waited for.
 
     Args:
         norm: of all gradients, 0-dim fp32 on the device.
     Returns:
-        Directions of all matrices with a gradient, by name, each of its shard's shape in the dtype of Newton-Schulz;
-        and what was sent. The survey is given which of those made here are not finite.
+        Of all matrices with a gradient; the survey is given which of those made here are not finite.
     """
     if decision.clip:
         _clip(trained, norm)
     found = {name: speculation.direction for name, speculation in begun.used(decision).items()}
     accounts = [account for account in trained.muon if account.name in decision.make]
     if not accounts:
-        return found, Traffic()
+        return Directions(found)
     grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
     with trained.ledger.range("step directions", payload=len(accounts)):
-        results, traffic = trained.step_graphs.orthogonalize(accounts, grads, trained.ledger.options)
-    wrong = directions_not_finite([account.spec for account in accounts], results)
+        # Those that are away come here for as long as directions are made.
+        kept = {
+            place: [state.to(trained.device, non_blocking=True) for state in _states(trained, account)]
+            for place, account in enumerate(accounts)
+            if account.owners
+        }
+        results, states, traffic = trained.step_graphs.orthogonalize(accounts, grads, kept, trained.ledger.options)
+    wrong = directions_not_finite([account.now for account in accounts], results)
     begun.survey.add("direction", [account.name for account in accounts], wrong)
-    made = zip(accounts, results, strict=True)
-    return found | {account.name: result for account, result in made if account.grad is not None}, traffic
+    graded = [place for place, account in enumerate(accounts) if account.grad is not None]
+    found |= {accounts[place].name: results[place] for place in graded}
+    return Directions(found, {accounts[place].name: states[place] for place in graded if place in states}, traffic)
+
+
+def _states(trained: Trained, account: Account) -> list[Tensor]:
+    return states_at_owner(account, trained.optimizer.state[account.param])
 
 
 def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Account, int]:

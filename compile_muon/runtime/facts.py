@@ -72,7 +72,7 @@ def begin(trained: Trained) -> Begun:
     rest = [account for account in trained.rest if account.grad is not None]
     agreed = agreement(trained) if trained.compares else None
     made = {account: found for account in muon if (found := account.speculations.current) is not None}
-    candidates = {a: m for a, m in made.items() if (m.factor, m.edits) == (a.factor, edits_of(a.momentum_buffer))}
+    candidates = {a: m for a, m in made.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))}
     # Where the host must know of edits, autograd has noted how it left the gradient.
     ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
     facts = Facts(

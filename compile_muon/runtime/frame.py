@@ -33,7 +33,7 @@ from compile_muon.passes import (
 )
 from compile_muon.passes.ahead import kernels_ahead
 from compile_muon.passes.collectives import Traffic, collectives, measure_traffic
-from compile_muon.passes.markers import Orthogonalize, ReduceGrad, Unshard
+from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith, ReduceGrad, Unshard
 from compile_muon.passes.ranges import ranged
 from compile_muon.passes.torch_private import (
     SavedContext,
@@ -63,7 +63,7 @@ _MAX_SPECULATING = 8
 
 def lower(gm: GraphModule, ctx: PassContext) -> tuple[GraphModule, Traffic]:
     """Run the lowering passes; also count what one run sends."""
-    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm)]
+    markers = [*Unshard.all(gm), *ReduceGrad.all(gm), *Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     axes = {axis for marker in markers for axis in marker.spec.layout.axes}
     gm = run_passes(gm, LOWERING_PASSES, ctx)
     return gm, measure_traffic(gm, axes)
@@ -240,7 +240,7 @@ class BackwardGraph:
         for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
             account = accounts[index]
             edits = edits_of(account.momentum_buffer)
-            account.speculations.make(Speculation(direction, row, edits, account.factor, account.fetches))
+            account.speculations.make(Speculation(direction, row, edits, account.rates, account.fetches))
             account.ledger.counters.speculated += 1
         if accounts:
             accounts[0].ledger.count(traffic)

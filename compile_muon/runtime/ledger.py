@@ -165,6 +165,9 @@ class Ledger:
         return not self.accumulating and expected is not None and account.visits.backwards >= expected
 
     def _speculates(self, account: Account) -> bool:
+        muon = account.spec.muon
+        if muon is None or not muon.speculates:
+            return False
         if self.update == "auto":
             return account.speculations.stopped is None
         return self.update == "backward"

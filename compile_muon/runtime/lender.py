@@ -13,6 +13,7 @@ from torch import Tensor
 from compile_muon.errors import LedgerError
 
 if TYPE_CHECKING:
+    from compile_muon.passes.costs import Costs
     from compile_muon.passes.spec import ParamSpec
     from compile_muon.runtime.account import Account
 
@@ -51,11 +52,12 @@ class Lender:
 
     beside = True
 
-    def reserve(self, specs: Mapping[str, ParamSpec]) -> None:
+    def reserve(self, specs: Mapping[str, ParamSpec], costs: Costs) -> None:
         """Make room for what will be kept here, ahead of the first change of the model; on every rank.
 
         Args:
             specs: of all parameters, by name.
+            costs: what the machine costs, which deals matrices to their owners.
         """
 
     def keep_master(self, name: str, master: Tensor) -> None:

@@ -133,6 +133,8 @@ class Recorded:
             return "gradient_clipping must know the norm before it uses directions of backward: set update='step'"
         for group in step.optimizer.param_groups:
             method, rates = step.method(group), [group[rate.name] for rate in step.method(group).rates]
+            if isinstance(method, MatrixMethod) and not method.recorded:
+                return f"method {method.name!r} asks libraries that wait for the host"
             if not _is_plain(method):
                 return f"method {method.name!r} takes its rates from the host"
             if group.get("cautious_decay", False):
@@ -243,10 +245,12 @@ class Recorded:
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
             method, moving = step.method(group), _moving(step.method(group))
-            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in moving]
+            given = method.given if isinstance(method, MatrixMethod) else ()
+            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in (*moving, *given)]
         address = self.address
         for account in (*step.muon, *step.rest):
             kind += (account.text, address(account.local), address(account.momentum))
+            kind += [account.now] if account.now is not account.spec else []
             if (grad := account.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
@@ -273,5 +277,5 @@ def _moving(method: Method) -> tuple[str, ...]:
 
 def _is_plain(method: Method) -> bool:
     if isinstance(method, MatrixMethod):
-        return method.after is None and method.advance is None
+        return method.after is None and method.advance is None and method.finish is None
     return isinstance(method, ElementMethod) and method.withholds

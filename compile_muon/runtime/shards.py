@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from compile_muon.passes.methods import State
+from compile_muon.passes.exchange.owned import owned, state_shape
+from compile_muon.passes.methods import MatrixMethod, Method, State
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 
 if TYPE_CHECKING:
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_state",
+    "columns_shape",
     "contiguous_stride",
     "edits_of",
     "has_memory",
     "like_parameter",
     "local_tensor",
+    "new_hyper",
     "new_state",
     "ordinary_tensors",
     "row_state_shape",
+    "shape_everywhere",
     "user_attributes",
 ]
 
@@ -126,9 +130,39 @@ def as_state(account: Account, own: Tensor, each: str, mesh: DeviceMesh | None =
     )
 
 
+def new_hyper(method: Method, device: torch.device) -> Tensor:
+    """What graphs read of the rates of a method: fp32 ``(1 - momentum, momentum)``, and those that it is given."""
+    width = 2 + (len(method.given) if isinstance(method, MatrixMethod) else 0)
+    return torch.empty(width, dtype=torch.float32, device=device)
+
+
+def shape_everywhere(spec: ParamSpec, state: State) -> tuple[int, ...]:
+    """Of a state that every rank has all of: ``[]``, ``[matrices]``, or ``[matrices, cols]`` (``[cols]`` where a view
+    cuts these)."""
+    if state.each == "parameter":
+        return ()
+    matrices, _, cols = columns_shape(spec, 1)
+    if state.each == "matrix":
+        return (spec.matrix_count,)
+    return (matrices, cols) if matrices == spec.matrix_count else (cols,)
+
+
+def columns_shape(spec: ParamSpec, width: int) -> tuple[int, int, int]:
+    """Of ``width`` numbers for each column of the matrices of a whole parameter: ``[matrices, width, cols]``, or ``[1,
+    width, cols]`` where a view cuts columns."""
+    muon = spec.muon_settings
+    return (1 if muon.view is not None and muon.view.dim == 1 else spec.matrix_count), width, muon.cols
+
+
 def new_state(account: Account, state: State) -> Tensor:
-    """Zeros, as the kind of tensor that the parameter is."""
+    """Zeros: as the kind of tensor that the parameter is, plain where it is not cut as that."""
     local = account.local.detach()
+    wide = torch.promote_types(decode_dtype(account.spec.state_dtype), torch.float32)
+    if state.at_owner:
+        shape = state_shape(account.spec, state, owned(account.spec, account.owners))
+        return local.new_zeros(shape, dtype=wide)
+    if state.each in ("col", "matrix"):
+        return local.new_zeros(shape_everywhere(account.spec, state), dtype=wide)
     if state.each == "parameter":
         # Where torch's fused AdamW counts: on the GPU itself.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")

@@ -26,14 +26,14 @@ class Speculation(NamedTuple):
         direction: of the shard, in the dtype of Newton-Schulz.
         fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
         edits: of the momentum until then.
-        factor: the momentum factor it was made with.
+        rates: momentum and all else that it was made with (:attr:`.Account.rates`).
         fetches: of the momentum until then, where it is not beside the parameter.
     """
 
     direction: Tensor
     fingerprint: Tensor
     edits: int
-    factor: float
+    rates: tuple[float, ...]
     fetches: int = 0
 
 

@@ -73,8 +73,8 @@ class Step(Trained):
         decision = decide(facts, begun.mode)
         if refused(self, begun.survey, decision.wrong):
             return False
-        directions, traffic = make(self, begun, decision, norm)
-        self._count(begun, decision, traffic)
+        made = make(self, begun, decision, norm)
+        self._count(begun, decision, made.traffic)
         if decision.wait:
             facts = self._read(begun, facts)
         wrong = facts.wrong(facts.wanted)
@@ -84,7 +84,8 @@ class Step(Trained):
         self.ledger.counters.skipped_in_a_row = 0
         note(self, begun, decision, clipped=facts.clipped)
         self.fetches = fetches_of(self, begun, decision)
-        commit(self, directions, self.fetches)
+        commit(self, made, self.fetches)
+        self.count_step()
         self.ledger.count(start_refresh(self._refreshed(begun)))
         return True
 
@@ -100,6 +101,7 @@ class Step(Trained):
             found = self.launch(begun, decision, None)
         self.grad_norm = found.norm
         self.pending = found.survey, begun.agreement, decision.use | decision.make
+        self.count_step()
         self._count(begun, decision, found.traffic)
         note(self, begun, decision, clipped=False)
         return True
@@ -113,16 +115,16 @@ class Step(Trained):
         """
         survey = begun.survey
         norm = measure(self, begun, given)
-        directions, traffic = make(self, begun, decision, norm)
+        made = make(self, begun, decision, norm)
         survey.reduce()
         if given is None:
             survey.send()
         found_inf = survey.found_inf()
         if found_inf.is_cuda or found_inf.item() == 0:
             rates = None if given is None else given.rates
-            commit(self, directions, self.fetches, found_inf if found_inf.is_cuda else None, rates)
+            commit(self, made, self.fetches, found_inf if found_inf.is_cuda else None, rates)
         refreshed = self._refreshed(begun)
-        traffic = traffic + start_refresh(refreshed)
+        traffic = made.traffic + start_refresh(refreshed)
         if given is not None:
             for account in refreshed:
                 account.await_refresh()
@@ -139,6 +141,7 @@ class Step(Trained):
         pending, self.pending = self.pending, None
         if pending is None:
             return None
+        self.count_step(-1)  # until it is known to be written
         survey, agreement, directions = pending
         facts = read(self, survey, Facts())
         self.norm = facts.norm
@@ -152,6 +155,7 @@ class Step(Trained):
             )
         if refused(self, survey, facts.wrong(directions), later=True):
             return False
+        self.count_step()
         self.ledger.counters.skipped_in_a_row = 0
         return True
 

@@ -21,6 +21,7 @@ from compile_muon.agreement.frame_log import FrameLog, Visit, frame_label
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.runtime.account import Account
+from compile_muon.runtime.owner_states import method_of_matrix
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
 
@@ -64,8 +65,9 @@ class Copies:
                 held[account.name] = account.local
                 if account.grad is not None:
                     held[f"gradient of {account.name}"] = account.local_grad
-                slots = state.get(account.param, {})
-                held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot != "step"}
+                slots, method = state.get(account.param, {}), method_of_matrix(account)
+                own = {"step", *(() if method is None else (state.name for state in method.owned))}  # or of one rank
+                held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot not in own}
         if not held:
             return None
         found = fingerprint([tensor.detach() for tensor in held.values()])

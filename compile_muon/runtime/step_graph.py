@@ -6,7 +6,7 @@ once per set of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 from compile_muon.config import FrameOptions
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.markers import Orthogonalize
+from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
@@ -32,8 +32,11 @@ _MAX_COMPILED = 8
 _MAX_KEPT = 64
 
 
-def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
-    """Placeholders (gradients, momenta, hyper tensors), one marker each, directions as outputs."""
+def _build(
+    accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
+) -> tuple[GraphModule, list[Any]]:
+    """Placeholders (gradients, momenta, hyper tensors, states), one marker each, directions and new states as
+    outputs."""
     graph = Graph()
     inputs: list[Any] = []
 
@@ -46,10 +49,17 @@ def _build(accounts: Sequence[Account], fake: FakeTensorMode) -> tuple[GraphModu
     grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(accounts)]
     momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(accounts)]
     hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(accounts))}
-    directions = []
-    for grad, momentum, account in zip(grads, momenta, accounts, strict=True):
-        directions.append(Orthogonalize.insert(graph, grad, momentum, hypers[id(account.hyper)], account.spec).node)
-    graph.output(tuple(directions))
+    kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
+    directions, new = [], []
+    for place, (grad, momentum, account) in enumerate(zip(grads, momenta, accounts, strict=True)):
+        given = graph, grad, momentum, hypers[id(account.hyper)], account.now
+        if place in kept:
+            direction, *made = OrthogonalizeWith.insert(*given, kept[place])
+            new += made
+        else:
+            direction = Orthogonalize.insert(*given).node
+        directions.append(direction)
+    graph.output((*directions, *new))
     return GraphModule(torch.nn.Module(), graph), inputs
 
 
@@ -73,30 +83,43 @@ class StepGraphs:
         return len(self._compiled)
 
     def orthogonalize(
-        self, accounts: Sequence[Account], grads: Sequence[Tensor], options: FrameOptions
-    ) -> tuple[list[Tensor], Traffic]:
+        self,
+        accounts: Sequence[Account],
+        grads: Sequence[Tensor],
+        states: Mapping[int, Sequence[Tensor]],
+        options: FrameOptions,
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]], Traffic]:
         """Muon directions of ``grads`` (local shards).
 
+        Args:
+            states: at owners, by place among the accounts; what this rank has of them.
         Returns:
-            ``(directions, traffic)``; nothing is modified.
+            ``(directions, new states, traffic)``; nothing is modified.
         """
         key = (options.codegen, options.nvtx, *(account.name for account in accounts))
+        # Methods with several graphs have a spec of their own for each.
+        key += tuple((i, a.now) for i, a in enumerate(accounts) if a.now is not a.spec)
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
                 options = replace(options, codegen="eager")
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.popitem()
-            self._compiled[key] = self._compile(accounts, options)
+            self._compiled[key] = self._compile(accounts, states, options)
         run, traffic = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
-        results = run([*grads, *(account.momentum for account in accounts), *_hypers(accounts)])
-        return list(results), traffic
+        kept = [state for own in states.values() for state in own]
+        results = list(run([*grads, *(account.momentum for account in accounts), *_hypers(accounts), *kept]))
+        behind = iter(results[len(accounts) :])
+        new = {place: [next(behind) for _ in own] for place, own in states.items()}
+        return results[: len(accounts)], new, traffic
 
-    def _compile(self, accounts: Sequence[Account], options: FrameOptions) -> Lowered:
+    def _compile(
+        self, accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
+    ) -> Lowered:
         fake = FakeTensorMode()
         with fresh_context(fake):
-            gm, inputs = _build(accounts, fake)
+            gm, inputs = _build(accounts, states, fake)
             ledger = accounts[0].ledger
             title = f"step{len(self._compiled)}"
             ctx = PassContext(GraphKind.STEP, title, options=options, costs=ledger.costs, left=ledger.left)

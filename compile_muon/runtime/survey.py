@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.passes.fingerprint import EXAMINE
-from compile_muon.passes.methods import METHODS
+from compile_muon.passes.methods import state_labels
 from compile_muon.passes.norms import squares
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.finite import directions_not_finite
@@ -30,9 +30,9 @@ from compile_muon.runtime.speculation import Speculation
 
 __all__ = ["Survey"]
 
-# What speaks against a step if it is not zero, and if it is so for some ranks only; all else must be finite.
-_STATES = tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
-_WRONG = ("refused", "momentum", *_STATES, "rate", "differs", "direction")
+# What speaks against a step if it is not zero, beside states of methods, and if it is so for some ranks only; all else
+# must be finite.
+_WRONG = ("refused", "momentum", "rate", "differs", "direction")
 _OF_ALL = ("missing", "ready")
 
 #: (what, how many numbers of it) in the order in which they stand in a vector
@@ -241,8 +241,9 @@ class Survey:
         against = torch.zeros((), device=self.device)
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
-            each, further = frozenset(self._each), frozenset(self._further)
-            wrong, of_all, first = masks = _masks(spans, each, further, self._world, self.device)
+            against_it = frozenset((*_WRONG, *state_labels(), *self._further))
+            masks = _masks(spans, against_it, frozenset(self._each), self._world, self.device)
+            wrong, of_all, first = masks
             self._masks.append(masks)  # a graph reads them for as long as this survey is kept
             # inf and NaN stay what they are when multiplied by zero.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
@@ -304,7 +305,7 @@ class Survey:
 
     def spoiled(self) -> dict[str, list[str]]:
         """Names of what the optimizer has, and that is not finite, by kind."""
-        return {what: sorted(self.names(what)) for what in ("momentum", *_STATES, "rate", *self._further)}
+        return {what: sorted(self.names(what)) for what in ("momentum", *state_labels(), "rate", *self._further)}
 
     def names(self, what: str) -> set[str]:
         """Names under ``what`` whose number is not zero."""
@@ -313,7 +314,7 @@ class Survey:
 
 @functools.lru_cache(maxsize=16)
 def _masks(
-    spans: _Spans, each: Set[str], further: Set[str], world: int, device: torch.device
+    spans: _Spans, against: Set[str], each: Set[str], world: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of each number in a vector: 1.0 where it must be zero, 1.0 where it must be zero or ``world``, and the place of
     rank 0's number where all ranks' must be the same, which else is its own."""
@@ -322,7 +323,7 @@ def _masks(
     first: list[int] = []
     for what, count in spans:
         start, width = len(first), count // world
-        wrong += [float(what in _WRONG or what in further)] * count
+        wrong += [float(what in against)] * count
         of_all += [float(what in _OF_ALL)] * count
         first += [start + (i % width if what in each else i) for i in range(count)]
     return torch.tensor(wrong, device=device), torch.tensor(of_all, device=device), torch.tensor(first, device=device)

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from compile_muon.config import Config
 from compile_muon.errors import config_error, listed
-from compile_muon.passes.methods import Method, matrix_method
+from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
+from compile_muon.passes.methods.method import STEP
 from compile_muon.runtime.account import Account
 from compile_muon.runtime.handouts import Handouts
 from compile_muon.runtime.ledger import Ledger
@@ -83,7 +84,8 @@ class Trained:
         self.muon = [account for account in trained if account.spec.muon is not None]
         self.rest = [account for account in trained if account.spec.muon is None]
         # with a gradient or without, the same on every rank
-        self.summed = [a for a in self.muon if matrix_method(a.spec.muon_settings.algorithm).facts]
+        methods = [matrix_method(account.spec.muon_settings.algorithm) for account in self.muon]
+        self.summed = [a for a, m in zip(self.muon, methods, strict=True) if m.facts or m.columns]
 
     def method(self, group: Mapping[str, Any]) -> Method:
         """Of a parameter group."""
@@ -106,7 +108,7 @@ class Trained:
             for param in group["params"]:
                 account, slots = self.accounts[param], self.optimizer.state[param]
                 away = self.lender.names(account)
-                if account.spec.muon is not None and not account.spec.muon.fetched:
+                if account.spec.muon is not None and account.spec.muon.beside:
                     slots["momentum_buffer"] = account.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in away]
                 for state in own:
@@ -133,35 +135,57 @@ class Trained:
                     slots[name] = own[name] = like_parameter(account.param, value) if cut else value
         return found
 
-    def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[float, list[Account]]]:
-        """The momenta of ``groups``, which stand for ``param_groups``, and the accounts that share a tensor of each.
+    def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[Account]]]:
+        """What graphs read of the rates of ``groups``, which stand for ``param_groups``, and the accounts that share a
+        tensor of each.
 
         Raises:
             ConfigError: groups that share one differ.
         """
         shared: dict[int, list[tuple[Mapping[str, Any], list[Account]]]] = {}
+        methods: dict[int, MatrixMethod] = {}
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
-            if "momentum" in group and own["params"]:
+            method = self.method(own)
+            if isinstance(method, MatrixMethod) and own["params"] and method.keeps_momentum <= ("momentum" in group):
                 accounts = [self.accounts[param] for param in own["params"]]
                 shared.setdefault(id(accounts[0].hyper), []).append((group, accounts))
+                methods[id(accounts[0].hyper)] = method
         found = []
-        for sharing in shared.values():
-            factors = {float(group["momentum"]) for group, _ in sharing}
-            if len(factors) > 1:
-                names = listed([group["name"] for group, _ in sharing])
-                raise config_error("momentum", factors, f"differs between {names}", "give all of them the same")
-            found.append((factors.pop(), [account for _, accounts in sharing for account in accounts]))
+        for hyper, sharing in shared.items():
+            rates = []
+            for name in ("momentum", *methods[hyper].given):
+                values = {float(group.get(name, 0.0)) + (name == STEP.name) for group, _ in sharing}
+                if len(values) > 1:
+                    names = listed([group["name"] for group, _ in sharing])
+                    raise config_error(name, values, f"differs between {names}", "give all of them the same")
+                rates.append(values.pop())
+            found.append((tuple(rates), [account for _, accounts in sharing for account in accounts]))
         return found
 
     def sync_momentum(self) -> None:
         """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
-        for momentum, accounts in self.check_momentum(self.optimizer.param_groups):
-            if momentum != accounts[0].factor:
+        for rates, accounts in self.check_momentum(self.optimizer.param_groups):
+            if rates != accounts[0].rates:
                 # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
-                rates = pinned_numbers([1 - momentum, momentum], torch.float32, self.device)
-                accounts[0].hyper.data.copy_(rates, non_blocking=True)
+                numbers = pinned_numbers([1 - rates[0], *rates], torch.float32, self.device)
+                accounts[0].hyper.data.copy_(numbers, non_blocking=True)
                 for account in accounts:
-                    account.use_factor(momentum)
+                    account.use_rates(rates)
+        for group in self.optimizer.param_groups:
+            method = self.method(group)
+            if isinstance(method, MatrixMethod) and method.in_step:
+                now = {rate.name: group[rate.name] for rate in method.rates}
+                now |= {STEP.name: now[STEP.name] + 1} if method.has(STEP.name) else {}
+                phase = None if method.phase is None else method.phase(now)
+                joined = method.joined is not None and bool(method.joined(now))
+                for param in group["params"]:
+                    self.accounts[param].enter(phase, joined=joined)
+
+    def count_step(self, steps: int = 1) -> None:
+        """A step has been written, or was not after all (-1): groups whose methods ask for its number count it."""
+        for group in self.optimizer.param_groups:
+            if self.method(group).has(STEP.name):
+                group[STEP.name] += steps
 
     @torch.no_grad()
     def own_momenta(self) -> None:
@@ -169,7 +193,7 @@ class Trained:
         begins anew, as in torch.optim."""
         self.lender.own()
         for account in self.muon:
-            if account.spec.muon_settings.fetched:
+            if not account.spec.muon_settings.beside:
                 continue
             slots = self.optimizer.state[account.param]
             held = slots.get("momentum_buffer")

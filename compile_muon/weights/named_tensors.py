@@ -34,11 +34,13 @@ class Entry:
         name: the first it has in ``model.state_dict()``.
         tensor: the parameter (its shard's DTensor) or buffer itself.
         account: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
+        holder: the only rank that has it, elsewhere ``tensor`` is on the meta device; None for one as above.
     """
 
     name: str
     tensor: Tensor
     account: Account | None
+    holder: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -30,6 +30,10 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def _bytes_of(rank: int, entry: Entry, layout: Layout) -> int:
+    return math.prod(part.stop - part.start for part in layout.region(rank)) * entry.tensor.element_size()
+
+
 class Wire:
     """The connection of a group's first rank with the others.
 
@@ -64,17 +68,19 @@ class Wire:
             if whole is not None:
                 yield from _bytes(whole).split(_PIECE)
             return
+        if entry.holder:
+            yield from self._from(entry.holder, entry, entry.tensor.nbytes)
+            return
         if self.rank == 0:  # the first rows are always there
             for piece in _bytes(entry.local).split(_PIECE):
                 yield piece.cpu()
         if entry.spec is None:
             return
         for source in entry.spec.layout.holders[1:]:
-            yield from self._from(source, entry, entry.spec.layout)
+            yield from self._from(source, entry, _bytes_of(source, entry, entry.spec.layout))
 
-    def _from(self, source: int, entry: Entry, layout: Layout) -> Iterator[Tensor]:
+    def _from(self, source: int, entry: Entry, size: int) -> Iterator[Tensor]:
         """The bytes of another rank's piece on rank 0, which it sends; nothing elsewhere."""
-        size = math.prod(part.stop - part.start for part in layout.region(source)) * entry.tensor.element_size()
         if self.rank == source:
             for piece in _bytes(entry.local).split(_PIECE):
                 if piece.numel():
@@ -93,7 +99,7 @@ class Wire:
         if whole is not None:
             whole[layout.region(0)] = entry.local.cpu()
         for source in layout.holders[1:]:
-            pieces = [piece.clone() for piece in self._from(source, entry, layout)]
+            pieces = [piece.clone() for piece in self._from(source, entry, _bytes_of(source, entry, layout))]
             if whole is not None and pieces:
                 region = whole[layout.region(source)]
                 region.copy_(torch.cat(pieces).view(whole.dtype).view(region.shape))
@@ -134,18 +140,24 @@ class Wire:
         """
         if whole is not None:
             whole = whole.detach().to(entry.tensor.dtype)
+        if entry.holder is not None:
+            self._hand(entry, entry.holder, None if whole is None else _bytes(whole))
+            return
         if entry.spec is None:
             self._write(entry, self._broadcast(entry.tensor.nbytes, None if whole is None else _bytes(whole)))
             return
         layout = entry.spec.layout
         for target in range(self.world):
-            part = None if whole is None else _bytes(whole[layout.region(target)])
-            if self.rank == target:
-                self._write(entry, self._receive(entry.local.nbytes) if part is None else part)
-            elif part is not None:
-                for piece in part.split(_PIECE):
-                    if piece.numel():
-                        dist.send(piece.to(self._device), group=self._group, group_dst=target)
+            self._hand(entry, target, None if whole is None else _bytes(whole[layout.region(target)]))
+
+    def _hand(self, entry: Entry, target: int, part: Tensor | None) -> None:
+        """Write bytes, which only rank 0 has, to what ``target`` holds."""
+        if self.rank == target:
+            self._write(entry, self._receive(entry.local.nbytes) if part is None else part)
+        elif part is not None:
+            for piece in part.split(_PIECE):
+                if piece.numel():
+                    dist.send(piece.to(self._device), group=self._group, group_dst=target)
 
     def _write(self, entry: Entry, data: Tensor) -> None:
         local = entry.local

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from compile_muon.kernels.dispatch import symmetric_kernels
 
-from ..methods import matrix_method
+from ..methods import Made, Seen, matrix_method
+from ..methods.method import MOMENTUM
 from ..spec import MuonSpec, decode_dtype
 from ..views import View
 
-__all__ = ["as_matrices", "orthogonalized", "wire_dtype"]
+__all__ = ["Beside", "as_matrices", "orthogonalized", "wire_dtype"]
 
 
 def wire_dtype(muon: MuonSpec) -> torch.dtype:
@@ -35,14 +37,61 @@ def as_matrices(flat: Tensor, muon: MuonSpec) -> Tensor:
 _LEAST_NORM = 1e-12
 
 
+@dataclass(eq=False)
+class Beside:
+    """What a method sees of one parameter beside its matrices, at whoever has these.
+
+    Args:
+        hyper: ``(1 - momentum, momentum)``, and the rates that its method is :attr:`~..methods.MatrixMethod.given`.
+        settings: of the parameter.
+        states: that this rank owns of it, ``[count, a, b]`` each, part by part.
+    Attributes:
+        made: the new ones, in the same order, once directions are.
+    """
+
+    hyper: Tensor
+    settings: MuonSpec
+    states: Sequence[Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self._method = matrix_method(self.settings.algorithm)
+        self._left = iter(self.states)
+        self.made: list[Tensor] = []
+
+    def seen(self, part: Tensor) -> Seen:
+        """Of its next part, ``[rows, cols]`` or ``[count, rows, cols]``."""
+        method = self._method
+        rates = {name: self.hyper[2 + place] for place, name in enumerate(method.given)}
+        if method.keeps_momentum:
+            rates[MOMENTUM.name] = self.hyper[1]
+        own = {state.name: next(self._left) for state in method.owned}
+        if part.ndim == 2:
+            own = {name: state.squeeze(0) for name, state in own.items()}
+        return Seen(rates, own, self.settings.phase)
+
+    def direction(self, found: Tensor | Made, seen: Seen) -> Tensor:
+        """Of a part; its new states are noted."""
+        made = found if isinstance(found, Made) else Made(found)
+        for name, old in seen.states.items():
+            new = made.states.get(name, old).to(old.dtype)
+            self.made.append(new.unsqueeze(0) if old.ndim == 2 else new)
+        return made.direction.to(decode_dtype(self.settings.dtype))
+
+
 def orthogonalized(
-    matrices: Sequence[Tensor], settings: MuonSpec, views: Sequence[View | None], *, fresh: bool = False
+    matrices: Sequence[Tensor],
+    settings: MuonSpec,
+    views: Sequence[View | None],
+    beside: Sequence[Beside],
+    *,
+    fresh: bool = False,
 ) -> list[Tensor]:
     """Directions of ``[rows, cols]`` or ``[batch, rows, cols]`` tensors, in ``settings.dtype``: Newton-Schulz, an
     opaque op, and what a method has around it.
 
     Args:
         views: what of each is a matrix by itself.
+        beside: of the parameter of each.
         fresh: whether this graph makes the matrices where they are: a compiler then takes the norms of their rows with
             what makes them, and Triton's kernels need not read them for it.
     """
@@ -59,7 +108,13 @@ def orthogonalized(
     def run(matrices: list[Tensor]) -> list[Tensor]:
         return torch.ops.muon_zero.newton_schulz(matrices, *settings.kernel_settings, norms)
 
-    made = iter(run(flat) if whole is None else whole(flat, run))
+    if whole is None:
+        made = iter(run(flat))
+    else:
+        whose = [each for each, several in zip(beside, parts, strict=True) for _ in several]
+        seen = [each.seen(part) for each, part in zip(whose, flat, strict=True)]
+        results = zip(whose, whole(flat, run, seen), seen, strict=True)
+        made = iter([each.direction(found, own) for each, found, own in results])
     found = [[next(made) for _ in several] for several in parts]
     return [own[0] if view is None else view.join(own) for own, view in zip(found, views, strict=True)]
 

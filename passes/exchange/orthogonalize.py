@@ -22,14 +22,14 @@ from ..holder import FETCH
 from ..methods import matrix_method
 from ..spec import ParamSpec, decode_dtype
 from .local import local
-from .matrices import wire_dtype
+from .matrices import Beside, wire_dtype
 from .owner import owner
 
 __all__ = ["STRATEGIES", "hops", "orthogonalize_group", "route"]
 
-_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int]], list[Tensor]]
+_Strategy = Callable[[Sequence[Tensor], Sequence[ParamSpec], Sequence[int], Sequence[Beside]], list[Tensor]]
 
-#: what ``MuonSpec.exchange`` names: (updates, specs, owners) -> directions
+#: what ``MuonSpec.exchange`` names: (updates, specs, owners, beside) -> directions
 STRATEGIES: dict[str, _Strategy] = {"local": local, "owner": owner}
 
 
@@ -38,7 +38,7 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     muon = spec.muon_settings
     layout = spec.layout
     ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
-    return (muon.exchange, muon.algorithm, repr(ranks), *map(repr, muon.kernel_settings))
+    return (muon.exchange, muon.algorithm, muon.phase, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def hops(spec: ParamSpec) -> int:
@@ -54,18 +54,20 @@ def orthogonalize_group(
     hypers: Sequence[Tensor],
     specs: Sequence[ParamSpec],
     owners: Sequence[int],
+    states: Sequence[Sequence[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Muon directions of many parameters.
 
     Args:
         grads: averaged gradient of each shard, ``spec.layout.local_shape``, ``spec.dtype``.
         momenta: EMA of the gradients before these, same shapes, ``spec.state_dtype``; empty where it is fetched.
-        hypers: per parameter a ``[2]`` fp32 tensor ``(1 - momentum, momentum)``.
+        hypers: per parameter an fp32 tensor ``(1 - momentum, momentum, ...)``, then what its method is given.
         specs: static facts, of one :func:`route`; all with ``muon`` set.
         owners: of each share, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
+        states: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
-        contiguous.
+        contiguous; behind them the new states of each parameter, like ``states``.
         Inputs are not modified: the momentum is the optimizer's to commit.
     Raises:
         ValueError: a parameter without ``muon``.
@@ -76,6 +78,9 @@ def orthogonalize_group(
         grad = grad.to(decode_dtype(spec.state_dtype))
         if muon.fetched:
             momentum = FETCH(momentum, grad)
-        before = matrix_method(muon.algorithm).before
-        updates.append(before(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
-    return STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners)
+        update = matrix_method(muon.algorithm).update
+        updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
+    given = zip(hypers, specs, states or [()] * len(specs), strict=True)
+    beside = [Beside(hyper, spec.muon_settings, own) for hyper, spec, own in given]
+    directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, beside)
+    return [*directions, *(new for each in beside for new in each.made)]

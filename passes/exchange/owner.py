@@ -13,7 +13,7 @@ from torch import Tensor
 from ..costs import Costs, owned_work
 from ..spec import ParamSpec, decode_dtype
 from ..work import Category
-from .matrices import orthogonalized
+from .matrices import Beside, orthogonalized
 from .packing import pack, unpack
 from .shares import Share, by_parameter, shares
 from .transfers import all_to_all, hand_round
@@ -123,7 +123,9 @@ def _dealt(
     return owners
 
 
-def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int]) -> list[Tensor]:
+def owner(
+    updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequence[int], beside: Sequence[Beside]
+) -> list[Tensor]:
     """Directions through the owners of the matrices.
 
     Pieces meet at an owner among those that hold a matrix once, each such company of ranks for its part of the
@@ -134,6 +136,7 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
         updates: momentum updates, ``spec.layout.local_shape``, in the dtype of the wire.
         specs: their static facts, of one group and setting.
         owners: of each share, parameter by parameter.
+        beside: of each parameter.
     Returns:
         Directions like ``updates``, in the dtype of Newton-Schulz.
     """
@@ -142,7 +145,9 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     dealt = [share for spec in specs for share in shares(spec)]
     pieces = [share.piece(update) for update, spec in zip(updates, specs, strict=True) for share in shares(spec)]
     mine = [i for i, owner in enumerate(owners) if owner // width == here]
-    made = _among([pieces[i] for i in mine], [dealt[i] for i in mine], [owners[i] % width for i in mine])
+    whose = [own for own, spec in zip(beside, specs, strict=True) for _ in shares(spec)]
+    places, there = [owners[i] % width for i in mine], [whose[i] for i in mine]
+    made = _among([pieces[i] for i in mine], [dealt[i] for i in mine], places, there)
     if not layout.replica_group.alone:
         made = hand_round(
             made,
@@ -159,11 +164,14 @@ def owner(updates: Sequence[Tensor], specs: Sequence[ParamSpec], owners: Sequenc
     return found
 
 
-def _among(pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int]) -> list[Tensor]:
+def _among(
+    pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[int], beside: Sequence[Beside]
+) -> list[Tensor]:
     """All-to-all pieces to the owners, Newton-Schulz once per matrix, all-to-all the directions back.
 
     Args:
         owners: places along ``layout.owner_group``.
+        beside: of the parameter of each.
     Returns:
         Flat, like ``pieces``.
     """
@@ -173,7 +181,7 @@ def _among(pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[in
     axis = dealt[0].spec.layout.owner_group.serving(Category.EXCHANGE)
     if axis.alone:
         whole = [share.join([piece.reshape(-1)]) for piece, share in zip(pieces, dealt, strict=True)]
-        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt])]
+        return [made.reshape(-1) for made in orthogonalized(whole, settings, [share.view for share in dealt], beside)]
     ranks = range(axis.size)
     owned = [[i for i, owner in enumerate(owners) if owner == r] for r in ranks]
     mine = owned[axis.index]
@@ -191,7 +199,7 @@ def _among(pieces: Sequence[Tensor], dealt: Sequence[Share], owners: Sequence[in
         sizes = [numels[i, r] for r in ranks for i in mine]
         arrived = unpack(inbox, sizes, sizes)  # rank by rank, the pieces of each
         whole = [dealt[i].join(arrived[k :: len(mine)]) for k, i in enumerate(mine)]
-    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine])
+    directions = orthogonalized(whole, settings, [dealt[i].view for i in mine], [beside[i] for i in mine])
     dtype = decode_dtype(settings.dtype)
     if mine:
         cut = [dealt[i].cut(d, r) for r in ranks for d, i in zip(directions, mine, strict=True)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -9,7 +11,7 @@ from ..edit import inline, replace
 from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..exchange.shares import by_parameter
-from ..markers import Orthogonalize
+from ..markers import Orthogonalize, OrthogonalizeWith
 from ..pipeline import PassContext
 from ..work import Category, Work, work_of
 from .buckets import bucket_matrices, exchanged_bytes
@@ -23,22 +25,29 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
     Owners are balanced in each exchange and over all of them; one brings up to ``bucket_bytes`` of matrices to each
     rank.
     """
-    markers = Orthogonalize.all(gm)
+    markers: list[Orthogonalize | OrthogonalizeWith] = [*Orthogonalize.all(gm), *OrthogonalizeWith.all(gm)]
     specs = [marker.spec for marker in markers]
     buckets = bucket_matrices(specs, ctx.costs, ctx.options.bucket_bytes)
-    owners = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
+    dealt = by_parameter(specs, assign_owners(specs, ctx.costs, buckets))
+    owners = [spec.muon_settings.owners or own for spec, own in zip(specs, dealt, strict=True)]
     for number, bucket in enumerate(buckets):
         chosen = [markers[i] for i in bucket]
+        kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]
         table = [owner for i in bucket for owner in owners[i]]
 
         def directions(
-            *tensors: torch.Tensor, chosen: list[Orthogonalize] = chosen, table: list[int] = table
+            *tensors: torch.Tensor,
+            chosen: Sequence[Orthogonalize | OrthogonalizeWith] = chosen,
+            table: list[int] = table,
+            kept: Sequence[Sequence[Node]] = kept,
         ) -> list[torch.Tensor]:
-            count = len(chosen)
-            grads, momenta, hypers = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-            return orthogonalize_group(grads, momenta, hypers, [marker.spec for marker in chosen], table)
+            count, behind = len(chosen), iter(tensors[3 * len(chosen) :])
+            grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
+            states = [[next(behind) for _ in own] for own in kept]
+            return orthogonalize_group(grads, momenta, hypers, [marker.spec for marker in chosen], table, states)
 
         inputs = [node for nodes in zip(*((m.grad, m.state, m.hyper) for m in chosen), strict=True) for node in nodes]
+        inputs += [node for own in kept for node in own]
         first = chosen[0].spec
         work = Work(
             Category.EXCHANGE,
@@ -50,8 +59,14 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             handed_round=not first.layout.replica_group.alone,
         )
         found = inline(gm, gm.graph.output_node(), directions, inputs, work)
-        for marker, result in zip(chosen, found, strict=True):
-            replace(gm, marker.node, result)
+        behind = iter(found[len(chosen) :])
+        for marker, direction, own in zip(chosen, found, kept, strict=False):
+            if isinstance(marker, Orthogonalize):
+                replace(gm, marker.node, direction)
+                continue
+            for node, result in zip(marker.found, [direction, *(next(behind) for _ in own)], strict=True):
+                replace(gm, node, result)
+            gm.graph.erase_node(marker.node)
 
 
 def _reductions(grad: Node) -> set[int]:

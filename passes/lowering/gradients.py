@@ -24,7 +24,8 @@ def reduced_grads(gm: GraphModule) -> tuple[ReducedGrad, ...]:
     found = []
     for reduction in ReduceGrad.all(gm):
         # What anything else reads is a gradient that the model computes with: step() orthogonalizes it.
-        speculates = reduction.spec.muon is not None and set(reduction.node.users) == {output}
+        muon = reduction.spec.muon
+        speculates = muon is not None and muon.speculates and set(reduction.node.users) == {output}
         found.append(ReducedGrad(reduction.spec, positions[reduction.state], speculates))
     return tuple(found)
 

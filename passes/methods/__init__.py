@@ -4,32 +4,59 @@ from __future__ import annotations
 
 from .adamuon import ADAMUON
 from .adamw import ADAMW
+from .dion2 import DION2
 from .heavy_ball import HEAVY_BALL
 from .lion import LION
-from .method import After, ElementMethod, MatrixMethod, Method, Piece, Rate, State
+from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State
 from .muon import MUON
+from .muonbp import MUONBP
 from .muonh import MUONH
 from .normuon import NORMUON
+from .soap import SOAP
 
 __all__ = [
     "METHODS",
     "After",
     "ElementMethod",
+    "Made",
     "MatrixMethod",
     "Method",
     "Piece",
     "Rate",
+    "Seen",
     "State",
     "matrix_method",
     "method_names",
+    "method_of",
+    "rates_of_methods",
+    "state_labels",
 ]
 
-METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, ADAMW, LION)
+METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, DION2, MUONBP, SOAP, ADAMW, LION)
 
 
 def method_names(kind: type[Method] = Method) -> list[str]:
     """Of all methods, or of those of one kind."""
     return [method.name for method in METHODS if isinstance(method, kind)]
+
+
+def method_of(name: str) -> Method:
+    """The method of this name.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return {method.name: method for method in METHODS}[name]
+
+
+def rates_of_methods() -> dict[str, Rate]:
+    """The rates that users may set, by name."""
+    return {rate.name: rate for method in METHODS for rate in method.rates if rate is not STEP}
+
+
+def state_labels() -> tuple[str, ...]:
+    """What errors call the states that methods keep, each once."""
+    return tuple(dict.fromkeys(state.label for method in METHODS for state in method.states))
 
 
 def matrix_method(name: str) -> MatrixMethod:

@@ -6,7 +6,8 @@ Newton-Schulz divides by the norm, so with a constant ``beta`` and from zeros on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ def _before(
     return (grad + factor * new if nesterov else new).to(out_dtype)
 
 
-def _advance(momenta: Sequence[Tensor], grads: Sequence[Tensor], beta: float) -> None:
-    torch._foreach_mul_(list(momenta), beta)
+def _advance(
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], directions: Sequence[Tensor], rates: Mapping[str, Any]
+) -> None:
+    torch._foreach_mul_(list(momenta), rates["momentum"])
     torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
 
 

@@ -6,6 +6,7 @@ step loops over ``after``, facts and ``finish``; docs/how-to/methods.md writes o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +21,15 @@ __all__ = [
     "DECAY",
     "LR",
     "MOMENTUM",
+    "STEP",
     "After",
     "ElementMethod",
+    "Made",
     "MatrixMethod",
     "Method",
     "Piece",
     "Rate",
+    "Seen",
     "State",
     "averaged",
 ]
@@ -50,24 +54,70 @@ class Rate:
 
 LR = Rate("lr", None)
 MOMENTUM = Rate("momentum", None, below=1.0)
+#: counted by the engine: a group holds how many steps it has taken; methods see the number of the one under way, from 1
+STEP = Rate("step", 0)
 #: what decays, and whether only where update and weight agree in sign (arXiv 2510.12402)
 DECAY = (Rate("weight_decay", None), Rate("cautious_decay", False))
+
+
+#: kinds of states that are at the owner of a matrix -> their shape, as names of its sides
+_SIDES = {"rows×rows": ("rows", "rows"), "cols×cols": ("cols", "cols"), "rows×cols": ("rows", "cols")}
+_EACH = ("element", "row", "col", "matrix", "parameter", *_SIDES)
 
 
 @dataclass(frozen=True)
 class State:
     """A tensor that a method keeps of a parameter beside its momentum: zeros ahead of the first step.
 
+    ============= ======================= ====================================== ==========================
+    each          numbers of a matrix     where they are                         who writes them
+    ============= ======================= ====================================== ==========================
+    "element"     rows x cols             cut as the parameter is                :attr:`MatrixMethod.after`
+    "row"         rows                    cut as the parameter is                ``after``
+    "col"         cols                    on every rank                          :attr:`MatrixMethod.finish`
+    "matrix"      1                       on every rank                          ``finish``
+    "parameter"   1, of all its matrices  on every rank                          ``finish``
+    "rows×rows"   rows x rows             at the owner of the matrix, whole      :attr:`MatrixMethod.whole`
+    "cols×cols"   cols x cols             at the owner of the matrix, whole      ``whole``
+    "rows×cols"   rows x cols             at the owner of the matrix, whole      ``whole``
+    ============= ======================= ====================================== ==========================
+
+    The first two are in the dtype of the master weights, "parameter" in fp32, the others in fp32 (fp64 where the master
+    weights are). Methods that work element by element have states of each "element" and "parameter".
+
     Args:
         name: in the optimizer's state.
         label: as errors call it.
-        each: what it has a number for: "element" or "row" of a matrix, in the dtype of the master weights, or
-            "parameter", in fp32.
+        each: what it has a number for.
+        most: of a state at an owner, the longest side of which there is one; it is ``0 x 0`` of a longer one. None for
+            any.
+    Raises:
+        ValueError: ``each`` is none of these.
     """
 
     name: str
     label: str
     each: str = "element"
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.each not in _EACH:
+            raise ValueError(f"State({self.name!r}).each = {self.each!r}: use one of {', '.join(map(repr, _EACH))}")
+
+    @property
+    def at_owner(self) -> bool:
+        """Whether it is at the owner of a matrix."""
+        return self.each in _SIDES
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every rank has all of it, which :attr:`MatrixMethod.finish` writes."""
+        return self.each in ("col", "matrix", "parameter")
+
+    def shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Of a state at the owner of a ``rows x cols`` matrix."""
+        first, second = ({"rows": rows, "cols": cols}[side] for side in _SIDES[self.each])
+        return (0, 0) if first == second and self.most is not None and first > self.most else (first, second)
 
 
 @dataclass(frozen=True)
@@ -86,6 +136,10 @@ class Method:
     rates: tuple[Rate, ...]
     states: tuple[State, ...] = ()
 
+    def has(self, rate: str) -> bool:
+        """Whether its groups hold a rate of this name."""
+        return any(own.name == rate for own in self.rates)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -96,9 +150,11 @@ class Piece:
             has of their columns.
         weight: the same of the master weights, before the step.
         grad: the gradient, the same, in its own dtype.
-        states: by name, ``[n, r, c]`` or ``[n, r, 1]``, before the step.
+        states: by name, before the step: ``[n, r, c]`` of each element, ``[n, r, 1]``, ``[n, 1, c]``, ``[n, 1, 1]``,
+            and ``[]`` of the parameter. Those of elements and rows are for ``after`` alone.
         sums: ``[n, r, k]``, what :attr:`MatrixMethod.row_sums` gives, over whole rows.
-        rates: of the group.
+        columns: in ``finish``, ``[n, k, c]``: :attr:`After.columns` of whole matrices.
+        rates: of the group; ``step`` is a tensor, 0-dim fp32.
         rows, cols: of a whole matrix.
     """
 
@@ -110,6 +166,7 @@ class Piece:
     rates: Mapping[str, Any]
     rows: int
     cols: int
+    columns: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -120,11 +177,42 @@ class After:
         direction: to move the weight along, like the piece's.
         states: by name, the new ones; what is not named stays.
         facts: ``[n, k]``, sums over the elements of the piece: the engine adds up those of all pieces of a matrix.
+        columns: ``[n, k, c]``, sums over the rows of the piece, likewise.
     """
 
     direction: Tensor
     states: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Tensor | None = None
+    columns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What :attr:`MatrixMethod.whole` sees beside a matrix, or a stack of them.
+
+    Args:
+        rates: of the group, by name, each 0-dim fp32 on the device: all but the learning rate and decay, which the
+            commit applies. ``step`` is the number of the step under way, from 1.
+        states: at the owner, by name, ``[a, b]``, or ``[batch, a, b]`` of a stack, before the step.
+        phase: what :attr:`MatrixMethod.phase` says of the step.
+    """
+
+    rates: Mapping[str, Tensor]
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    phase: Any = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What :attr:`MatrixMethod.whole` makes of a matrix, or of a stack.
+
+    Args:
+        direction: like the matrix, in any dtype.
+        states: at the owner, by name, the new ones; what is not named stays.
+    """
+
+    direction: Tensor
+    states: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Before = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], bool, torch.dtype], Tensor]
@@ -147,28 +235,83 @@ class MatrixMethod(Method):
     (:func:`compile_muon.model.assignment.lr_scale`), and the momentum is its moving average.
 
     Args:
-        adjust_lr: the scale where the configuration names none.
+        adjust_lr: the scale where the configuration names none; None for 1 whatever it says.
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
-            the group's ``momentum``.
-        advance: ``(momenta, grads, beta)``: what a step makes of the momenta, in place; None for the moving average.
-        whole: ``(matrices, newton_schulz) -> directions`` at the rank that has the matrices whole, ``[rows, cols]`` or
-            ``[batch, rows, cols]``, traced and pure; None for Newton-Schulz alone.
+            the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
+            is kept, and ``before`` is given an empty one.
+        advance: ``(momenta, grads, directions, rates)``: what a step makes of the momenta, in place; None for the
+            moving average. Directions are those of ``whole``.
+        whole: ``(matrices, newton_schulz, seen) -> directions`` at the rank that has the matrices whole, ``[rows,
+            cols]`` or ``[batch, rows, cols]``, traced and pure; ``seen`` has a :class:`Seen` for each, and each
+            direction is a tensor or a :class:`Made`. None for Newton-Schulz alone.
+        phase: ``rates -> text or number``: which graph a step takes, of a few; asked on the host ahead of each step,
+            with plain numbers. A choice that ``rates`` of :class:`Seen` make on the device costs both branches.
+        joined: ``rates -> bool``, likewise: whether a step sees each parameter as one matrix, whatever its view.
+        recorded: whether a CUDA graph may hold ``whole``: not where it asks a library that waits for the host.
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
-        facts: how many facts of a matrix ``after`` gives.
-        finish: ``(facts, keep, move, piece) -> (keep, move)``: the factors, each ``[n]``, once facts are those of whole
-            matrices, ``[n, k]`` in fp32; ``keep`` and ``move`` are those above.
+        facts, columns: how many facts of a matrix, and of a column, ``after`` gives.
+        finish: ``(facts, keep, move, piece) -> (keep, move)`` or ``(keep, move, states)``: the factors, each ``[n]`` or
+            ``[n, 1, c]``, once facts are those of whole matrices, ``[n, k]`` in fp32 (None without); ``keep`` and
+            ``move`` are those above. States are new ones that are everywhere: of what is the same on every rank, so not
+            of the piece's elements, which may be those of no row.
     """
 
-    adjust_lr: str = "original"
-    before: Before = averaged
-    advance: Callable[[Sequence[Tensor], Sequence[Tensor], float], None] | None = None
-    whole: Callable[[list[Tensor], NewtonSchulz], list[Tensor]] | None = None
+    adjust_lr: str | None = "original"
+    before: Before | None = None
+    advance: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Mapping[str, Any]], None] | None = None
+    whole: Callable[[list[Tensor], NewtonSchulz, list[Seen]], Sequence[Tensor | Made]] | None = None
+    phase: Callable[[Mapping[str, Any]], Any] | None = None
+    joined: Callable[[Mapping[str, Any]], Any] | None = None
+    recorded: bool = True
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0
-    finish: Callable[[Tensor, float, float, Piece], tuple[Tensor | float, Tensor | float]] | None = None
+    columns: int = 0
+    finish: Callable[[Any, Any, Any, Piece], tuple[Any, Any] | tuple[Any, Any, Mapping[str, Tensor]]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.owned and (self.whole is None or self.joined is not None):
+            raise ValueError(f"{self.name}: states at owners want whole=, which writes them, and no joined=")
+        if (self.columns or self.everywhere) and self.finish is None:
+            raise ValueError(f"{self.name}: columns, and states of each col, matrix or parameter, want finish=")
+
+    @functools.cached_property
+    def owned(self) -> tuple[State, ...]:
+        """States at the owner of a matrix."""
+        return tuple(state for state in self.states if state.at_owner)
+
+    @functools.cached_property
+    def everywhere(self) -> tuple[State, ...]:
+        """States that every rank has all of."""
+        return tuple(state for state in self.states if state.everywhere)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether directions are made by ``step()`` alone: backward has neither states of owners nor a phase."""
+        return bool(self.owned) or self.phase is not None or self.joined is not None
+
+    @functools.cached_property
+    def given(self) -> tuple[str, ...]:
+        """Rates that are given to graphs, beside the momentum."""
+        if self.whole is None:
+            return (STEP.name,) if self.has(STEP.name) else ()
+        own = {MOMENTUM.name, *(rate.name for rate in (LR, *DECAY))}
+        return tuple(rate.name for rate in self.rates if rate.name not in own and not isinstance(rate.default, bool))
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether there is a momentum of each parameter."""
+        return self.has(MOMENTUM.name)
+
+    def update(
+        self, grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+    ) -> Tensor:
+        """What is orthogonalized, of a shard: see :attr:`before`."""
+        if self.before is not None:
+            return self.before(grad, momentum, beta, nesterov, out_dtype)
+        return averaged(grad, momentum, beta, nesterov, out_dtype) if self.keeps_momentum else grad.to(out_dtype)
 
 
 ElementStep = Callable[

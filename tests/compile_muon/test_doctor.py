@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,32 @@ def test_torch_range(version: str, verdict: Verdict) -> None:
     found = doctor.check_torch(version)
     assert found.verdict is verdict
     assert bool(found.remedy) == (verdict is not Verdict.OK)
+
+
+def test_versions_are_those_that_the_project_asks_for() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={doctor.dotted(doctor.OLDEST_PYTHON)}"
+    wanted = {re.split("[<>;]", line)[0]: line.partition(";")[0] for line in project["dependencies"]}
+    assert wanted["torch"] == f"torch>={doctor.dotted(doctor.OLDEST_TORCH)}"
+    for name, line in wanted.items():
+        found = doctor.asked_of(name)
+        assert sorted(found.split(",")) == sorted(line.removeprefix(name).split(",")), name
+    assert {"sympy", "rich", "safetensors", "numpy"} <= {check.name for check in doctor.diagnose()}
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("0.8", True), ("0.8.0rc1", True), ("0.7.9", False), ("0.10", True), ("1.0", False)]
+)
+def test_a_package_out_of_range_fails_and_says_which_is_asked_for(
+    version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "asked_of", lambda name: ">=0.8,<1")
+    other = type("Distribution", (), {"version": version, "read_text": lambda self, name: None})()
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda name: [other])
+    found = doctor.check_package("safetensors")
+    assert (found.verdict is Verdict.OK) == fits and found.found == version
+    assert fits or found.remedy == "pip install 'safetensors>=0.8,<1'"
 
 
 def test_python_range() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["AUXILIARIES", "BETA2", "BOOKS"]
+__all__ = ["AUXILIARIES", "BETA2", "BOOKS", "dion2", "muonbp", "soap"]
 
 BETA2 = 0.9
 
@@ -59,6 +59,80 @@ def muonh(ns: NewtonSchulz, u: Tensor, w: Tensor, state: dict[str, Any], lr: flo
     d, radius = ns(u), _norm(w)
     moved = w - lr * d * radius / _norm(d).clamp(min=1e-10)
     return moved * radius / _norm(moved).clamp(min=1e-10)
+
+
+# ------------------------------------------------------------------------------- of gradients, step after step
+
+
+def soap(weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, every: int, most: int = 10_000) -> Tensor:
+    """arXiv 2409.11321, algorithm 3, and its authors' ``soap.py``: bias is corrected, columns of a basis are sorted,
+    the first gradient only begins the bases. Decay is AdamW's."""
+    b1 = b2 = torch.tensor(0.95)  # rates are fp32, and eigenvectors of a null space hang on the last bit
+    sides = [n if n <= most else 0 for n in weight.shape]
+    grams = [torch.zeros(n, n, dtype=weight.dtype) for n in sides]
+    bases: list[Tensor] = []
+    m, v, t = torch.zeros_like(weight), torch.zeros_like(weight), 0
+
+    def project(x: Tensor, back: bool = False) -> Tensor:
+        if sides[0]:
+            x = (bases[0] if back else bases[0].T) @ x
+        return x @ (bases[1].T if back else bases[1]) if sides[1] else x
+
+    for g in gradients:
+        weight = weight * (1 - lr * decay)
+        if bases:
+            t += 1
+            m = b1 * m + (1 - b1) * g
+            v = b2 * v + (1 - b2) * project(g) ** 2
+            step = project(m) / (v.sqrt() + 1e-8)
+            weight = weight - lr * math.sqrt(1 - b2**t) / (1 - b1**t) * project(step, back=True)
+        for gram, outer in zip(grams, (g @ g.T, g.T @ g), strict=True):
+            if gram.numel():
+                gram.mul_(b2).add_((1 - b2) * outer)
+        if not bases:
+            bases = [torch.linalg.eigh(gram)[1].flip(1) if gram.numel() else gram for gram in grams]
+        elif t % every == 0:
+            for side, (gram, q) in enumerate(zip(grams, bases, strict=True)):
+                if gram.numel():
+                    order = (q.T @ gram @ q).diagonal().argsort(descending=True)
+                    v = v.index_select(side, order)
+                    bases[side] = torch.linalg.qr(gram @ q[:, order])[0]
+    return weight
+
+
+def muonbp(
+    ns: NewtonSchulz, weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, momentum: float,
+    period: int, factor: float, blocks: int,
+) -> Tensor:  # fmt: skip
+    """arXiv 2510.16981: every ``period`` steps the whole matrix, else its blocks of rows with a rate of their own."""
+    m = torch.zeros_like(weight)
+    for t, g in enumerate(gradients):
+        m = momentum * m + (1 - momentum) * g
+        u = momentum * m + (1 - momentum) * g
+        whole = t % period == 0
+        parts = u[None] if whole else u.view(blocks, -1, u.shape[1])
+        scale = 0.2 * math.sqrt(max(parts.shape[1:]))
+        moved = ns(parts).reshape(u.shape) * scale * (1 if whole else factor)
+        weight = weight * (1 - lr * decay) - lr * moved
+    return weight
+
+
+def dion2(
+    ns: NewtonSchulz, weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, keep: float, fraction: float
+) -> Tensor:
+    """dion's ``dion2.py``, chosen from the whole matrix."""
+    rows, cols = weight.shape
+    m = torch.zeros_like(weight)
+    for g in gradients:
+        m = m + g
+        side = 0 if rows <= cols else 1
+        count = max(1, math.ceil(fraction * weight.shape[side]))
+        chosen = m.abs().sum(1 - side).topk(count).indices
+        o = ns(m.index_select(side, chosen)[None])[0]
+        weight = weight * (1 - lr * decay)
+        weight.index_add_(side, chosen, o, alpha=-lr * math.sqrt(rows / cols))
+        m.index_copy_(side, chosen, keep * m.index_select(side, chosen))
+    return weight
 
 
 #: by method; heavy ball has another momentum (:class:`reference.Reference`)

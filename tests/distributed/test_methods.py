@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import test_meshes
 import test_model_parallel
+import test_owner_methods
 import torch
 import torch.distributed as dist
-from books import BETA2
+from books import AUXILIARIES, BETA2, BOOKS
 from harness import Ranks
 from reference import DEVICE, Report, full, train, world_and_rank
 from test_training import MATRICES, STEPS, Odd, data, loss
@@ -26,8 +27,9 @@ from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, ma
 from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights, lend
 from compile_muon.runtime.shards import local_tensor
 
-OWN = [method.name for method in METHODS if isinstance(method, MatrixMethod) and method.name != "muon"]
-WAYS = [*OWN, "cautious", "lion"]
+OWN = [m.name for m in METHODS if isinstance(m, MatrixMethod) and m.name in BOOKS and m.name != "muon"]
+ELEMENTS = [method.name for method in METHODS if isinstance(method, ElementMethod) and method.name != "adamw"]
+WAYS = [*OWN, "cautious", *ELEMENTS]
 #: the others in the full tier
 
 
@@ -39,11 +41,18 @@ def few(*default: str) -> list[Any]:
 FEW = few("normuon", "muonh")
 
 
+def test_every_method_has_a_reference() -> None:
+    """Here, or beside the states that it keeps at owners (test_owner_methods.py)."""
+    matrices = {method.name for method in METHODS if isinstance(method, MatrixMethod)}
+    assert matrices == {*BOOKS, *test_owner_methods.SETTINGS} - {"cautious"}
+    assert {*ELEMENTS, "adamw"} <= AUXILIARIES.keys()
+
+
 def settings_of(way: str) -> dict[str, Any]:
     if way == "cautious":
         return {"rates": {"cautious_decay": True}}
-    if way == "lion":
-        return {"auxiliary": "lion"}
+    if way in ELEMENTS:
+        return {"auxiliary": way}
     found: dict[str, Any] = {"method": way}
     if "beta2" in {rate.name for rate in matrix_method(way).rates}:
         found["rates"] = {"beta2": BETA2}

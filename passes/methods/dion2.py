@@ -1,0 +1,66 @@
+"""Dion2: the rows, or columns, with most momentum are orthogonalized; what was not chosen stays in the momentum.
+
+    M <- M + G,   I: the ``fraction`` of the shorter side with the largest L1 norms in M,
+    D_I = NewtonSchulz(M_I), 0 elsewhere,   M_I <- momentum M_I
+
+As in the authors' code (github.com/microsoft/dion) with the choice made of whole matrices, so that the steps do not
+depend on the number of ranks. Newton-Schulz takes a ``fraction`` of Muon's time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, MOMENTUM, MatrixMethod, NewtonSchulz, Rate, Seen
+
+__all__ = ["DION2"]
+
+
+def _before(
+    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+) -> Tensor:
+    wide = torch.promote_types(momentum.dtype, torch.float32)
+    return (momentum.to(wide) + grad.to(wide)).to(out_dtype)
+
+
+def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Tensor]:
+    # The shorter side lies along the rows.
+    lying = [x if x.shape[-2] <= x.shape[-1] else x.mT for x in matrices]
+    places = [_chosen(x, own.phase) for x, own in zip(lying, seen, strict=True)]
+    made = newton_schulz([x.take_along_dim(at, -2).contiguous() for x, at in zip(lying, places, strict=True)])
+    found = [
+        torch.zeros_like(x, dtype=own.dtype).scatter(-2, at.expand_as(own), own)
+        for x, own, at in zip(lying, made, places, strict=True)
+    ]
+    return [d if d.shape == x.shape else d.mT for d, x in zip(found, matrices, strict=True)]
+
+
+def _chosen(x: Tensor, fraction: float) -> Tensor:
+    count = max(1, math.ceil(fraction * x.shape[-2]))
+    return x.float().abs().sum(-1).topk(count, dim=-1).indices.sort(-1).values.unsqueeze(-1)
+
+
+def _advance(
+    momenta: Sequence[Tensor], grads: Sequence[Tensor], directions: Sequence[Tensor], rates: Mapping[str, Any]
+) -> None:
+    torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
+    for momentum, direction in zip(momenta, directions, strict=True):
+        # Of a row that was chosen no entry is zero, but where the momentum has only zeros, too.
+        momentum.mul_(torch.where(direction != 0, rates["momentum"], 1.0))
+
+
+DION2 = MatrixMethod(
+    "dion2",
+    "arXiv 2512.16928",
+    (LR, MOMENTUM, *DECAY, Rate("fraction", 0.25, positive=True)),
+    adjust_lr="spectral",
+    before=_before,
+    advance=_advance,
+    whole=_whole,
+    phase=lambda rates: float(rates["fraction"]),
+)

@@ -1,0 +1,119 @@
+"""SOAP: AdamW in the eigenbasis of Shampoo's preconditioners.
+
+    L <- b2 L + (1 - b2) G G^T,   R <- b2 R + (1 - b2) G^T G,   every k steps  Q <- QR(L Q), and so for R
+    M <- b1 M + (1 - b1) G,   V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
+    D = Q_L [ Q_L^T M Q_R / (sqrt(V) + eps) * sqrt(1 - b2^t) / (1 - b1^t) ] Q_R^T,   W <- (1 - lr weight_decay) W - lr D
+
+The paper's algorithm 3 with what its authors' code adds: the correction of the bias, the columns of a basis in falling
+order of what they explain, and a first step that begins the bases (by eigenvectors) and moves nothing. Decay is
+AdamW's, ahead of the step, where that code has it behind. All states are at the owner of a matrix: a gradient travels
+to it and a direction back, as for Muon. A side of more than 8,192 has no basis, and of a matrix whose sides both are
+longer it is AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, STEP, Made, MatrixMethod, NewtonSchulz, Rate, Seen, State
+
+__all__ = ["SOAP"]
+
+#: of :attr:`MatrixMethod.phase`: which graph a step takes
+_FIRST, _KEEP, _TURN = "first", "keep", "turn"
+_LARGEST = 8192
+
+
+def _phase(rates: Mapping[str, float]) -> str:
+    done = rates["step"] - 1
+    return _FIRST if done == 0 else _TURN if done % rates["basis_every"] == 0 else _KEEP
+
+
+def _seen_from(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``left^T matrix right``; a basis without numbers is none."""
+    matrix = left.mT @ matrix if left.numel() else matrix
+    return matrix @ right if right.numel() else matrix
+
+
+def _begun(gram: Tensor) -> Tensor:
+    """Eigenvectors, those of the largest eigenvalues first."""
+    if not gram.numel():
+        return gram
+    # A library that is given NaN raises, on one rank; what is not finite must show in the survey of all.
+    usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return torch.linalg.eigh(torch.where(usable, gram, one)).eigenvectors.flip(-1)
+
+
+def _turned(gram: Tensor, basis: Tensor, moments: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """One step of power iteration, and the second moments in the order of the new columns.
+
+    Args:
+        dim: of ``moments``, that the basis is of.
+    """
+    if not gram.numel():
+        return basis, moments
+    order = (basis * (gram @ basis)).sum(-2).sort(dim=-1, descending=True).indices
+    moments = moments.take_along_dim(order.unsqueeze(-1 if dim == -2 else -2), dim)
+    basis = basis.take_along_dim(order.unsqueeze(-2), -1)
+    return torch.linalg.qr(gram @ basis).Q, moments
+
+
+def _step(gradient: Tensor, seen: Seen) -> Made:
+    states = seen.states
+    left, right, bases = states["left"], states["right"], (states["left_basis"], states["right_basis"])
+    moments, momentum = states["second_moment"], states["first_moment"]
+    rates, grad = seen.rates, gradient.to(moments.dtype)
+    near, far = rates["beta1"], rates["beta2"]
+    new = {
+        "left": left.lerp(grad @ grad.mT, 1 - far) if left.numel() else left,
+        "right": right.lerp(grad.mT @ grad, 1 - far) if right.numel() else right,
+    }
+    if seen.phase == _FIRST:
+        new |= {f"{side}_basis": _begun(new[side]) for side in ("left", "right")}
+        return Made(gradient * 0, new)
+    done = rates["step"] - 1
+    momentum = momentum.lerp(grad, 1 - near)
+    moments = moments.lerp(_seen_from(grad, *bases).square(), 1 - far)
+    unbiased = (1 - far**done).sqrt() / (1 - near**done)
+    step = _seen_from(momentum, *bases) / (moments.sqrt() + rates["eps"]) * unbiased
+    direction = _seen_from(step, *(basis.mT for basis in bases))
+    new["first_moment"] = momentum
+    if seen.phase == _TURN:
+        new["left_basis"], moments = _turned(new["left"], bases[0], moments, -2)
+        new["right_basis"], moments = _turned(new["right"], bases[1], moments, -1)
+    return Made(direction, new | {"second_moment": moments})
+
+
+def _whole(matrices: list[Tensor], newton_schulz: NewtonSchulz, seen: list[Seen]) -> list[Made]:
+    return [_step(matrix, own) for matrix, own in zip(matrices, seen, strict=True)]
+
+
+SOAP = MatrixMethod(
+    "soap",
+    "arXiv 2409.11321, github.com/nikhilvyas/SOAP",
+    (
+        LR,
+        *DECAY,
+        STEP,
+        Rate("beta1", 0.95, below=1.0),
+        Rate("beta2", 0.95, below=1.0),
+        Rate("eps", 1e-8, positive=True),
+        Rate("basis_every", 10, positive=True),
+    ),
+    (
+        State("first_moment", "first moment", each="rows×cols"),
+        State("second_moment", "second moment", each="rows×cols"),
+        State("left", "left preconditioner", each="rows×rows", most=_LARGEST),
+        State("right", "right preconditioner", each="cols×cols", most=_LARGEST),
+        State("left_basis", "left basis", each="rows×rows", most=_LARGEST),
+        State("right_basis", "right basis", each="cols×cols", most=_LARGEST),
+    ),
+    adjust_lr=None,
+    whole=_whole,
+    phase=_phase,
+    recorded=False,
+)

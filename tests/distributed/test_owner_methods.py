@@ -1,0 +1,176 @@
+"""Methods that keep states at the owners of matrices, or have several graphs, beside what their papers say.
+
+Gradients are multiples of 1/8 here, so that every world has the same to the bit: of a gram of less than full rank any
+basis of the null space is one of eigenvectors, and which one comes out hangs on the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import books
+import pytest
+import torch
+from harness import Ranks
+from reference import DECAY, LR, MOMENTUM, full, newton_schulz, relative_error, world_and_rank
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import compile_muon
+from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from compile_muon.runtime.shards import local_tensor
+
+SHAPES = {"wide": (6, 12), "tall": (13, 6), "square": (8, 8), "stack": (3, 6, 8), "vector": (5,)}
+STEPS = 8
+TOLERANCE = 1e-5
+
+
+class Exact(nn.Module):
+    """A loss that is linear in all parameters: its gradients are what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator) / 4))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        params = (self.wide, self.tall, self.square, self.stack, self.vector)
+        return torch.stack([(param * own).sum() for param, own in zip(params, given, strict=True)]).sum()
+
+
+def gradients(step: int) -> list[Tensor]:
+    """Their means over the ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(-16, 17, shape, generator=generator) / 8 for shape in SHAPES.values()]
+
+
+def given(step: int) -> list[Tensor]:
+    """This rank's, which differ."""
+    world, rank = world_and_rank()
+    return [own + own.sign() * (2 * rank - world + 1) for own in gradients(step)]
+
+
+HEADS = {"square": {"heads": 4}, "wide": {"heads": 2}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "soap": {"rates": {"basis_every": 3}},
+    "muonbp": {"rates": {"period": 3, "block_lr_factor": 0.5}, "muon_views": HEADS},
+    "dion2": {"rates": {"fraction": 0.4}},
+}
+
+
+def by_the_book(way: str, steps: int = STEPS) -> dict[str, Tensor]:
+    found = {}
+    for place, (name, weight) in enumerate(Exact().named_parameters()):
+        if name == "vector":
+            continue
+        several = []
+        for number, own in enumerate(weight.detach().unbind() if weight.ndim == 3 else [weight.detach()]):
+            grads = [gradients(step)[place] for step in range(steps)]
+            grads = [grad[number] for grad in grads] if weight.ndim == 3 else grads
+            if way == "soap":
+                several.append(books.soap(own, grads, lr=LR, decay=DECAY, every=3))
+            elif way == "dion2":
+                several.append(books.dion2(newton_schulz, own, grads, lr=LR, decay=DECAY, keep=MOMENTUM, fraction=0.4))
+            else:
+                blocks = HEADS.get(name, {"heads": 1})["heads"]
+                factor = 0.5  # of what has one block, too
+                several.append(
+                    books.muonbp(newton_schulz, own, grads, lr=LR, decay=DECAY, momentum=MOMENTUM, period=3,
+                                 factor=factor, blocks=blocks)
+                )  # fmt: skip
+        found[name] = torch.stack(several) if weight.ndim == 3 else several[0]
+    return found
+
+
+def made(way: str, **settings: Any) -> tuple[Exact, compile_muon.MuonZero]:
+    model = Exact()
+    given = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "ns_dtype": "float32", "method": way}
+    return model, compile_muon.MuonZero(model, **{**given, **SETTINGS.get(way, {}), **settings})
+
+
+def train(
+    model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False,
+    **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The weights behind these steps.
+
+    Args:
+        spoiled: with a step more on the way, whose gradients are inf on the last rank.
+        options: of the backend.
+    """
+    run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager", **options}) if compiled else model
+    world, rank = world_and_rank()
+    for step in steps:
+        if spoiled and step == 4:
+            run(*(own * (math.inf if rank == world - 1 else 1) for own in given(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        run(*given(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(param).detach().clone() for name, param in model.named_parameters()}
+
+
+def errors(way: str, compiled: bool = False, spoiled: bool = False, **settings: Any) -> dict[str, float]:
+    found = train(*made(way, **settings), range(STEPS), compiled=compiled, spoiled=spoiled)
+    return {name: relative_error(found[name], weight) for name, weight in by_the_book(way).items()}
+
+
+def everywhere(way: str, folder: str) -> dict[str, dict[str, float]]:
+    found = {f"stage {stage}": errors(way, stage=stage, update="step") for stage in (0, 1, 2, 3)}
+    found["compiled"] = errors(way, compiled=True, stage=3)
+    for checks in ("in_step", "next_step"):
+        found[checks] = errors(way, spoiled=True, stage=2, update="step", nonfinite="skip", checks=checks)
+    found["away"] = errors(way, stage=3, update="step", offload="cpu")
+    found["in a file"] = errors(way, stage=1, update="step", offload={"device": "nvme", "nvme_path": folder})
+    if world_and_rank()[0] == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for over in ("shard", "all"):
+            found[f"replicas {over}"] = errors(way, stage=3, update="step", mesh=mesh, shard_state_over=over)
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize("way", SETTINGS)
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_method_is_what_its_paper_says(ranks: Callable[[int], Ranks], tmp_path: Path, way: str, world: int) -> None:
+    for found in ranks(world).run(everywhere, way=way, folder=str(tmp_path)):
+        for case, own in found.items():
+            assert all(error <= TOLERANCE for error in own.values()), (case, own)
+
+
+def saved(
+    folder: str, way: str, first: int, last: int, stage: int, whole: bool = False, **settings: Any
+) -> dict[str, Tensor]:
+    """The weights behind steps that go on from a checkpoint, if there is one, and that leave one.
+
+    Args:
+        whole: by the state as one file has it: that of the checkpoint is spoiled.
+    """
+    model, optimizer = made(way, stage=stage, update="step", **settings)
+    checkpointer, file = compile_muon.Checkpointer(Path(folder)), Path(folder) / "whole.pt"
+    if checkpointer.load(model, optimizer) is not None and whole:
+        for states in optimizer.state.values():
+            for tensor in states.values():
+                local_tensor(tensor).fill_(7)
+        load_full_optimizer_state(optimizer, torch.load(file) if world_and_rank()[1] == 0 else None)
+    weights = train(model, optimizer, range(first, last))
+    checkpointer.save(last, model, optimizer)
+    state = full_optimizer_state(optimizer)
+    if world_and_rank()[1] == 0:
+        torch.save(state, file)
+    return weights
+
+
+@pytest.mark.parametrize("way", SETTINGS)
+def test_states_follow_their_matrices_to_other_owners(ranks: Callable[[int], Ranks], tmp_path: Path, way: str) -> None:
+    folder = str(tmp_path)
+    ranks(2).run(saved, folder=folder, way=way, first=0, last=3, stage=3)
+    ranks(1).run(saved, folder=folder, way=way, first=3, last=5, stage=2)
+    for found in ranks(4).run(saved, folder=folder, way=way, first=5, last=STEPS, stage=1):
+        for name, weight in by_the_book(way).items():
+            assert relative_error(found[name], weight) <= TOLERANCE, name

@@ -1,0 +1,248 @@
+"""What a method may be: pure functions of what they are given. A number that they hold would be burnt into a graph."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_map
+
+from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method, Piece, Seen, State
+from compile_muon.passes.methods.method import LR, MOMENTUM, STEP
+from compile_muon.passes.methods.muon import MUON
+
+SHAPES = ((1, 6, 4), (2, 3, 5))
+#: constants of a module may be these, what a closure holds may not be a number
+_CONSTANT = (bool, int, float, str, tuple, frozenset, type(None), torch.dtype)
+_CODE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType)
+
+
+def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
+    values = {f.name: getattr(method, f.name) for f in fields(method)}
+    return {name: value for name, value in values.items() if callable(value)}
+
+
+def held(function: Any, seen: set[int]) -> Iterator[str]:
+    """What a function and those of its module that it calls hold, and may not."""
+    while isinstance(function, functools.partial):
+        yield from (f"{value!r} in a partial" for value in function.args if not isinstance(value, _CODE))
+        function = function.func
+    if not isinstance(function, types.FunctionType) or id(function) in seen:
+        return
+    seen.add(id(function))
+    if any(op.opname in ("STORE_GLOBAL", "STORE_DEREF") and op.argval not in function.__code__.co_cellvars
+           for op in dis.get_instructions(function)):  # fmt: skip
+        yield "a name outside of it is written"
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        if not isinstance(default, _CONSTANT):
+            yield f"{default!r} as a default"
+    outside = inspect.getclosurevars(function)
+    for name, value in outside.nonlocals.items():
+        if not isinstance(value, (str, *_CODE)):
+            yield f"{name} = {value!r} in a closure"
+        yield from held(value, seen)
+    for name, value in outside.globals.items():
+        if not isinstance(value, (*_CONSTANT, *_CODE)) and not _is_record(value):
+            yield f"{name} = {value!r} of its module"
+        if getattr(value, "__module__", None) == function.__module__:
+            yield from held(value, seen)
+
+
+def _is_record(value: Any) -> bool:
+    """Frozen, or what a type checker alone reads."""
+    frozen = getattr(type(value), "__dataclass_params__", None)
+    return (frozen is not None and frozen.frozen) or getattr(value, "__module__", "") in ("typing", "collections.abc")
+
+
+def numbers(method: Method, step: int) -> dict[str, Any]:
+    given = {rate.name: 0.5 if rate.default is None else rate.default for rate in method.rates}
+    return (
+        given | ({"step": step} if method.has(STEP.name) else {}) | ({"betas": (0.9, 0.99)} if "betas" in given else {})
+    )
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def twice(what: str, function: Callable[..., Any], *given: Any) -> Iterator[str]:
+    """The same again of the same, which it leaves as it was."""
+    before = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, given)
+    results = [tree_flatten(_plain(function(*given)))[0] for _ in range(12)]
+    if not all(_equal(results[0], other) for other in results[1:]):
+        yield f"{what}: gives something else the next time"
+    if not _equal(tree_flatten(_plain(before))[0], tree_flatten(_plain(given))[0]):
+        yield f"{what}: writes what it is given"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _equal(left: list[Any], right: list[Any]) -> bool:
+    same = (torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(left, right, strict=True))
+    return len(left) == len(right) and all(same)
+
+
+def seen_of(method: MatrixMethod, step: int) -> list[Seen]:
+    now = numbers(method, step)
+    rates = {name: torch.tensor(float(now[name])) for name in (*method.given, MOMENTUM.name) if name in now}
+    phase = None if method.phase is None else method.phase(now)
+    return [
+        Seen(rates, {s.name: torch.eye(*s.shape(r, c)).expand(n, *s.shape(r, c)).clone() for s in method.owned}, phase)
+        for n, r, c in SHAPES
+    ]
+
+
+def traced(method: MatrixMethod, step: int) -> str:
+    assert method.whole is not None
+    names = list(seen_of(method, step)[0].rates)
+
+    def run(matrices: list[Tensor], rates: list[Tensor], states: list[dict[str, Tensor]]) -> Any:
+        assert method.whole is not None
+        seen = seen_of(method, step)
+        seen = [
+            replace(s, rates=dict(zip(names, rates, strict=True)), states=own)
+            for s, own in zip(seen, states, strict=True)
+        ]
+        return _plain(method.whole(matrices, lambda xs: [x.clone() for x in xs], seen))
+
+    own = seen_of(method, step)
+    given = [random(*shape) for shape in SHAPES], list(own[0].rates.values()), [dict(each.states) for each in own]
+    return str(make_fx(run, tracing_mode="fake")(*given).code)
+
+
+def piece_of(method: MatrixMethod, shape: tuple[int, int, int]) -> Piece:
+    n, r, c = shape
+    sizes = {"element": (n, r, c), "row": (n, r, 1), "col": (n, 1, c), "matrix": (n, 1, 1), "parameter": ()}
+    states = {state.name: random(*sizes[state.each]).abs() for state in method.states if not state.at_owner}
+    now = {**numbers(method, 3), "step": torch.tensor(3.0)}
+    sums = None if method.row_sums is None else method.row_sums(random(n, r, c), random(n, r, c))
+    return Piece(random(n, r, c), random(n, r, c), random(n, r, c), states, sums, now, r, c)
+
+
+def problems(method: Method) -> list[str]:
+    """Why a method is not pure."""
+    found = [f"{name}: {what}" for name, function in functions_of(method).items() for what in held(function, set())]
+    if isinstance(method, ElementMethod):
+        states = [{s.name: torch.ones(()) if s.each == "parameter" else torch.ones(4) for s in method.states}]
+
+        def step(params: list[Tensor], grads: list[Tensor], kept: list[dict[str, Tensor]]) -> Any:
+            assert isinstance(method, ElementMethod)
+            own = tree_map(torch.clone, (params, kept))
+            method.step(own[0], grads, own[1], numbers(method, 3), None)
+            return own
+
+        return found + list(twice("step", step, [random(4)], [random(4)], states))
+    assert isinstance(method, MatrixMethod)
+    momentum = random(6, 4) if method.keeps_momentum else torch.empty(0)
+    beta = torch.tensor(0.1), torch.tensor(0.9)
+    found += twice("before", method.update, random(6, 4), momentum, beta, True, torch.float32)
+    for name in ("phase", "joined"):
+        if (function := getattr(method, name)) is not None:
+            found += twice(name, function, numbers(method, 3))
+    if method.whole is not None:
+        by_phase: dict[Any, set[str]] = {}
+        for number in range(1, 12):
+            try:
+                by_phase.setdefault(seen_of(method, number)[0].phase, set()).add(traced(method, number))
+            except Exception as error:
+                found.append(f"whole: is not traced ({type(error).__name__})")
+                break
+        if any(len(graphs) > 1 for graphs in by_phase.values()):
+            found.append("whole: steps of one phase have several graphs")
+        plain = [random(*shape) for shape in SHAPES]
+        found += twice("whole", method.whole, plain, lambda xs: [x.clone() for x in xs], seen_of(method, 3))
+    if method.after is not None:
+        found += [p for shape in SHAPES for p in twice("after", method.after, piece_of(method, shape))]
+    if method.finish is not None:
+        for n, r, c in SHAPES:
+            piece = replace(piece_of(method, (n, r, c)), columns=random(n, method.columns, c).abs())
+            facts = random(n, method.facts).abs() if method.facts else None
+            found += twice("finish", method.finish, facts, 0.99, -0.01, piece)
+    if method.advance is not None:
+
+        def advance(momenta: list[Tensor], grads: list[Tensor], directions: list[Tensor]) -> Any:
+            assert isinstance(method, MatrixMethod) and method.advance is not None
+            own = [x.clone() for x in momenta]
+            method.advance(own, grads, directions, numbers(method, 3))
+            return own
+
+        found += twice("advance", advance, [random(6, 4)], [random(6, 4)], [random(6, 4)])
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_methods_are_pure(method: Method) -> None:
+    assert problems(method) == []
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.steps, self.calls = 0, itertools.count()
+
+
+def closed_over(number: int) -> Callable[..., Any]:
+    return lambda matrices, newton_schulz, seen: newton_schulz([x * number for x in matrices])
+
+
+def counted(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> Any:
+    _COUNT.steps += 1
+    return newton_schulz([x * (1 + (_COUNT.steps % 3 == 0)) for x in matrices])
+
+
+def by_default(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen], steps: list[int] = [0]) -> Any:  # noqa: B006
+    steps[0] += 1
+    return newton_schulz([x * (1 + (steps[0] % 3 == 0)) for x in matrices])
+
+
+def read_out(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> Any:
+    return newton_schulz([x if own.rates["step"].item() % 3 else -x for x, own in zip(matrices, seen, strict=True)])
+
+
+def in_place(matrices: list[Tensor], newton_schulz: Any, seen: list[Seen]) -> Any:
+    return newton_schulz([x.mul_(2) for x in matrices])
+
+
+_COUNT = Counting()
+
+
+@pytest.mark.parametrize(
+    ("whole", "said"),
+    [
+        (closed_over(7), "number = 7 in a closure"),
+        (counted, "of its module"),
+        (by_default, "as a default"),
+        (read_out, "is not traced"),
+        (in_place, "writes what it is given"),
+        (functools.partial(lambda factor, matrices, run, seen: run(matrices), 7), "7 in a partial"),
+    ],
+)
+def test_what_burns_a_number_into_a_graph_is_found(whole: Callable[..., Any], said: str) -> None:
+    found = problems(replace(MUON, whole=whole, rates=(LR, MOMENTUM, STEP)))
+    assert any(said in problem for problem in found), found
+
+
+def test_kinds_of_states_are_known() -> None:
+    with pytest.raises(ValueError, match="'side': use one of 'element', 'row', 'col'"):
+        State("x", "x", each="side")
+    assert State("x", "x", "rows×rows", most=5).shape(6, 4) == (0, 0)
+    assert State("x", "x", "cols×cols", most=5).shape(6, 4) == (4, 4)
+    with pytest.raises(ValueError, match="want whole="):
+        replace(MUON, states=(State("x", "x", "rows×rows"),))
+    with pytest.raises(ValueError, match="want finish="):
+        replace(MUON, columns=1)
