@@ -162,8 +162,8 @@ def check_extensions(extensions: Sequence[Extension]) -> None:
     """
     for each in extensions:
         if not isinstance(each, Extension):
-            problem = "is no compile_muon.Extension"
-            raise config_error("extensions", each, problem, "give objects of subclasses of it, extensions=[Average()]")
+            remedy = "give objects of subclasses of it, extensions=[Average()]"
+            raise config_error("extensions", each, "is no compile_muon.Extension", remedy)
         if hasattr(each, "engine"):
-            problem = "belongs to another optimizer"
-            raise config_error("extensions", type(each).__name__, problem, "make one for each optimizer")
+            name = type(each).__name__
+            raise config_error("extensions", name, "belongs to another optimizer", "make one for each optimizer")
