@@ -48,6 +48,9 @@ def step_graphs(
         ready: names of those whose directions backward has made.
         options: of torch.compile.
     """
+    # Of methods with several graphs an ordinary one: not the first step, which may begin something.
+    optimizer.engine.step.count_step(2)
+    optimizer.engine.step.sync_momentum()
     with fake_mode_of([account.local for account in trained]):
         for account in trained:
             if account.param.grad is None:

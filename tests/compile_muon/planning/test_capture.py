@@ -275,3 +275,19 @@ def test_ranks_of_a_step_are_played_together() -> None:
         (issued,) = timeline.issued.values()
         assert [name for name, _ in issued] == [name for name, _ in next(iter(found[0].issued.values()))]
     assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_states_at_owners_are_planned(offload: str | None) -> None:
+    """All ranks together hold each once; where they are elsewhere, buffers on the device take turns."""
+    ranks = [step(3, world=2, rank=rank, method="soap", update="step", offload=offload) for rank in range(2)]
+    shapes = [p.shape for block in GPT().blocks for p in block.parameters() if p.ndim == 2]
+    whole = 4 * sum(2 * (rows * cols + rows * rows + cols * cols) for rows, cols in shapes)
+    if offload is None:
+        others = [captured(3, world=2, rank=rank, update="step") for rank in range(2)]
+        momenta = 4 * sum(rows * cols for rows, cols in shapes)
+        held = [sum(each.resident["optimizer"] for each in both) for both in (ranks, others)]
+        assert held[0] - held[1] == whole - momenta
+    else:
+        assert sum(own.states["moments"] for own in ranks) >= whole
+        assert all(own.simulated(SLOW).seconds > 0 for own in ranks)
