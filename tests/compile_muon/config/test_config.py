@@ -976,15 +976,10 @@ SIGNATURE = {
 
 
 def test_signature_dataclasses_and_json_have_the_same_settings():
-<<<<<<< HEAD
     objects = {"mesh", "norm_group", "weights", "init", "extensions"}
     assert SIGNATURE.keys() - objects == ARGUMENTS.keys() == KWARGS.keys()
-    own = {"muon_lr", "adam_lr", "betas", "eps", "beta2", "cautious_decay"}
-=======
-    assert SIGNATURE.keys() - {"mesh", "norm_group", "weights", "init"} == ARGUMENTS.keys() == KWARGS.keys()
     own = {"muon_lr", "adam_lr", "betas", "eps", "cautious_decay", "beta1", "beta2", "fraction", "period"}
     own |= {"block_lr_factor", "basis_every"}
->>>>>>> methods
     assert set(SECTIONS["optimizer.params"]) - ARGUMENTS.keys() == own
     # by keyword; what is under `compile` belongs to initialize
     unreachable = {
