@@ -5,6 +5,6 @@ many bits, and ``home`` lends it to graphs and steps.
 """
 
 from compile_muon.offload.choice import home_of, with_fetches
-from compile_muon.offload.home import Home
+from compile_muon.offload.home import Home, keeps_momentum_alone
 
-__all__ = ["Home", "home_of", "with_fetches"]
+__all__ = ["Home", "home_of", "keeps_momentum_alone", "with_fetches"]

@@ -42,7 +42,7 @@ from compile_muon.runtime.owner_states import owners_of, states_kept
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 from compile_muon.runtime.survey import Survey
 
-__all__ = ["Home"]
+__all__ = ["Home", "keeps_momentum_alone"]
 
 MOMENTUM = "momentum_buffer"
 #: of a bucket, how often it has been opened in a step; of none, the beginning
@@ -282,8 +282,7 @@ class Home(Lender, Extension):
         """Whether all that is kept of a parameter may be lent some rows after the other."""
         kept = self._kept[name]
         if isinstance(method, MatrixMethod):
-            alone = not method.states and not kept.masters
-            return alone and self._codec.by_rows and method.advance is None and method.after is None
+            return keeps_momentum_alone(method) and self._codec.by_rows and not kept.masters
         states = {state.name for state in method.states if state.each == "element"}
         return states <= kept.states.keys() and all(s.each in ("element", "parameter") for s in method.states)
 
@@ -707,6 +706,11 @@ class Home(Lender, Extension):
         """Bytes read from a disk and written to one, where there is one."""
         read, written = (sum(getattr(s, name) for s in self._stores) for name in ("bytes_read", "bytes_written"))
         return {"disk_bytes_read": read, "disk_bytes_written": written} if read or written else {}
+
+
+def keeps_momentum_alone(method: MatrixMethod) -> bool:
+    """Whether it keeps nothing but a momentum, which moves element by element."""
+    return not method.states and method.advance is None and method.after is None
 
 
 def _cut(slots: Sequence[Slot], nbytes: int) -> list[range]:

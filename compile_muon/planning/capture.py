@@ -27,10 +27,12 @@ from compile_muon.backend import compile_frame
 from compile_muon.config import Config, FrameOptions, OffloadConfig
 from compile_muon.errors import MuonZeroError
 from compile_muon.model.mesh import Mesh
+from compile_muon.offload import keeps_momentum_alone
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.collectives import axis_of_group, collectives
 from compile_muon.passes.layout import Axis
 from compile_muon.passes.lowering.refresh import AWAIT_REFRESH_OP
+from compile_muon.passes.methods import matrix_method
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import fake_group, fake_mode_of, group_named
 from compile_muon.passes.work import Category
@@ -67,7 +69,8 @@ class Captured:
         codegen: that graphs were made for.
         states: bytes of what can be offloaded: "momenta", "moments" for all that methods keep of each element beside
             them, and "masters" for weights that graphs read in a lower dtype. "rounded" is what then stays of these,
-            and "momentum", "moment" and "master" are the most of each that one parameter has, which are lent together.
+            and "momentum", "moment" and "master" are the most of each that one parameter has and that is lent at a
+            time; "momentum by rows" is so beside masters alone.
         offload: how graphs were told to.
         on_host: bytes of "parameters" that a GPU reads from host memory.
     """
@@ -259,7 +262,8 @@ def _weight_bytes(account: Account) -> int:
 
 
 def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
-    found = dict.fromkeys(("momenta", "moments", "masters", "rounded", "momentum", "moment", "master"), 0)
+    kinds = ("momenta", "moments", "masters", "rounded", "momentum", "moment", "master", "momentum by rows")
+    found, by_rows = dict.fromkeys(kinds, 0), optimizer.config.muon.momentum_dtype is None
     for account in trained:
         own = Counter[str]()
         local, compute = account.local, decode_dtype(account.spec.compute_dtype)
@@ -272,9 +276,15 @@ def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
                 own["momentum"] += local_tensor(state).nbytes
             elif (state.shape == account.param.shape and state.ndim) or slot in at_owner:
                 own["moment"] += local_tensor(state).nbytes
+        muon = account.spec.muon
         for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
             found[all_of] += own[one]
-            found[one] = max(found[one], own[one])
+            if muon is not None and one != "momentum":  # of others all comes by rows
+                found[one] = max(found[one], own[one])
+        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.algorithm)):
+            found["momentum by rows"] = max(found["momentum by rows"], own["momentum"])
+        else:
+            found["momentum"] = max(found["momentum"], own["momentum"])
     return found
 
 

@@ -363,6 +363,7 @@ def with_offload(
     away = math.ceil(offload.ratio * total)
     kept = math.ceil(offload.ratio * states["rounded"]) if masters else 0
     lent = {"moment": True, "momentum": offload.momentum, "master": offload.masters}
+    lent["momentum by rows"] = offload.momentum and offload.masters
     bucket = max(offload.buffer_bytes, *(states[each] for each, goes in lent.items() if goes))
     left = min(away, offload.buffer_count * bucket) if machine.device == "cuda" else 0
     if offload.device == "cpu" and machine.device == "cpu":  # the same memory
