@@ -436,6 +436,17 @@ def test_folders_import_one_way() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_map_of_folders_is_whole() -> None:
+    """CONTRIBUTING.md has a line for each folder of the package, and none for one that is gone."""
+    said = set(re.findall(r"^((?:kernels|passes|compile_muon)/\S*)  ", (ROOT / "CONTRIBUTING.md").read_text(), re.M))
+    there = {
+        f"{path.parent.relative_to(ROOT)}/"
+        for top in ("kernels", "passes", "compile_muon")
+        for path in (ROOT / top).rglob("__init__.py")
+    }
+    assert said == there
+
+
 def test_lint_checks_the_types_of_every_module() -> None:
     """mypy says that all is well of a package whose modules it does not find."""
     printed = subprocess.run(["make", "-n", "types"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
