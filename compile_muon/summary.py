@@ -117,9 +117,14 @@ class Summary:
         plain = "utf" not in (getattr(sys.stdout, "encoding", None) or "utf-8").lower()  # where print() would fail
         if plain:
             table.box = box.ASCII
-        Console(file=buffer, width=max(60, shutil.get_terminal_size((160, 0)).columns), no_color=True).print(table)
+        Console(file=buffer, width=_width(), no_color=True).print(table)
         text = buffer.getvalue()
         return text.replace("…", "..").replace("×", "x") if plain else text
+
+
+def _width() -> int:
+    """Columns of the terminal, or those of a file of lines."""
+    return max(60, shutil.get_terminal_size().columns) if sys.stdout is not None and sys.stdout.isatty() else 160
 
 
 def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:

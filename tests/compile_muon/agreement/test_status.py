@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from compile_muon.agreement.heartbeat import Entry, report
-from compile_muon.agreement.status import RankStatus, _holder
+from compile_muon.agreement.status import RankStatus, holder_of_all
 from compile_muon.errors import PeerError
 
 LOST = Entry(3, "backward of frame 2 (blocks.4)", True, 9)
@@ -73,7 +73,7 @@ def test_who_is_where(places: dict[int, Entry], alive: list[int], said: str) -> 
     ],
 )
 def test_the_module_of_a_frame(names: list[str], said: str) -> None:
-    assert _holder(names) == said
+    assert holder_of_all(names) == said
 
 
 @pytest.fixture
