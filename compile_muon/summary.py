@@ -119,7 +119,7 @@ class Summary:
             table.box = box.ASCII
         Console(file=buffer, width=_width(), no_color=True).print(table)
         text = buffer.getvalue()
-        return text.replace("…", "..").replace("×", "x") if plain else text
+        return text.replace("…", "-").replace("×", "x") if plain else text
 
 
 def _width() -> int:
