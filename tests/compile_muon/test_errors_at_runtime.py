@@ -285,8 +285,8 @@ def diverge(lab, monkeypatch):
     made = lab.optimizer.engine.step.step_graphs.orthogonalize
 
     def diverging(*args):
-        directions, traffic = made(*args)
-        return [direction * float("inf") for direction in directions], traffic
+        directions, *more = made(*args)
+        return [direction * float("inf") for direction in directions], *more
 
     monkeypatch.setattr(lab.optimizer.engine.step.step_graphs, "orthogonalize", diverging)
 

@@ -301,9 +301,9 @@ def spoil(mine: Trained, what: str) -> None:
         made = graphs.orthogonalize
 
         def diverging(*args: Any) -> Any:
-            directions, traffic = made(*args)
+            directions, *more = made(*args)
             graphs.orthogonalize = made
-            return [direction * float("inf") for direction in directions], traffic
+            return [direction * float("inf") for direction in directions], *more
 
         graphs.orthogonalize = diverging
 
