@@ -24,7 +24,7 @@ def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
     Rank 0 says so, to the logger "compile_muon" where that shows ``INFO``, else on a terminal.
 
     Args:
-        what: "compiling frame 3 (blocks.4)".
+        what: "compiling a frame (blocks.4)".
         pauses: seconds ahead of each line.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:

@@ -2,13 +2,15 @@
 
 import contextlib
 import gc
+import importlib.util
 import re
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,3 +128,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, told in long:
             write(f"{told['cpu']:8.1f} {name}")
     write(f"{sum(told['cpu'] for told in took.values()):.0f} s of CPU in {len(took)} tests")
+
+
+@pytest.fixture(scope="session")
+def docs_script() -> Callable[[str], Any]:
+    """Loads docs/NAME.py."""
+
+    def load(name: str) -> Any:
+        path = Path(__file__).resolve().parents[1] / "docs" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"docs_{name}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load

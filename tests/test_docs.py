@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import re
 import shlex
@@ -702,14 +701,9 @@ def test_pages_that_the_sources_name_exist():
 
 
 @pytest.fixture(scope="module")
-def errors() -> Any:
+def errors(docs_script: Any) -> Any:
     """docs/errors.py."""
-    spec = importlib.util.spec_from_file_location("docs_errors", ROOT / "docs" / "errors.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("errors")
 
 
 #: pass on what PyTorch, a file format or a lower layer says, or reach no user

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,9 @@ KNOWN = {"2.11", "2.13", "2.15", "3.10", "3.11", "3.6", "3.7", "0.19.8", "3.3", 
 
 
 @pytest.fixture(scope="module")
-def figures() -> Any:
+def figures(docs_script: Any) -> Any:
     """docs/figures.py."""
-    spec = importlib.util.spec_from_file_location("docs_figures", ROOT / "docs" / "figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("figures")
 
 
 def test_every_claim_has_the_numbers_of_its_results(figures: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -37,9 +36,8 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         account = accounts[states[inputs[node.args[0]]]]
-        moves = [((Move.OPEN, bucket), (done, bucket)) for bucket in home.fetched(account)]
-        if moves:
-            found[node] = [*itertools.chain.from_iterable(moves)]
+        if moves := [move for bucket in home.fetched(account) for move in ((Move.OPEN, bucket), (done, bucket))]:
+            found[node] = moves
     return found
 
 

@@ -239,11 +239,10 @@ class Survey:
         Nothing is waited for. The same on every rank.
         """
         against = torch.zeros((), device=self.device)
+        speaking, each = frozenset((*_WRONG, *state_labels(), *self._further)), frozenset(self._each)
         for names, vector in self._reduced:
             spans = tuple((what, len(list(group))) for what, group in itertools.groupby(what for what, _ in names))
-            against_it = frozenset((*_WRONG, *state_labels(), *self._further))
-            masks = _masks(spans, against_it, frozenset(self._each), self._world, self.device)
-            wrong, of_all, first = masks
+            wrong, of_all, first = masks = _masks(spans, speaking, each, self._world, self.device)
             self._masks.append(masks)  # a graph reads them for as long as this survey is kept
             # inf and NaN stay what they are when multiplied by zero.
             against = against + vector.sub(self._world).mul_(of_all).add_(wrong).mul_(vector).abs_().sum()
