@@ -60,7 +60,7 @@ def advance(optimizer: compile_muon.MuonZero, run: Any, step: int) -> None:
 
 
 def under_way(optimizer: compile_muon.MuonZero) -> list[bool]:
-    return [account.refresh is not None for account in optimizer.engine.params if account.replica is not None]
+    return [sharded.refresh is not None for sharded in optimizer.engine.params if sharded.resident is not None]
 
 
 def expected(model: nn.Module, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def started(stage: int) -> list[str]:
         patch.object(replicas.Refresh, "start", wraps=replicas.Refresh.start) as start,
     ):
         advance(optimizer, run, 0)
-    return [account.name for call in start.call_args_list for account in call.args[0].accounts]
+    return [sharded.name for call in start.call_args_list for sharded in call.args[0].sharded_params]
 
 
 def test_weights_come_in_the_order_of_the_model(ranks: Callable[[int], Ranks]) -> None:
@@ -209,7 +209,7 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
             model, optimizer, run = made(stage, **settings)
             for step in range(3):
                 advance(optimizer, run, step)
-            started = [account.refresh for account in optimizer.engine.params if account.replica is not None]
+            started = [sharded.refresh for sharded in optimizer.engine.params if sharded.resident is not None]
             kinds = {refresh.gather.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
@@ -246,7 +246,7 @@ PROGRAM = """
     optimizer = compile_muon.MuonZero(model, stage=1)
     model(torch.ones(2, 512)).square().mean().backward()
     optimizer.step()
-    assert all(account.refresh is not None for account in optimizer.engine.params)
+    assert all(sharded.refresh is not None for sharded in optimizer.engine.params)
     if ends == "destroys":
         dist.destroy_process_group()
 """
