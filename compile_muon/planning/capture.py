@@ -283,7 +283,7 @@ def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, i
             found[all_of] += own[one]
             if muon is not None and one != "momentum":  # of others all comes by rows
                 found[one] = max(found[one], own[one])
-        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.algorithm)):
+        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.method)):
             found["momentum by rows"] = max(found["momentum by rows"], own["momentum"])
         else:
             found["momentum"] = max(found["momentum"], own["momentum"])

@@ -450,7 +450,7 @@ def _totals(
         return {}
     shapes: list[tuple[int, ...]] = []
     for sharded in summed:
-        method = matrix_method(sharded.spec.muon_settings.algorithm)
+        method = matrix_method(sharded.spec.muon_settings.method)
         shapes += (sharded.now.matrix_count, method.facts), columns_shape(sharded.now, method.columns)
     sizes = [math.prod(shape) for shape in shapes]
     dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns) if x is not None]

@@ -31,12 +31,12 @@ __all__ = [
 
 def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
     """The method of a matrix; None of all else."""
-    return None if sharded.spec.muon is None else matrix_method(sharded.spec.muon.algorithm)
+    return None if sharded.spec.muon is None else matrix_method(sharded.spec.muon.method)
 
 
 def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
     """Who owns the matrices of those whose methods keep states at owners, by name; the same on every rank."""
-    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.algorithm).owned}
+    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
     dealt = by_parameter(list(keeping.values()), assign_owners(list(keeping.values()), costs))
     return {name: tuple(own) for name, own in zip(keeping, dealt, strict=True)}
 
@@ -56,7 +56,7 @@ def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[
     """
     if not sharded.owners:
         return []
-    method = matrix_method(sharded.spec.muon_settings.algorithm)
+    method = matrix_method(sharded.spec.muon_settings.method)
     parts = owned(sharded.spec, sharded.owners)
     columns = [parts_of_state(slots[state.name], state, parts) for state in method.owned]
     return [state for of_part in zip(*columns, strict=True) for state in of_part]
@@ -64,7 +64,7 @@ def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[
 
 def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
     """The states of a parameter that are at owners."""
-    return matrix_method(sharded.spec.muon_settings.algorithm).owned if sharded.owners else ()
+    return matrix_method(sharded.spec.muon_settings.method).owned if sharded.owners else ()
 
 
 def each_matrix(sharded: ShardedParam, state: State, held: Tensor) -> Iterator[tuple[int, Tensor]]:
