@@ -44,7 +44,7 @@ from compile_muon.passes.torch_private import (
 )
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.resident import keep_fresh
-from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
+from compile_muon.runtime.sharded_param import ShardedParam, receiving, sharded_param_of
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 
@@ -216,7 +216,7 @@ class BackwardGraph:
 
     def _visit(self, args: list[Any], sharded_params: Sequence[ShardedParam]) -> Any:
         call = current_backward()
-        receives = [sharded.receives() for sharded in sharded_params]
+        receives = receiving(sharded_params)
         for sharded, delivers in zip(sharded_params, receives, strict=True):
             sharded.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
         request = self._request(sharded_params, receives, call)

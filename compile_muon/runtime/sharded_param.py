@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,7 @@ from compile_muon.agreement.status import TRAINING
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.passes.torch_private import accumulator_of, current_backward, storage_holders, will_execute
+from compile_muon.passes.torch_private import accumulators_of, current_backward, storage_holders, will_execute
 from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.parameter import raw_gradient
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compile_muon.runtime.ledger import Ledger
     from compile_muon.runtime.resident import Refresh
 
-__all__ = ["ShardedParam", "sharded_param_of"]
+__all__ = ["ShardedParam", "receiving", "sharded_param_of"]
 
 
 @dataclass(eq=False)
@@ -197,8 +197,7 @@ class ShardedParam:
 
     def receives(self) -> bool:
         """Whether the backward under way will add to ``.grad`` (``autograd.grad`` for other tensors does not)."""
-        # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
-        return will_execute(accumulator_of(self.param))
+        return receiving([self])[0]
 
     def await_refresh(self, read: Tensor | None = None) -> None:
         """Return when the resident weight is that of the shards at the latest :func:`~.resident.start_refresh`.
@@ -301,6 +300,12 @@ class ShardedParam:
         """End of a step."""
         self.drop_gradient()
         self.visits.close()
+
+
+def receiving(sharded_params: Iterable[ShardedParam]) -> list[bool]:
+    """Of each, whether the backward under way will add to its ``.grad``."""
+    # Asked anew each time: torch.utils.swap_tensors exchanges what is behind a tensor, its autograd node included.
+    return [will_execute(node) for node in accumulators_of(sharded.param for sharded in sharded_params)]
 
 
 def sharded_param_of(tensor: object) -> ShardedParam | None:
