@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from inspect import currentframe
@@ -29,7 +29,7 @@ __all__ = [
     "NoCompilerError",
     "Partitioner",
     "SavedContext",
-    "accumulator_of",
+    "accumulators_of",
     "autograd_cache_disabled",
     "below_autograd",
     "collective_failed",
@@ -422,11 +422,15 @@ def without_numbers() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def accumulator_of(param: torch.Tensor) -> Any:
-    """The autograd node that writes ``param.grad``; it stays the same while somebody holds it."""
-    # The edge is found through a view, which a DTensor would dispatch: 26 microseconds of every parameter, not 4.
+def accumulators_of(params: Iterable[torch.Tensor]) -> list[Any]:
+    """The autograd nodes that write ``.grad`` of leaves that train; each stays the same while somebody holds it.
+
+    What :func:`torch.autograd.graph.get_gradient_edge` has, 3 microseconds of a parameter in place of 9.
+    """
+    # Found through a view, which a DTensor would dispatch: 26 microseconds.
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
-        return torch.autograd.graph.get_gradient_edge(param).node
+        views = [cast("Any", param.view_as(param).grad_fn) for param in params]
+    return [view.next_functions[0][0] for view in views]
 
 
 def will_execute(node: Any) -> bool:

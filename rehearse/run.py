@@ -67,10 +67,10 @@ def planned_step(case: Case) -> tuple[int, float]:
     return found.peak.total, 1e3 * sum(event.end - event.start for event in found.events if event.stream == HOST)
 
 
-def milliseconds(step: Callable[[], None]) -> float:
+def milliseconds(step: Callable[[], None], times: int = TIMED) -> float:
     """Of the host, the least of some steps."""
     found = []
-    for _ in range(TIMED):
+    for _ in range(times):
         began = time.perf_counter()
         step()
         found.append(1e3 * (time.perf_counter() - began))
@@ -130,16 +130,33 @@ def theirs(case: Case) -> float:
     return milliseconds(step)
 
 
-def yardsticks() -> dict[str, float]:
-    """Host milliseconds of a step on one rank by what others use there."""
+#: steps of a yardstick, which are few milliseconds
+_MANY = 100
+#: the case whose step is three CUDA graphs
+THREE_GRAPHS = "stage 3, 4 ranks, bf16, checks next_step, compile cuda_graphs: True"
+
+
+def yardsticks(alone: Alone) -> dict[str, float]:
+    """Host milliseconds of a step on one rank by what others use there, and of ours in three graphs on one of four."""
     found = {}
-    for name in ("torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW"):
+    (case,) = (case for case in CASES if case.name == THREE_GRAPHS)
+    with group_of(case.world, case.rank), inductor(case):
+        training = Training(case, alone)
+        for _ in range(WARM):
+            training.step()
+        found[f"compile_muon, {case.name}"] = milliseconds(training.step, _MANY)
+        del training
+    with group_of(1, 0, of_one=True):
+        found["gradients of as many DTensors"] = gradients_of_dtensors(sum(1 for _ in model_of().parameters()))
+    graphs = "torch.compile in CUDA graphs, fused AdamW"
+    for name in ("torch.compile, AdamW", "torch.compile, torch.optim.Muon and AdamW", graphs):
         torch.compiler.reset()
         model: Any = model_of()
-        model.compile()
+        model.compile(mode="reduce-overhead" if name == graphs else None)
         muon = [p for p in model.blocks.parameters() if p.ndim == 2] if "Muon" in name else []
         others = [p for p in model.parameters() if all(p is not q for q in muon)]
-        optimizers = [torch.optim.AdamW(others, lr=1e-3), *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
+        adamw = torch.optim.AdamW(others, lr=1e-3, fused=name == graphs)
+        optimizers = [adamw, *([torch.optim.Muon(muon, lr=1e-3)] if muon else [])]
         batch = batch_of()
 
         def step(model: Any = model, optimizers: Any = optimizers, batch: Any = batch) -> None:
@@ -152,8 +169,35 @@ def yardsticks() -> dict[str, float]:
 
         for _ in range(WARM):
             step()
-        found[name] = milliseconds(step)
+        found[name] = milliseconds(step, _MANY)
     return found
+
+
+def gradients_of_dtensors(count: int) -> float:
+    """Host milliseconds in which a graph's backward hands out gradients that are DTensors, and autograd writes them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, shard = init_device_mesh("cuda", (1,)), torch.empty(8, 8, device="cuda")
+    params = [nn.Parameter(DTensor.from_local(shard.clone(), mesh, [Shard(0)], run_check=False)) for _ in range(count)]
+    fields, kept = params[0].__tensor_flatten__()
+
+    class Graph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *params: Tensor) -> Tensor:
+            return shard.new_zeros(())
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            made = [dict(zip(fields, (shard.view(8, 8), mesh), strict=True)) for _ in params]
+            return tuple(DTensor.__tensor_unflatten__(inner, kept, (8, 8), (8, 1)) for inner in made)
+
+    def step() -> None:
+        Graph.apply(*params).backward()
+        for param in params:
+            param.grad = None
+
+    return milliseconds(step, _MANY)
 
 
 def measure(case: Case, device: Device, alone: Alone) -> Figures:
@@ -269,7 +313,7 @@ def one(name: str) -> Any:
     if name == "mistakes":
         return mistakes(device, alone)
     if name == "yardsticks":
-        return yardsticks()
+        return yardsticks(alone)
     if name == "host":
         return host_adamw(lambda case: Training(case, alone))
     (case,) = (case for case in CASES if case.name == name)

@@ -265,10 +265,10 @@ def test_an_accumulator_is_found_without_a_dispatch():
 
     param = torch.nn.Parameter(torch.ones(2))
     with Recorded():
-        node = private.accumulator_of(param)
-    assert node.variable is param, moved("get_gradient_edge", "does not find the node that writes param.grad")
+        (node,) = private.accumulators_of([param])
+    assert node.variable is param, moved("view_as(param).grad_fn", "does not lead to the node that writes param.grad")
     assert dispatched == [], moved("_DisableTorchDispatch", f"let {dispatched} through")
-    assert private.accumulator_of(param) is node
+    assert private.accumulators_of([param]) == [node]
 
 
 def test_compiled_autograd_is_noticed():
