@@ -11,7 +11,7 @@ ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -47,6 +47,7 @@ from compile_muon.agreement.together import Ranks
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.config import CompileConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
+from compile_muon.engine import Extension
 from compile_muon.errors import CheckpointError, ConfigError, UnsupportedModelError, config_error, listed, raise_all
 from compile_muon.initialize import compile_in_place, initialize
 from compile_muon.integrations.buffers import take_those_of_rank_0
@@ -91,6 +92,7 @@ class MuonZeroStrategy(DDPStrategy):
             ``configure_optimizers`` makes a ``MuonZero`` itself.
         init: ``init(module)`` gives the parameters that ``module`` holds itself their values, for a module built under
             ``trainer.init_module(empty_init=True)``; default: ``module.reset_parameters()``.
+        extensions: features of your own, as ``MuonZero(extensions=...)`` takes them.
         process_group_backend: "gloo" or "nccl"; default: that of the device.
         timeout: of the process group: how long a rank waits for one that does not come.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning's own
@@ -107,6 +109,7 @@ class MuonZeroStrategy(DDPStrategy):
         config: Source | None = None,
         *,
         init: Callable[[nn.Module], Any] | None = None,
+        extensions: Sequence[Extension] = (),
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         accelerator: Accelerator | None = None,
@@ -120,7 +123,7 @@ class MuonZeroStrategy(DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout,
         )  # fmt: skip
         self.config = config
-        self._init = init
+        self._init, self._extensions = init, extensions
         self._resolved: Config | None = None
         self._muon: MuonZero | None = None
         self._settings: list[dict[str, Any]] = []
@@ -271,7 +274,7 @@ class MuonZeroStrategy(DDPStrategy):
             self._begin_anew(self._muon)
         elif self._resolved is not None:
             init = (self._init or _reset_parameters) if _is_meta(module) else None
-            _, self._muon = initialize(module, self._resolved, init=init)
+            _, self._muon = initialize(module, self._resolved, init=init, extensions=self._extensions)
             self._settings = [{k: v for k, v in g.items() if k != "params"} for g in self._muon.param_groups]
             _compile_children(module, self._resolved.compile)
         configure = module.configure_optimizers

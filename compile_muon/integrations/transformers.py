@@ -15,7 +15,7 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from compile_muon.checkpoint import Checkpointer
 from compile_muon.config import AdamWConfig, Config, load_config
 from compile_muon.config.checked import Mistakes
+from compile_muon.engine import Extension
 from compile_muon.errors import ConfigError, config_error, listed, raise_all
 from compile_muon.initialize import initialize
 from compile_muon.integrations.accelerate import refused_settings
@@ -167,6 +168,7 @@ class MuonTrainer(Trainer):
         muon_config: as ``compile_muon.initialize`` takes it; ``"auto"`` in it is what the TrainingArguments say.
         muon_groups: parameters with rates of their own, as ``MuonZero(groups=...)`` takes them, or a function of the
             model that makes these; what others write in ``create_optimizer``.
+        muon_extensions: features of your own, as ``MuonZero(extensions=...)`` takes them.
         args, kwargs: the Trainer's own.
     Raises:
         ConfigError: settings that cannot be honoured, all in one error.
@@ -176,9 +178,16 @@ class MuonTrainer(Trainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, muon_config: Source, muon_groups: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        muon_config: Source,
+        muon_groups: Any = None,
+        muon_extensions: Sequence[Extension] = (),
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._muon_source, self._muon_groups = muon_config, muon_groups
+        self._muon_source, self._muon_groups, self._muon_extensions = muon_config, muon_groups, muon_extensions
         mistakes = Mistakes()
         mistakes.found += _refuse(self.args, self.accelerator, kwargs)
         with mistakes.collected():
@@ -222,7 +231,9 @@ class MuonTrainer(Trainer):
                 if name not in decayed and not self.muon_config.adamw.decay_vectors:
                     setattr(param, "_no_weight_decay", True)  # noqa: B010 - an attribute that no type declares
             groups = self._muon_groups(model) if callable(self._muon_groups) else self._muon_groups
-            self.model, self.optimizer = initialize(model, self.muon_config, groups=groups)
+            self.model, self.optimizer = initialize(
+                model, self.muon_config, groups=groups, extensions=self._muon_extensions
+            )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:

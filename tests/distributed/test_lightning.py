@@ -131,11 +131,21 @@ def found_in(module: Language) -> Found:
     return module.losses, module.norms, module.evaluations, weights(module)
 
 
+class Counting(compile_muon.Extension):
+    written = 0
+
+    def after_commit(self, found_inf: Tensor | None) -> None:
+        self.written += 1
+
+
 def train(folder: str, stage: int, compiled: bool) -> Found:
     with launched():
-        trainer, module = trainer_of(config_of(stage, compiled), **every_epoch(folder)), Language()
+        counting = Counting()
+        strategy = MuonZeroStrategy(config_of(stage, compiled), extensions=[counting])
+        trainer, module = trainer_of(strategy, **every_epoch(folder)), Language()
         trainer.fit(module, loader(), loader(12))
         metrics = trainer.strategy.muon.totals()
+        assert counting.written == 2 * EPOCH
         assert (metrics["directions_speculated"] > 0) == compiled
         return found_in(module)
 

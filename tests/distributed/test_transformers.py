@@ -54,7 +54,7 @@ class Sentences(Dataset):
 
 def trainer_of(
     folder: str, stage: int, *, compiled: bool = False, config: dict[str, Any] = CONFIG, groups: Any = None,
-    **settings: Any,
+    extensions: Any = (), **settings: Any,
 ) -> Any:  # fmt: skip
     from transformers import TrainingArguments
 
@@ -73,7 +73,7 @@ def trainer_of(
     arguments = TrainingArguments(output_dir=folder, **{**defaults, **settings})
     return InOrder(
         model=gpt(), args=arguments, train_dataset=Sentences(), eval_dataset=Sentences(12), muon_config=config,
-        muon_groups=groups,
+        muon_groups=groups, muon_extensions=extensions,
     )  # fmt: skip
 
 
@@ -314,7 +314,17 @@ def test_schedules_with_an_end_of_their_own(
 
 
 def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Path) -> None:
-    """Layer-wise rates of tensors, as people write them in ``create_optimizer``; the rest in a group of its own."""
+    """Layer-wise rates of tensors, as people write them in ``create_optimizer``; the rest in a group of its own. An
+    extension's metric is logged."""
+
+    class Counting(compile_muon.Extension):
+        written = 0
+
+        def after_commit(self, found_inf: Tensor | None) -> None:
+            self.written += 1
+
+        def metrics(self) -> dict[str, float]:
+            return {"written": self.written}
 
     def layerwise(model: Any) -> list[dict[str, Any]]:
         layers = [list(layer.parameters()) for layer in model.transformer.h]
@@ -325,8 +335,9 @@ def test_groups_are_those_of_a_loop_and_the_schedule_moves_them_all(tmp_path: Pa
 
     with accelerated():
         settings: dict[str, Any] = dict(max_steps=2, warmup_steps=0, save_strategy="no", eval_strategy="no")
-        trainer = trainer_of(str(tmp_path), 2, groups=layerwise, **settings)
+        trainer = trainer_of(str(tmp_path), 2, groups=layerwise, extensions=[Counting()], **settings)
         trainer.train()
+    assert losses(trainer, "muon_zero/written") == [1, 2]
     found = {(group["name"], group["algorithm"]): group["initial_lr"] for group in trainer.muon.param_groups}
     assert {rate for (name, _), rate in found.items() if "0" in name} == {0.01}
     assert {rate for (name, _), rate in found.items() if "1" in name} == {0.02}
