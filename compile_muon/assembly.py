@@ -1,4 +1,4 @@
-"""A model becomes accounts: what a :class:`~compile_muon.MuonZero` is made of, out of a model and a configuration."""
+"""What a :class:`~compile_muon.MuonZero` is made of, out of a model and a configuration."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
 from compile_muon.offload import home_of, with_fetches
 from compile_muon.passes.methods import MatrixMethod
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.owner_states import deal_owners
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import new_hyper
 from compile_muon.sequence import SharedSequences, plan_sequence
 from compile_muon.weights.materialize import Values
@@ -47,10 +47,10 @@ class Assembled:
     Args:
         mesh: of ranks, and ``group`` all of them; None for one process.
         extensions: the features that there are, those of the user last.
-        ledger: with the account of each parameter.
+        ledger: with each sharded parameter.
         ownership: of the model's parameters.
         assignments: why each parameter is trained as it is; ``groups`` of those that are.
-        hyper: ``[2]`` fp32, see :class:`~compile_muon.runtime.account.Account`.
+        hyper: ``[2]`` fp32, see :class:`~compile_muon.runtime.sharded_param.ShardedParam`.
         compares: whether there are other ranks to compare anything with.
     """
 
@@ -66,9 +66,9 @@ class Assembled:
     compares: bool
 
     @property
-    def trained(self) -> list[Account]:
-        """Accounts of parameters that are not frozen."""
-        return [account for account in self.ledger.accounts if account.param.requires_grad]
+    def trained(self) -> list[ShardedParam]:
+        """Sharded parameters that are not frozen."""
+        return [sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad]
 
 
 def assemble(
@@ -135,7 +135,9 @@ def assemble(
     shared = None if cut is None else SharedSequences(cut, compares=compares)
     features: list[Extension] = [each for each in (stages, home, shared) if each is not None]
     lender = hooks_of([*features, *extensions]).lender
-    ledger.accounts = shard_model(model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread)
+    ledger.sharded_params = shard_model(
+        model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread
+    )
     if shared is not None:
         assert ranks is not None
         shared.apply(model, ranks.sequence, ranks.everyone)
@@ -145,11 +147,11 @@ def assemble(
     features += extensions
     ledger.hooks = hooks_of(features)
     ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
-    if trained := [account for account in ledger.accounts if account.param.requires_grad]:
+    if trained := [sharded for sharded in ledger.sharded_params if sharded.param.requires_grad]:
         deal_owners(trained)
     if values is not None:
         values.fill(model, device)
-    ownership = Ownership(model, ledger.accounts)
+    ownership = Ownership(model, ledger.sharded_params)
     made = Assembled(config, ranks, group, features, ledger, ownership, assignments, groups, hyper, compares)
     if ranks is not None:
         saves_whole(model)
@@ -160,11 +162,11 @@ def assemble(
     return made
 
 
-def warn_of_half_masters(trained: Sequence[Account]) -> None:
+def warn_of_half_masters(trained: Sequence[ShardedParam]) -> None:
     """Tell once that parameters in half precision are trained as they are."""
-    half = [account for account in trained if account.spec.state_dtype in ("bfloat16", "float16")]
+    half = [sharded for sharded in trained if sharded.spec.state_dtype in ("bfloat16", "float16")]
     if half:
         warn_user(
-            f"master weights and optimizer state of {listed([account.name for account in half])} are "
+            f"master weights and optimizer state of {listed([sharded.name for sharded in half])} are "
             f"{half[0].spec.state_dtype} (master_dtype): small updates are rounded away; leave it out for float32"
         )

@@ -37,11 +37,11 @@ from compile_muon.passes.torch_private import (
     order_saved_values,
 )
 from compile_muon.progress import underway
-from compile_muon.runtime.account import account_of
 from compile_muon.runtime.direct_reads import read_whole
 from compile_muon.runtime.frame import BackwardGraph, ForwardGraph, Lowering, eager_codegen, lower_and_compile
-from compile_muon.runtime.handouts import written_in_forward
+from compile_muon.runtime.gathered_copies import written_in_forward
 from compile_muon.runtime.other_holders import refuse_replaced
+from compile_muon.runtime.sharded_param import sharded_param_of
 from compile_muon.runtime.shards import edits_of, local_tensor
 
 __all__ = ["compile_frame", "muon_zero"]
@@ -66,9 +66,9 @@ def _check_writes(gm: GraphModule, inputs: Sequence[Any]) -> None:
         UnsupportedModelError: naming the parameters.
     """
     named = {
-        node: account.name
+        node: sharded.name
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)
-        if (account := account_of(value)) is not None
+        if (sharded := sharded_param_of(value)) is not None
     }
     written: dict[str, None] = {}
     for sub in (m for m in gm.modules() if isinstance(m, GraphModule)):
@@ -97,16 +97,16 @@ def _handing_out(run: Callable[..., Any], escaping: Mapping[int, int]) -> Callab
         states = {output: args[place] for output, place in escaping.items()}
         results = run(*args)
         for output, state in states.items():
-            if (account := account_of(state)) is not None:
-                account.handouts.read(account.name, results[output], inside=True)
+            if (sharded := sharded_param_of(state)) is not None:
+                sharded.gathered.read(sharded.name, results[output], inside=True)
         return results
 
     return watched
 
 
 def _holder(inputs: Sequence[Any]) -> str:
-    accounts = map(account_of, inputs)
-    return holder_of_all([account.name for account in accounts if account is not None])
+    sharded_params = map(sharded_param_of, inputs)
+    return holder_of_all([sharded.name for sharded in sharded_params if sharded is not None])
 
 
 def _memory(value: Tensor) -> int:
@@ -239,7 +239,7 @@ def compile_frame(
     Args:
         lowering: how forward and backward graphs are lowered and compiled; None for as the options say.
     """
-    ledgers = list(dict.fromkeys(a.ledger for a in map(account_of, example_inputs) if a is not None))
+    ledgers = list(dict.fromkeys(a.ledger for a in map(sharded_param_of, example_inputs) if a is not None))
     costs = ledgers[0].costs if ledgers else Costs()
     ctx = PassContext(GraphKind.DYNAMO, f"frame{next(_frame_numbers):04d}", options, costs)
     # Two optimizers may have the same extension, and a frame both.

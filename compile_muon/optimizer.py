@@ -41,11 +41,11 @@ from compile_muon.model.readers import refuse_states_of_another
 from compile_muon.model.support import check_is_module
 from compile_muon.model.unfreezing import agree_on, group_of, plan_unfrozen, take_up
 from compile_muon.passes.collectives import Traffic
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.other_holders import refuse_shared
 from compile_muon.runtime.parameter import part_of
 from compile_muon.runtime.recorded import Recorded
-from compile_muon.runtime.replicas import start_refresh
+from compile_muon.runtime.resident import start_refresh
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import ordinary_tensors
 from compile_muon.runtime.step import Step
 from compile_muon.summary import Summary, summarize
@@ -200,7 +200,7 @@ class MuonZero(Optimizer):
 
     def _setup(self, made: Assembled) -> None:
         self.config = config = made.config
-        super().__init__([_param_group(group, made.ledger.accounts) for group in made.groups], {})
+        super().__init__([_param_group(group, made.ledger.sharded_params) for group in made.groups], {})
         # OneCycleLR and CyclicLR look here for what they may cycle, a momentum of some groups or betas of all, and say
         # what they miss; as a default it would enter every group.
         for cycled, has_it in (("momentum", any), ("betas", all)):
@@ -211,7 +211,7 @@ class MuonZero(Optimizer):
         self.defaults["lr"] = self.param_groups[0]["lr"]
         step = Step(
             self, config, {group.name: group.method for group in made.groups}, made.ledger, made.group,
-            made.hyper.device, made.compares, made.ownership.check, made.ledger.accounts[0].handouts, lr_scale,
+            made.hyper.device, made.compares, made.ownership.check, made.ledger.sharded_params[0].gathered, lr_scale,
         )  # fmt: skip
         self.engine = Engine(
             made.ledger, step, made.ownership, made.assignments, made.mesh, made.group, made.extensions,
@@ -419,18 +419,18 @@ class MuonZero(Optimizer):
             own: a group, and its members; None for all, in the groups of the configuration.
         """
         unfrozen = self.engine.ownership.unfrozen()
-        accounts = [account for account in unfrozen if members is None or account.name in members]
-        if not accounts:
+        sharded_params = [sharded for sharded in unfrozen if members is None or sharded.name in members]
+        if not sharded_params:
             return
         self.engine.status.meet("this rank trains what was frozen before: unfreeze it on every rank, in the same step")
-        agree_on(accounts, self.engine.group if self.engine.compares else None)
-        names, partial = [account.name for account in accounts], not self.engine.hooks.peers.alone
+        agree_on(sharded_params, self.engine.group if self.engine.compares else None)
+        names, partial = [sharded.name for sharded in sharded_params], not self.engine.hooks.peers.alone
         assignments, groups = plan_unfrozen(self.engine.model, self.config, names, own, partial=partial)
         self.engine.assignments |= assignments
         for group in groups:
             known = next((known for known in self.param_groups if known["name"] == group.name), None)
-            joining = [account for account in accounts if account.name in group.members]
-            like = None if known is None else self.engine.step.accounts[known["params"][0]]
+            joining = [sharded for sharded in sharded_params if sharded.name in group.members]
+            like = None if known is None else self.engine.step.sharded_params[known["params"][0]]
             take_up(joining, assignments, self.config, self.engine.hyper, like)
             added = _param_group(group, self.engine.params)
             if known is None:
@@ -438,11 +438,11 @@ class MuonZero(Optimizer):
             else:
                 known["params"] += [param for _, param in added["params"]]
                 known["param_names"] += [name for name, _ in added["params"]]
-        warn_of_half_masters(accounts)
+        warn_of_half_masters(sharded_params)
         if own is not None:
             warn_of_shared_rates(replace(self.config, groups=()), groups, own)
-        self.engine.step.take_up(accounts, {group.name: group.method for group in groups})
-        self.engine.ownership.take_up(accounts)
+        self.engine.step.take_up(sharded_params, {group.name: group.method for group in groups})
+        self.engine.ownership.take_up(sharded_params)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim's, of this rank's shards: each rank loads what it saved. A file of one rank's says so."""
@@ -497,8 +497,8 @@ class MuonZero(Optimizer):
         self.engine.step.pending = None  # of a step whose weights are gone
         if steps is not None:
             self.engine.status.step = steps + 1
-        for account in self.engine.step.muon:
-            account.speculations.drop()
+        for sharded in self.engine.step.muon:
+            sharded.speculations.drop()
         self.engine.step.own_momenta()
         for loaded in self.engine.hooks.loaded:
             loaded()
@@ -506,7 +506,7 @@ class MuonZero(Optimizer):
         self.engine.ledger.count(start_refresh(self.engine.params))
 
 
-def _param_group(group: Group, accounts: Iterable[Account]) -> dict[str, Any]:
-    by_name = {account.name: account.param for account in accounts}
+def _param_group(group: Group, sharded_params: Iterable[ShardedParam]) -> dict[str, Any]:
+    by_name = {sharded.name: sharded.param for sharded in sharded_params}
     named = [(name, by_name[name]) for name in group.members]
     return {"params": named, "algorithm": group.method.name, "name": group.name, **group.rates}

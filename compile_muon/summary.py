@@ -18,7 +18,7 @@ from compile_muon.model.mesh import Mesh
 from compile_muon.passes.exchange.shares import shares
 from compile_muon.passes.formulas import OVER_ALL, bytes_by_axis
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,26 +151,26 @@ def _exchange_bytes(spec: ParamSpec) -> dict[str, float]:
     return {names[axis]: parts.get(axis, muon.batch) * sent for axis, sent in found.items()}
 
 
-def _row(account: Account, assignment: Assignment, config: Config) -> Row:
-    muon = account.spec.muon
+def _row(sharded: ShardedParam, assignment: Assignment, config: Config) -> Row:
+    muon = sharded.spec.muon
     work = 0.0
     if muon is not None:
         flops = [n * standard_flops(min(shape), max(shape), muon.steps) for n, *shape in muon.matrices]
-        work = account.spec.layout.expert.size * sum(flops) / 2
+        work = sharded.spec.layout.expert.size * sum(flops) / 2
     return Row(
-        name=account.name,
-        shape=account.spec.layout.whole,
+        name=sharded.name,
+        shape=sharded.spec.layout.whole,
         algorithm=assignment.algorithm,
         reason=assignment.reason,
         decays=assignment.decays(vectors=config.adamw.decay_vectors),
         exchange="-" if muon is None else muon.exchange,
-        bytes_sent=_exchange_bytes(account.spec),
+        bytes_sent=_exchange_bytes(sharded.spec),
         multiply_adds=work,
     )
 
 
 def summarize(
-    accounts: Sequence[Account],
+    sharded_params: Sequence[ShardedParam],
     assignments: dict[str, Assignment],
     config: Config,
     mesh: Mesh | None,
@@ -183,7 +183,7 @@ def summarize(
     """
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
-        rows=tuple(_row(account, assignments[account.name], config) for account in accounts),
+        rows=tuple(_row(sharded, assignments[sharded.name], config) for sharded in sharded_params),
         stage=config.zero.stage,
         world_size=1 if mesh is None else mesh.size,
         update="step" if config.zero.update == "step" else "backward",

@@ -20,8 +20,8 @@ from .operations import gram_flops, standard_flops
 __all__ = [
     "BACKENDS",
     "FORMS",
-    "admissible_method",
-    "cheaper_method",
+    "admissible_form",
+    "cheaper_form",
     "check_backend",
     "orthogonalize",
     "resolve_dtype",
@@ -69,7 +69,7 @@ def resolve_dtype(
     raise ValueError(f"dtype={dtype!r}: expected 'auto', {names}, or the torch dtype of that name")
 
 
-def admissible_method(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
+def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSet) -> str:
     """``method``, with "auto" kept only where standard and gram are about equally accurate.
 
     They are where ``coefficients.gram_is_accurate(dtype)``: with the set's restarts the gram form's error is then less
@@ -102,7 +102,7 @@ def admissible_method(method: str, dtype: torch.dtype, coefficients: Coefficient
     return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
-def cheaper_method(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
+def cheaper_form(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
     """Whichever form takes fewer operations: gram above an aspect ratio of 1.5, or from 4/3 on with symmetric products
     halved, where as many operations are fewer launches.
 
@@ -222,7 +222,7 @@ def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
     if plan.method != "auto":
         return plan
     rows, cols = x.shape[-2:]
-    return replace(plan, method=cheaper_method(rows, cols, len(plan.steps), len(plan.restarts), symmetric=symmetric))
+    return replace(plan, method=cheaper_form(rows, cols, len(plan.steps), len(plan.restarts), symmetric=symmetric))
 
 
 @cache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .call_plan import MEMORY_LIMIT, Plan
 from .coefficients import CoefficientsLike, resolve_coefficients
-from .dispatch import admissible_method, check_backend, resolve_dtype
+from .dispatch import admissible_form, check_backend, resolve_dtype
 from .ops import arguments, newton_schulz_op
 
 __all__ = ["make_plan", "newton_schulz", "newton_schulz_list"]
@@ -110,7 +110,7 @@ def make_plan(
     _check_eps(eps)
     chosen = resolve_coefficients(coefficients, steps)
     compute = resolve_dtype(dtype, device, chosen, method)
-    admissible = admissible_method(method, compute, chosen)
+    admissible = admissible_form(method, compute, chosen)
     check_backend(backend, compute, device)
     return Plan(chosen.steps, admissible, compute, float(eps), chosen.safety, chosen.gram_restarts(compute), backend)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .call_plan import AUTO_LIMIT, MEMORY_LIMIT, Plan
-from .dispatch import DTYPES, cheaper_method, orthogonalize
+from .dispatch import DTYPES, cheaper_form, orthogonalize
 from .operations import gram_flops, standard_flops
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
@@ -86,7 +86,7 @@ def newton_schulz_flops(
 def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:
     k, l = min(m, n), max(m, n)  # noqa: E741
     if method == "auto":
-        method = cheaper_method(m, n, steps, restarts)
+        method = cheaper_form(m, n, steps, restarts)
     return gram_flops(k, l, steps, restarts) if method == "gram" else standard_flops(k, l, steps)
 
 

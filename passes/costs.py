@@ -292,7 +292,7 @@ class Costs:
 
 def owned_work(muon: MuonSpec, costs: Costs, matrices: Sequence[tuple[int, int, int]]) -> float:
     """Nanoseconds that ``(count, rows, cols)`` of a parameter's matrices take their owner."""
-    restarts = len(muon.restarts) if muon.method == "gram" else None
+    restarts = len(muon.restarts) if muon.form == "gram" else None
 
     def seconds(rows: int, cols: int) -> float:
         return costs.newton_schulz_seconds(rows, cols, steps=muon.steps, dtype=muon.dtype, restarts=restarts)

@@ -50,15 +50,15 @@ def _no_alias(result: Tensor, *inputs: Tensor | None) -> Tensor:
 
 
 @torch.library.custom_op("muon_zero::unshard", mutates_args=())
-def unshard(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec: str) -> Tensor:
+def unshard(shard: Tensor, state: Tensor, hyper: Tensor, resident: Tensor | None, spec: str) -> Tensor:
     holder = holder_of(state)
     if holder is not None:
         holder.await_refresh()
-    return _no_alias(transfers.unshard(shard, replica, ParamSpec.decode(spec)), shard, replica)
+    return _no_alias(transfers.unshard(shard, resident, ParamSpec.decode(spec)), shard, resident)
 
 
 @unshard.register_fake
-def _(shard: Tensor, state: Tensor, hyper: Tensor, replica: Tensor | None, spec: str) -> Tensor:
+def _(shard: Tensor, state: Tensor, hyper: Tensor, resident: Tensor | None, spec: str) -> Tensor:
     facts = ParamSpec.decode(spec)
     return shard.new_empty(facts.layout.shape, dtype=decode_dtype(facts.compute_dtype))
 
@@ -137,7 +137,7 @@ def _reduce_grad_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     facts, dtype = ParamSpec.decode(ctx.spec), encode_dtype(ctx.dtype)  # type: ignore[attr-defined]
     gathered = replace(facts.layout, stage=min(facts.layout.stage, 1) * 3)
     spec = ParamSpec(gathered, encode_dtype(grad.dtype), dtype, facts.reduce_dtype)
-    nobodys = hyper.new_empty(0)  # no account is asked: this is neither its weight nor its gradient
+    nobodys = hyper.new_empty(0)  # no sharded parameter is asked: this is neither its weight nor its gradient
     return UNSHARD(grad, nobodys, hyper, None, spec.encode()), None, None, None
 
 
@@ -190,13 +190,13 @@ class Unshard(_Marker):
         node: the marker; ``spec.layout.shape``, ``spec.compute_dtype``.
         spec: static facts of the parameter.
         shard, state, hyper: nodes of its tensor arguments.
-        replica: node of the resident copy, or None.
+        resident: node of the resident copy, or None.
     """
 
     shard: Node
     state: Node
     hyper: Node
-    replica: Node | None
+    resident: Node | None
     target = UNSHARD
 
 

@@ -58,7 +58,7 @@ class MuonSpec:
     Args:
         batch, rows, cols: the parameter seen as ``batch`` matrices of ``rows x cols``.
         nesterov: look ahead along the momentum.
-        method: ``"standard"`` or ``"gram"`` (already resolved, never ``"auto"``).
+        form: of Newton-Schulz, ``"standard"`` or ``"gram"`` (already resolved, never ``"auto"``).
         coefficients: flattened ``(a, b, c)`` triples, one per Newton-Schulz step.
         safety: factor on the Frobenius norm before the first step.
         restarts: gram-form restart points (steps after which R is recomputed).
@@ -67,7 +67,7 @@ class MuonSpec:
         memory_limit: bytes that Newton-Schulz may hold on a GPU beside its inputs and results, or ``AUTO_LIMIT``.
         backend: what Newton-Schulz runs on, ``"auto"`` for whichever is expected to be fastest.
         exchange: ``"local"`` (whole matrices already here) or ``"owner"``.
-        algorithm: name of the method (:mod:`compile_muon.passes.methods`).
+        method: its name (:mod:`compile_muon.passes.methods`).
         view: the matrices in each ``rows x cols``, where these are not one by themselves.
         fetched: whether the momentum is elsewhere, and graphs fetch it where they use it.
         phase: which graph of the method's a step takes, see :attr:`~.methods.MatrixMethod.phase`.
@@ -78,7 +78,7 @@ class MuonSpec:
     rows: int
     cols: int
     nesterov: bool
-    method: str
+    form: str
     coefficients: tuple[float, ...]
     safety: float
     restarts: tuple[int, ...]
@@ -87,7 +87,7 @@ class MuonSpec:
     exchange: str
     backend: str = "auto"
     memory_limit: int = MEMORY_LIMIT
-    algorithm: str = "muon"
+    method: str = "muon"
     view: View | None = None
     fetched: bool = False
     phase: str | float | None = None
@@ -96,12 +96,12 @@ class MuonSpec:
     @cached_property
     def speculates(self) -> bool:
         """Whether a backward may make its directions."""
-        return not matrix_method(self.algorithm).in_step
+        return not matrix_method(self.method).in_step
 
     @cached_property
     def beside(self) -> bool:
         """Whether there is a momentum, and it is beside the parameter."""
-        return not self.fetched and matrix_method(self.algorithm).keeps_momentum
+        return not self.fetched and matrix_method(self.method).keeps_momentum
 
     @property
     def steps(self) -> int:
@@ -125,7 +125,7 @@ class MuonSpec:
     @property
     def kernel_settings(self) -> tuple[object, ...]:
         """What two matrices must agree on to go through one call of ``muon_zero::newton_schulz``: its arguments."""
-        how = (self.coefficients, self.method, self.dtype, self.eps, self.safety, self.restarts)
+        how = (self.coefficients, self.form, self.dtype, self.eps, self.safety, self.restarts)
         return (*how, self.backend, self.memory_limit)
 
 

@@ -222,12 +222,12 @@ class Training:
     def held(self) -> dict[str, Tensor]:
         """This rank's parameters, and the whole copies of stages 1 and 2 under their names with a colon."""
         found = {}
-        for account in self.optimizer.engine.params:
-            param = account.param.detach()
-            found[account.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
-            if account.replica is not None:
-                account.await_refresh()
-                found[f":{account.name}"] = account.replica.detach().clone()
+        for sharded in self.optimizer.engine.params:
+            param = sharded.param.detach()
+            found[sharded.name] = (param.to_local() if isinstance(param, DTensor) else param).clone()
+            if sharded.resident is not None:
+                sharded.await_refresh()
+                found[f":{sharded.name}"] = sharded.resident.detach().clone()
         return found
 
 

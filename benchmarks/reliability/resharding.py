@@ -119,9 +119,9 @@ def load(
         now = run.tensors()
         wrong += sorted(now.keys() ^ tensors.keys())
         wrong += [name for name in now if not _same(now[name], tensors[name], rank, world)]
-        for account in run.optimizer.engine.params:
-            if account.replica is not None and not torch.equal(account.replica, tensors[account.name]):
-                wrong.append(f"the resident copy of {account.name}")
+        for sharded in run.optimizer.engine.params:
+            if sharded.resident is not None and not torch.equal(sharded.resident, tensors[sharded.name]):
+                wrong.append(f"the resident copy of {sharded.name}")
         run.step()  # and it trains on
         found[source] = ", ".join(wrong)
     return found

@@ -19,9 +19,9 @@ from compile_muon.model.groups import values_of
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.methods import State
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.owner_states import each_matrix, every_shape, states_kept
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor
 from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.disk import memory_in_file
@@ -98,13 +98,13 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
         CheckpointError: the optimizer's parameters are not the model's, or its state holds something that is no tensor.
         UnsupportedModelError: a gathered copy of a parameter was edited.
     """
-    optimizer.engine.params[0].handouts.check(thoroughly=True)
+    optimizer.engine.params[0].gathered.check(thoroughly=True)
     optimizer.engine.step.own_momenta()
     found, lender = Contents(), optimizer.engine.lender
     algorithm: dict[int, str] = {}
-    accounts = {account.name: account for account in optimizer.engine.params}
-    sharded = {id(account.param): name for name, account in accounts.items()}
-    at_owner = {name: {state.name: state for state in states_kept(account)} for name, account in accounts.items()}
+    sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
+    sharded = {id(sharded.param): name for name, sharded in sharded_params.items()}
+    at_owner = {name: {state.name: state for state in states_kept(sharded)} for name, sharded in sharded_params.items()}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
         found.groups[group["name"]] = values_of(group)
@@ -128,7 +128,7 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
                     )
                 if (kind := at_owner.get(sharded[id(value)], {}).get(slot)) is not None:
-                    _put_matrices(found, key, accounts[sharded[id(value)]], kind, state.detach())
+                    _put_matrices(found, key, sharded_params[sharded[id(value)]], kind, state.detach())
                     continue
                 found.tensors[key] = state.detach()
                 if (folder := lender.folder_of(sharded[id(value)], slot)) is not None:
@@ -144,10 +144,10 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     return found
 
 
-def _put_matrices(found: Contents, key: str, account: Account, state: State, held: Tensor) -> None:
+def _put_matrices(found: Contents, key: str, sharded: ShardedParam, state: State, held: Tensor) -> None:
     """A state at owners, matrix by matrix: any world then finds those that its ranks own."""
-    mine = dict(each_matrix(account, state, held))
-    for number, shape in every_shape(account, state).items():
+    mine = dict(each_matrix(sharded, state, held))
+    for number, shape in every_shape(sharded, state).items():
         if 0 in shape:
             continue
         if number in mine:

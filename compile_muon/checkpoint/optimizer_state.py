@@ -27,9 +27,11 @@ __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 
 def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]]:
     """Parameter, slot, tensor; the same on every rank. Of states at owners there is a slot for each matrix."""
-    accounts = {id(account.param): account for account in optimizer.engine.params}
-    at_owner = {name: {state.name: state for state in states_kept(a)} for a in accounts.values() for name in [a.name]}
-    numbers = {a.name: matrices_here(a) for a in accounts.values() if a.owners}
+    sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
+    at_owner = {
+        name: {state.name: state for state in states_kept(a)} for a in sharded_params.values() for name in [a.name]
+    }
+    numbers = {a.name: matrices_here(a) for a in sharded_params.values() if a.owners}
     holders = {
         (name, number): rank
         for rank, held in enumerate(ranks.gather(numbers) if numbers else ())
@@ -38,18 +40,18 @@ def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]
     }
     for group in optimizer.param_groups:
         for param in group["params"]:
-            account = accounts[id(param)]
+            sharded = sharded_params[id(param)]
             for slot, value in optimizer.state[param].items():
-                if (state := at_owner[account.name].get(slot)) is not None:
-                    mine = dict(each_matrix(account, state, value))
-                    for number, shape in every_shape(account, state).items():
+                if (state := at_owner[sharded.name].get(slot)) is not None:
+                    mine = dict(each_matrix(sharded, state, value))
+                    for number, shape in every_shape(sharded, state).items():
                         own = mine.get(number, torch.empty(shape, dtype=value.dtype, device="meta"))
                         key = f"{slot}.{number}"
-                        entry = Entry(f"{account.name}/{key}", own, None, holders[account.name, number])
-                        yield account.name, key, entry
+                        entry = Entry(f"{sharded.name}/{key}", own, None, holders[sharded.name, number])
+                        yield sharded.name, key, entry
                     continue
-                cut = account if isinstance(value, DTensor) else None  # a step count is not
-                yield account.name, slot, Entry(f"{account.name}/{slot}", value, cut)
+                cut = sharded if isinstance(value, DTensor) else None  # a step count is not
+                yield sharded.name, slot, Entry(f"{sharded.name}/{slot}", value, cut)
 
 
 def _ranks(optimizer: MuonZero) -> tuple[Ranks, Wire]:
@@ -115,7 +117,7 @@ def load_full_optimizer_state(optimizer: MuonZero, saved: Mapping[str, Any] | No
 
 def _named(optimizer: MuonZero) -> list[tuple[list[str], dict[str, Any]]]:
     """The parameters' names beside each group."""
-    names = {id(account.param): account.name for account in optimizer.engine.params}
+    names = {id(sharded.param): sharded.name for sharded in optimizer.engine.params}
     return [([names[id(param)] for param in group["params"]], group) for group in optimizer.param_groups]
 
 

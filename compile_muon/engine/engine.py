@@ -15,10 +15,10 @@ from compile_muon.engine.extension import Extension
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import Mesh
 from compile_muon.model.ownership import Ownership
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.hooks import Hooks
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.step import Step
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ class Engine:
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     @property
-    def params(self) -> list[Account]:
+    def params(self) -> list[ShardedParam]:
         """The sharded parameters, in the order of the model, frozen ones included."""
-        return self.ledger.accounts
+        return self.ledger.sharded_params
 
     @property
     def model(self) -> nn.Module:

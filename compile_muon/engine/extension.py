@@ -15,10 +15,10 @@ from torch import Tensor
 
 from compile_muon.errors import config_error
 from compile_muon.passes import GraphPass
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.hooks import Hooks
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
 from compile_muon.runtime.survey import Survey
 
@@ -66,14 +66,14 @@ class Extension:
             integers: those of its inputs that are no floating-point tensors, as ids of tokens.
         """
 
-    def told(self, account: Account, what: str, *facts: Any) -> None:
+    def told(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
         """An op that a pass has put into a graph has something to say of a parameter.
 
         Args:
             what: that the op and its extension agree on, see :meth:`~compile_muon.passes.holder.Holder.tell`.
         """
 
-    def dropped(self, account: Account) -> None:
+    def dropped(self, sharded: ShardedParam) -> None:
         """A parameter has no gradient (any more), so what was noted of it goes, too: behind a step, and ahead of a
         backward that finds none."""
 
@@ -107,16 +107,16 @@ class Extension:
 
     # ------------------------------------------------------------------ state
 
-    def kept(self, account: Account, name: str) -> Tensor:
+    def kept(self, sharded: ShardedParam, name: str) -> Tensor:
         """This rank's part of what :meth:`state` has begun."""
-        return local_tensor({**self.engine.step.optimizer.state[account.param]}[name])
+        return local_tensor({**self.engine.step.optimizer.state[sharded.param]}[name])
 
-    def state(self, account: Account) -> Mapping[str, Tensor]:
+    def state(self, sharded: ShardedParam) -> Mapping[str, Tensor]:
         """What is kept of a trained parameter, as it begins, by name in the optimizer's state: saved, loaded and
         resharded with it.
 
         Returns:
-            Tensors of the shape of ``account.local``, of any dtype, in memory of their own; or 0-dim, then the same on
+            Tensors of the shape of ``sharded.local``, of any dtype, in memory of their own; or 0-dim, then the same on
             all ranks. In ``optimizer.state`` they are DTensors where the parameter is one. A name has no slash.
         """
         return {}

@@ -26,7 +26,7 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes import GraphKind, GraphPass, PassContext
 from compile_muon.passes.attention import LOGITS, UnknownAttention, note_attention
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
 
 __all__ = ["MuonClip"]
 
@@ -62,13 +62,13 @@ class _Attention:
         scaled: what a step scales, and the specs of the parameters that it was made for.
     """
 
-    key: Account
-    biases: tuple[Account | None, Account | None]
+    key: ShardedParam
+    biases: tuple[ShardedParam | None, ShardedParam | None]
     largest: Tensor
     size: int
     dims: tuple[int, ...]
     own: int
-    scaled: Sequence[tuple[Account, _Heads, float]] = ()
+    scaled: Sequence[tuple[ShardedParam, _Heads, float]] = ()
     made_for: tuple[ParamSpec, ...] = ()
 
 
@@ -76,8 +76,8 @@ class _Attention:
 class _Projection:
     """A weight that projects queries or keys along ``dim``, and the bias that is added to them."""
 
-    weight: Account
-    bias: Account | None
+    weight: ShardedParam
+    bias: ShardedParam | None
     dim: int
 
     @property
@@ -94,7 +94,7 @@ class _Projection:
         shape = (-1, 1) if self.dim == 0 else (1, -1)
         return torch.cat([part.flatten() for part in muon.view.cut(order.view(shape))])
 
-    def heads(self, first: int, count: int, size: int, of: slice = _ALL) -> Iterator[tuple[Account, _Heads]]:
+    def heads(self, first: int, count: int, size: int, of: slice = _ALL) -> Iterator[tuple[ShardedParam, _Heads]]:
         """Of weight and bias, the heads in ``count * size`` rows behind the ``first`` ones, in the order of the parts.
 
         Args:
@@ -103,28 +103,28 @@ class _Projection:
         numbers = torch.full((self.rows,), count)
         rows = self._order()[first : first + count * size].view(count, size)[:, of]
         numbers[rows] = torch.arange(count)[:, None].expand_as(rows)
-        for account, dim in ((self.weight, self.dim), (self.bias, 0)):
-            if account is None:
+        for sharded, dim in ((self.weight, self.dim), (self.bias, 0)):
+            if sharded is None:
                 continue
-            layout = account.spec.layout  # a bias is cut otherwise than its weight
+            layout = sharded.spec.layout  # a bias is cut otherwise than its weight
             own = numbers[layout.part[dim]]
             if dim == 0 and layout.sharded:
                 own = own[layout.local_rows]
-            yield account, _Heads(dim, own.to(account.local.device), count)
+            yield sharded, _Heads(dim, own.to(sharded.local.device), count)
 
 
-def _scaled(account: Account, noted: _Attention, alpha: float) -> list[tuple[Account, _Heads, float]]:
-    """Which heads are scaled, of an attention whose queries ``account`` projects: of which parameter, by which power.
+def _scaled(sharded: ShardedParam, noted: _Attention, alpha: float) -> list[tuple[ShardedParam, _Heads, float]]:
+    """Which heads are scaled, of an attention whose queries ``sharded`` projects: of which parameter, by which power.
 
     Raises:
         UnsupportedModelError: it is not known which rows are whose, or a parameter that is to be scaled is frozen.
     """
-    query, key = (_Projection(*given) for given in zip((account, noted.key), noted.biases, noted.dims, strict=True))
+    query, key = (_Projection(*given) for given in zip((sharded, noted.key), noted.biases, noted.dims, strict=True))
     heads, size, own = len(noted.largest), noted.size, noted.own
     rows, key_rows = query.rows, key.rows
-    fused, latent = noted.key is account, own < size
+    fused, latent = noted.key is sharded, own < size
     keys = heads if latent else (rows // size - heads) // 2 if fused else key_rows // size
-    muon = account.spec.muon
+    muon = sharded.spec.muon
     fits = rows == (heads + 2 * keys if fused else heads) * size and (fused or key_rows == keys * size)
     if latent:  # values lie behind a head's own part of a key
         fits = not fused and rows == heads * size and key_rows % heads == 0 and key_rows // heads >= own
@@ -137,7 +137,7 @@ def _scaled(account: Account, noted: _Attention, alpha: float) -> list[tuple[Acc
     unfit = next(
         (f"{name} has {length} entries, not {number}" for name, length, number in added if length != number), None
     )
-    if fused and account.spec.layout.joined:
+    if fused and sharded.spec.layout.joined:
         remedy = "leave qk_clip out: heads of fused projections on tensor-parallel ranks are not scaled"
     elif not fits or keys < 1 or heads % keys:
         remedy = f"leave qk_clip out: its {heads} heads of {size} are not all of its rows"
@@ -158,7 +158,7 @@ def _scaled(account: Account, noted: _Attention, alpha: float) -> list[tuple[Acc
             *((*each, alpha) for each in query.heads(0, heads, size)),
             *((*each, 1 - alpha) for each in key.heads(heads * size if fused else 0, keys, size)),
         ]
-    raise UnsupportedModelError(f"qk_clip of {account.name}, {list(account.spec.layout.whole)}: {remedy}")
+    raise UnsupportedModelError(f"qk_clip of {sharded.name}, {list(sharded.spec.layout.whole)}: {remedy}")
 
 
 class MuonClip(Extension):
@@ -176,7 +176,7 @@ class MuonClip(Extension):
 
     def __init__(self, threshold: float, alpha: float, part: int = 0, parts: int = 1) -> None:
         self._threshold, self._alpha, self._part, self._parts = threshold, alpha, part, parts
-        self._attentions: dict[Account, _Attention] = {}
+        self._attentions: dict[ShardedParam, _Attention] = {}
         self.dynamo_passes = (GraphPass("note_attention", self._watch, kinds=(GraphKind.DYNAMO,)),)
         self.max_logit: Tensor | None = None
 
@@ -187,22 +187,22 @@ class MuonClip(Extension):
             raise UnsupportedModelError(f"qk_clip: {problem}; leave qk_clip out") from None
         return gm
 
-    def told(self, account: Account, what: str, *facts: Any) -> None:
+    def told(self, sharded: ShardedParam, what: str, *facts: Any) -> None:
         """Keep the largest logit of each head with the gradient that the backward under way adds to ``.grad``."""
-        if what != LOGITS or not account.visits.delivers:
+        if what != LOGITS or not sharded.visits.delivers:
             return
         key_state, largest, size, dims, own, biases = facts
-        if account not in self._attentions:
-            key, added = account_of(key_state), (account_of(biases[0]), account_of(biases[1]))
+        if sharded not in self._attentions:
+            key, added = sharded_param_of(key_state), (sharded_param_of(biases[0]), sharded_param_of(biases[1]))
             assert key is not None
             before = torch.full_like(largest, -math.inf)
-            self._attentions[account] = _Attention(key, added, before, size, tuple(dims), own)
-        noted = self._attentions[account]
+            self._attentions[sharded] = _Attention(key, added, before, size, tuple(dims), own)
+        noted = self._attentions[sharded]
         noted.largest.copy_(torch.maximum(noted.largest, largest))
 
-    def dropped(self, account: Account) -> None:
+    def dropped(self, sharded: ShardedParam) -> None:
         """What was noted belonged to gradients that are no more."""
-        if (noted := self._attentions.get(account)) is not None:
+        if (noted := self._attentions.get(sharded)) is not None:
             noted.largest.fill_(-math.inf)
 
     def check(self) -> None:
@@ -217,13 +217,13 @@ class MuonClip(Extension):
                 "qk_clip: no compiled graph has noted a logit in backward; compile the model with backend='muon_zero', "
                 "and let its attention call scaled_dot_product_attention or flex_attention"
             )
-        for account, noted in self._noted.items():
-            specs = tuple(each.spec for each in (account, noted.key, *noted.biases) if each is not None)
+        for sharded, noted in self._noted.items():
+            specs = tuple(each.spec for each in (sharded, noted.key, *noted.biases) if each is not None)
             if noted.made_for != specs:
-                noted.scaled, noted.made_for = _scaled(account, noted, self._alpha), specs
+                noted.scaled, noted.made_for = _scaled(sharded, noted, self._alpha), specs
 
     @property
-    def _noted(self) -> dict[Account, _Attention]:
+    def _noted(self) -> dict[ShardedParam, _Attention]:
         """In the same order on every rank."""
         return {a: self._attentions[a] for a in self.engine.step.muon if a in self._attentions}
 
@@ -253,7 +253,7 @@ class MuonClip(Extension):
         return {"max_logit": math.nan if self.max_logit is None else float(self.max_logit)}
 
 
-def _scale(account: Account, heads: _Heads, factors: Tensor) -> None:
-    local = account.local.detach()
+def _scale(sharded: ShardedParam, heads: _Heads, factors: Tensor) -> None:
+    local = sharded.local.detach()
     of_rows = torch.cat([factors, factors.new_ones(1)])[heads.numbers].to(local.dtype)
     local.mul_(of_rows[:, None] if local.ndim > heads.dim + 1 else of_rows)

@@ -12,7 +12,7 @@ from compile_muon.config import Config, MeshConfig
 from compile_muon.config.checked import Mistakes
 from compile_muon.config.sources import as_mapping
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 
 __all__ = ["Source", "filled", "is_sharded", "refused_tensor"]
 
@@ -22,7 +22,7 @@ Source = str | os.PathLike | Mapping[str, Any] | Config
 
 def is_sharded(model: object) -> bool:
     """Whether a MuonZero has it, or a part of it."""
-    return isinstance(model, nn.Module) and any(accounts_of(inner) for inner in model.modules())
+    return isinstance(model, nn.Module) and any(sharded_params_of(inner) for inner in model.modules())
 
 
 def refused_tensor(mesh: MeshConfig | None) -> list[ConfigError]:

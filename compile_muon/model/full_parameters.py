@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from compile_muon.errors import UnsupportedModelError
-from compile_muon.model.readers import account_key, accounts_of, original_class
+from compile_muon.model.readers import original_class, sharded_param_key, sharded_params_of
 from compile_muon.passes.exchange.transfers import gather_pieces
 from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import buckets, start_refresh_by_owner
+from compile_muon.runtime.resident import buckets, start_refresh_by_owner
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor, ordinary_tensors, user_attributes
 
 __all__ = ["Held", "full_parameters", "gather_whole"]
@@ -58,50 +58,51 @@ def full_parameters(module: nn.Module, write: bool = False) -> Iterator[None]:
             module with parameters added. The sharded model is as before then.
     """
     held = [Held(path, inner) for path, inner in module.named_modules()]
-    accounts = list({id(account): account for each in held for account in each.accounts.values()}.values())
-    for account in accounts:
-        if account.name in account.handouts.whole:
+    sharded_params = list({id(sharded): sharded for each in held for sharded in each.sharded_params.values()}.values())
+    for sharded in sharded_params:
+        if sharded.name in sharded.gathered.whole:
             raise UnsupportedModelError(
-                f"{account.name}: is whole already in an outer full_parameters block, over another module it is tied "
+                f"{sharded.name}: is whole already in an outer full_parameters block, over another module it is tied "
                 "to; enter one block over a module that holds both"
             )
-    problems = _of_all_ranks(accounts, _edited_copies(accounts))
+    problems = _of_all_ranks(sharded_params, _edited_copies(sharded_params))
     if problems:
         raise UnsupportedModelError("; ".join(problems))
     with ordinary_tensors():
-        gathered = gather_whole(accounts)
-        whole: dict[int, Any] = {id(account): _parameter(account, gathered[id(account)]) for account in accounts}
-    before = None if write else _fingerprints(accounts, whole)
+        gathered = gather_whole(sharded_params)
+        whole: dict[int, Any] = {id(sharded): _parameter(sharded, gathered[id(sharded)]) for sharded in sharded_params}
+    before = None if write else _fingerprints(sharded_params, whole)
     for each in held:
         each.open(whole)
-    for account in accounts:
-        account.handouts.whole.add(account.name)
+    for sharded in sharded_params:
+        sharded.gathered.whole.add(sharded.name)
     try:
         yield
         problems = [problem for each in held for problem in each.problems()] + _came(held)
         for each in held:
             # Whoever replaced one of several tied parameters replaced all: problems() saw to it.
             whole |= {
-                id(account): each.module.__dict__["_parameters"].get(name) for name, account in each.accounts.items()
+                id(sharded): each.module.__dict__["_parameters"].get(name)
+                for name, sharded in each.sharded_params.items()
             }
         problems = problems or _untied(held, whole)
     finally:
         children = [dict(each.module._modules) for each in held]
         for each in held:
             each.close()
-        for account in accounts:
-            account.handouts.whole.discard(account.name)
+        for sharded in sharded_params:
+            sharded.gathered.whole.discard(sharded.name)
     if write:
-        problems = _of_all_ranks(accounts, problems)
+        problems = _of_all_ranks(sharded_params, problems)
     elif not problems:
-        problems = _edited(accounts, before, _fingerprints(accounts, whole))
+        problems = _edited(sharded_params, before, _fingerprints(sharded_params, whole))
     if problems:
         raise UnsupportedModelError("; ".join(problems[:3]) + "; nothing was written")
     if write:
         for each, now in zip(held, children, strict=True):
             each.module._modules.clear()
             each.module._modules.update(now)
-        _write(accounts, whole)
+        _write(sharded_params, whole)
 
 
 class Held:
@@ -111,44 +112,44 @@ class Held:
         self.prefix = f"{path}." if path else ""
         self.module, self.cls = module, type(module)
         self.parameters, self.children = dict(module.__dict__["_parameters"]), dict(module._modules)
-        self.accounts = accounts_of(module)
-        self.trained = {name: account.param.requires_grad for name, account in self.accounts.items()}
+        self.sharded_params = sharded_params_of(module)
+        self.trained = {name: sharded.param.requires_grad for name, sharded in self.sharded_params.items()}
         self.dtypes: dict[str, torch.dtype] = {}
 
     def open(self, whole: dict[int, Any]) -> None:
         """Let the module hold whole parameters."""
-        if not self.accounts:
+        if not self.sharded_params:
             return
         self.module.__class__ = original_class(self.cls)
-        for name, account in self.accounts.items():
-            del self.module.__dict__[account_key(name)]
-            self.module.__dict__["_parameters"][name] = whole[id(account)]
-            self.dtypes[name] = whole[id(account)].dtype
+        for name, sharded in self.sharded_params.items():
+            del self.module.__dict__[sharded_param_key(name)]
+            self.module.__dict__["_parameters"][name] = whole[id(sharded)]
+            self.dtypes[name] = whole[id(sharded)].dtype
 
     def close(self) -> None:
         """Everything as before."""
         self.module._modules.clear()
         self.module._modules.update(self.children)
-        if not self.accounts:
+        if not self.sharded_params:
             return
         self.module.__class__ = self.cls
         self.module.__dict__["_parameters"].clear()
         self.module.__dict__["_parameters"].update(self.parameters)
-        for name, account in self.accounts.items():
-            self.module.__dict__[account_key(name)] = account
+        for name, sharded in self.sharded_params.items():
+            self.module.__dict__[sharded_param_key(name)] = sharded
 
     def problems(self, among: Container[int] | None = None) -> list[str]:
         """What happened inside that cannot be written back.
 
         Args:
-            among: ids of the accounts whose parameters are looked at; default: all.
+            among: ids of the sharded parameters that are looked at; default: all.
         """
         now = self.module.__dict__["_parameters"]
         added = [name for name in now if name not in self.parameters and now[name] is not None]
         found = [f"{self.prefix}{name}: was added" for name in added]
-        for name, account in self.accounts.items():
-            problem = self._problem(name, account, now.get(name))
-            if problem and (among is None or id(account) in among):
+        for name, sharded in self.sharded_params.items():
+            problem = self._problem(name, sharded, now.get(name))
+            if problem and (among is None or id(sharded) in among):
                 found.append(f"{self.prefix}{name}: {problem}")
         return found
 
@@ -161,16 +162,16 @@ class Held:
             if self.children.get(name) is not now.get(name)
         ]
 
-    def _problem(self, name: str, account: Account, param: Tensor | None) -> str | None:
-        spec = account.spec
+    def _problem(self, name: str, sharded: ShardedParam, param: Tensor | None) -> str | None:
+        spec = sharded.spec
         if not isinstance(param, nn.Parameter):
             return "was removed"
         if tuple(param.shape) not in (spec.layout.whole, spec.layout.shape):
             return f"its shape changed from {list(spec.layout.whole)} to {list(param.shape)}"
         if param.dtype is not self.dtypes[name]:
             return f"its dtype changed from {str(self.dtypes[name]).removeprefix('torch.')} to {param.dtype}"
-        if param.device != account.hyper.device:
-            return f"its device changed from {account.hyper.device} to {param.device}"
+        if param.device != sharded.hyper.device:
+            return f"its device changed from {sharded.hyper.device} to {param.device}"
         # A new Parameter requires a gradient unless told otherwise, which says nothing about what its maker wants.
         if param.requires_grad != self.trained[name] and self.trained[name]:
             return "requires_grad changed; set it before MuonZero"
@@ -190,65 +191,65 @@ def _came(held: Sequence[Held]) -> list[str]:
 
 def _untied(held: Sequence[Held], whole: dict[int, Any]) -> list[str]:
     return [
-        f"{each.prefix}{name}: is tied to {account.name}, but one of them was replaced alone"
+        f"{each.prefix}{name}: is tied to {sharded.name}, but one of them was replaced alone"
         for each in held
-        for name, account in each.accounts.items()
-        if each.module.__dict__["_parameters"][name] is not whole[id(account)]
+        for name, sharded in each.sharded_params.items()
+        if each.module.__dict__["_parameters"][name] is not whole[id(sharded)]
     ]
 
 
-def _parameter(account: Account, full: Tensor) -> nn.Parameter:
-    param = nn.Parameter(account.as_read(full), requires_grad=account.param.requires_grad)
-    vars(param).update(user_attributes(account.param))
+def _parameter(sharded: ShardedParam, full: Tensor) -> nn.Parameter:
+    param = nn.Parameter(sharded.as_read(full), requires_grad=sharded.param.requires_grad)
+    vars(param).update(user_attributes(sharded.param))
     return param
 
 
-def _edited_copies(accounts: Sequence[Account]) -> list[str]:
+def _edited_copies(sharded_params: Sequence[ShardedParam]) -> list[str]:
     """Gathered copies that were edited before: what is gathered now does not have it."""
     try:
-        if accounts:
-            accounts[0].handouts.check({account.name for account in accounts}, thoroughly=True)
+        if sharded_params:
+            sharded_params[0].gathered.check({sharded.name for sharded in sharded_params}, thoroughly=True)
     except UnsupportedModelError as error:
         return [str(error)]
     return []
 
 
-def _edited(accounts: Sequence[Account], before: Tensor | None, after: Tensor | None) -> list[str]:
+def _edited(sharded_params: Sequence[ShardedParam], before: Tensor | None, after: Tensor | None) -> list[str]:
     if before is None or after is None:
         return []
     return [
-        f"{account.name}: was edited in a full_parameters block without write=True"
-        for account, edited in zip(accounts, (before != after).tolist(), strict=True)
+        f"{sharded.name}: was edited in a full_parameters block without write=True"
+        for sharded, edited in zip(sharded_params, (before != after).tolist(), strict=True)
         if edited
     ]
 
 
-def _fingerprints(accounts: Sequence[Account], whole: dict[int, Any]) -> Tensor | None:
-    return fingerprint([local_tensor(whole[id(account)]) for account in accounts]) if accounts else None
+def _fingerprints(sharded_params: Sequence[ShardedParam], whole: dict[int, Any]) -> Tensor | None:
+    return fingerprint([local_tensor(whole[id(sharded)]) for sharded in sharded_params]) if sharded_params else None
 
 
 # -------------------------------------------------------------------------------------- collectives
 
 
 @torch.no_grad()
-def gather_whole(accounts: Sequence[Account]) -> dict[int, Tensor]:
-    """The whole values in master dtype, in memory of their own, by the id of the account."""
+def gather_whole(sharded_params: Sequence[ShardedParam]) -> dict[int, Tensor]:
+    """The whole values in master dtype, in memory of their own, by the id of the sharded parameter."""
     found: dict[int, Tensor] = {}
-    for bucket in buckets(accounts, lambda spec: spec.dtype):
-        shards = [account.local.detach() for account in bucket]
+    for bucket in buckets(sharded_params, lambda spec: spec.dtype):
+        shards = [sharded.local.detach() for sharded in bucket]
         if not bucket[0].spec.layout.sharded:
-            found |= {id(account): shard.clone() for account, shard in zip(bucket, shards, strict=True)}
+            found |= {id(sharded): shard.clone() for sharded, shard in zip(bucket, shards, strict=True)}
             continue
         # Master values, not what the model computes with.
-        specs = [account.spec for account in bucket]
+        specs = [sharded.spec for sharded in bucket]
         wholes = gather_pieces(shards, specs, decode_dtype(specs[0].dtype))
-        found |= {id(account): whole for account, whole in zip(bucket, wholes, strict=True)}
+        found |= {id(sharded): whole for sharded, whole in zip(bucket, wholes, strict=True)}
     return found
 
 
-def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]:
+def _of_all_ranks(sharded_params: Sequence[ShardedParam], problems: list[str]) -> list[str]:
     """No rank writes where another does not: the others would wait for it."""
-    axes = {axis.group: a.hyper.device for a in accounts for axis in a.spec.layout.axes}
+    axes = {axis.group: a.hyper.device for a in sharded_params for axis in a.spec.layout.axes}
     bad = False
     for group, device in axes.items():
         flag = torch.tensor([len(problems) > 0], dtype=torch.int32, device=device)
@@ -259,12 +260,14 @@ def _of_all_ranks(accounts: Sequence[Account], problems: list[str]) -> list[str]
 
 
 @torch.no_grad()
-def _write(accounts: Sequence[Account], values: dict[int, Any]) -> None:
+def _write(sharded_params: Sequence[ShardedParam], values: dict[int, Any]) -> None:
     """The values of the first rank that has the same part of the model, into the shards of all."""
     # Slices and copies along tensor may share a gather, but not what crosses tensor.
-    kinds = [[account for account in accounts if account.spec.layout.joined is joined] for joined in (True, False)]
+    kinds = [
+        [sharded for sharded in sharded_params if sharded.spec.layout.joined is joined] for joined in (True, False)
+    ]
     for bucket in (found for kind in kinds for found in buckets(kind, lambda spec: spec.dtype)):
-        parts = [local_tensor(values[id(account)]).detach() for account in bucket]
+        parts = [local_tensor(values[id(sharded)]).detach() for sharded in bucket]
         layout = bucket[0].spec.layout
         axes = [axis for axis in (layout.everyone, *([] if layout.joined else [layout.tensor])) if not axis.alone]
         if axes:
@@ -272,10 +275,10 @@ def _write(accounts: Sequence[Account], values: dict[int, Any]) -> None:
             for axis in axes:
                 flat = _c10d.wait_tensor(_c10d.broadcast(flat, 0, axis.group))
             parts = list(flat.split([part.numel() for part in parts]))
-        for account, part in zip(bucket, parts, strict=True):
-            layout = account.spec.layout
+        for sharded, part in zip(bucket, parts, strict=True):
+            layout = sharded.spec.layout
             full = part.view(layout.shape)
             if layout.sharded:
                 full = full[layout.local_rows]
-            account.local.detach().copy_(full)
-    start_refresh_by_owner(accounts)
+            sharded.local.detach().copy_(full)
+    start_refresh_by_owner(sharded_params)

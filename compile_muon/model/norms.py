@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.norms import norms
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["parameter_norms"]
 
@@ -26,27 +26,31 @@ def parameter_norms(model: nn.Module, *, gradients: bool = False) -> dict[str, f
     Returns:
         By the names of ``model.named_parameters()``; without those that have no gradient on this rank.
     """
-    accounts: dict[Account, str] = {}
+    sharded_params: dict[ShardedParam, str] = {}
     for path, module in model.named_modules():
-        for name, account in accounts_of(module).items():
-            accounts.setdefault(account, f"{path}.{name}" if path else name)
-    if not accounts:
+        for name, sharded in sharded_params_of(module).items():
+            sharded_params.setdefault(sharded, f"{path}.{name}" if path else name)
+    if not sharded_params:
         return {}
     if gradients:
-        for account in accounts:
-            account.place_gradient()
-    own = {a: a.local_grad if gradients else a.local.detach() for a in accounts if not gradients or a.grad is not None}
-    device = next(iter(accounts)).local.device
-    squares = torch.zeros(len(accounts), dtype=torch.float64, device=device)
+        for sharded in sharded_params:
+            sharded.place_gradient()
+    own = {
+        a: a.local_grad if gradients else a.local.detach()
+        for a in sharded_params
+        if not gradients or a.grad is not None
+    }
+    device = next(iter(sharded_params)).local.device
+    squares = torch.zeros(len(sharded_params), dtype=torch.float64, device=device)
     if own:
-        places = [i for i, account in enumerate(accounts) if account in own]
+        places = [i for i, sharded in enumerate(sharded_params) if sharded in own]
         # What several ranks hold would be counted once for each.
-        shares = squares.new_tensor([1 / account.spec.layout.copies for account in own])
+        shares = squares.new_tensor([1 / sharded.spec.layout.copies for sharded in own])
         squares[places] = norms(list(own.values())).double().square() * shares
-    for group in {id(account.group): account.group for account in accounts if account.group is not None}.values():
-        part = torch.tensor([i for i, account in enumerate(accounts) if account.group is group], device=device)
+    for group in {id(sharded.group): sharded.group for sharded in sharded_params if sharded.group is not None}.values():
+        part = torch.tensor([i for i, sharded in enumerate(sharded_params) if sharded.group is group], device=device)
         summed = squares[part]
         dist.all_reduce(summed, group=group)
         squares[part] = summed
-    found = dict(zip(accounts, squares.sqrt().tolist(), strict=True))
-    return {name: found[account] for account, name in accounts.items() if account in own}
+    found = dict(zip(sharded_params, squares.sqrt().tolist(), strict=True))
+    return {name: found[sharded] for sharded, name in sharded_params.items() if sharded in own}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from compile_muon.errors import UnsupportedModelError, listed
-from compile_muon.model.readers import account_key, accounts_of, check_kind
+from compile_muon.model.readers import check_kind, sharded_param_key, sharded_params_of
 from compile_muon.model.support import wrapper_types
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Ownership"]
 
@@ -25,19 +25,19 @@ class Ownership:
 
     Args:
         model: the sharded model.
-        accounts: of all its parameters.
+        sharded_params: of all its parameters.
     """
 
-    def __init__(self, model: nn.Module, accounts: Sequence[Account]) -> None:
+    def __init__(self, model: nn.Module, sharded_params: Sequence[ShardedParam]) -> None:
         self.model = model
-        self._accounts = list(accounts)
-        self._params: list[nn.Parameter] = [account.param for account in accounts]
-        self._frozen = [account for account in accounts if not account.param.requires_grad]
+        self._sharded_params = list(sharded_params)
+        self._params: list[nn.Parameter] = [sharded.param for sharded in sharded_params]
+        self._frozen = [sharded for sharded in sharded_params if not sharded.param.requires_grad]
         self._kinds = self._kinds_now()
         self._places = [
-            (module, type(module), name, account)
+            (module, type(module), name, sharded)
             for module in model.modules()
-            for name, account in accounts_of(module).items()
+            for name, sharded in sharded_params_of(module).items()
         ]
         self._remember()
 
@@ -60,13 +60,13 @@ class Ownership:
     def _kinds_now(self) -> list[torch.dtype]:
         return [param.dtype for param in self._params]
 
-    def unfrozen(self) -> list[Account]:
+    def unfrozen(self) -> list[ShardedParam]:
         """Those that were frozen when the model was sharded, and require a gradient now."""
-        return [account for account in self._frozen if account.param.requires_grad]
+        return [sharded for sharded in self._frozen if sharded.param.requires_grad]
 
-    def take_up(self, accounts: Sequence[Account]) -> None:
+    def take_up(self, sharded_params: Sequence[ShardedParam]) -> None:
         """These are trained from now on."""
-        self._frozen = [account for account in self._frozen if account not in accounts]
+        self._frozen = [sharded for sharded in self._frozen if sharded not in sharded_params]
 
     def check(self) -> None:
         """Compare the model with what it was; cheap as long as nothing changed.
@@ -76,29 +76,29 @@ class Ownership:
                 that requires a gradient; a module was wrapped by FSDP or DDP.
         """
         if self._kinds_now() != self._kinds:
-            for account in self._accounts:
-                check_kind(account, account.param)
+            for sharded in self._sharded_params:
+                check_kind(sharded, sharded.param)
         if not self._unchanged():
             self._examine()
             self._remember()  # nothing that trains has changed: a frozen part was added, a block taken out
 
     def _examine(self) -> None:
         """Something changed; raise if it matters."""
-        for module, cls, name, account in self._places:
-            if account.name in account.handouts.whole:
+        for module, cls, name, sharded in self._places:
+            if sharded.name in sharded.gathered.whole:
                 raise UnsupportedModelError(
-                    f"{account.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
+                    f"{sharded.name}: is whole inside a full_parameters block; leave the block before optimizer.step()"
                 )
-            holds = module.__dict__["_parameters"].get(name) is account.param
-            ours = module.__dict__.get(account_key(name)) is account and issubclass(type(module), cls)
+            holds = module.__dict__["_parameters"].get(name) is sharded.param
+            ours = module.__dict__.get(sharded_param_key(name)) is sharded and issubclass(type(module), cls)
             if not holds:
                 raise UnsupportedModelError(
-                    f"{account.name}: is sharded, and its module holds another parameter in its place; {_REMEDY}, or "
+                    f"{sharded.name}: is sharded, and its module holds another parameter in its place; {_REMEDY}, or "
                     "write values inside `with compile_muon.full_parameters(module, write=True):`"
                 )
             if not ours:
                 raise UnsupportedModelError(
-                    f"{account.name}: another optimizer or library has taken over its module "
+                    f"{sharded.name}: another optimizer or library has taken over its module "
                     f"({type(module).__name__}); {_REMEDY}"
                 )
         wrappers = wrapper_types()

@@ -23,14 +23,14 @@ from compile_muon.passes.eager_traffic import traffic_of_gather
 from compile_muon.passes.markers import UNSHARD
 from compile_muon.passes.spec import decode_dtype, encode_dtype
 from compile_muon.passes.torch_private import never_a_frame, outside_transforms, transforming, untransformed
-from compile_muon.runtime.account import Account
-from compile_muon.runtime.handouts import in_forward
+from compile_muon.runtime.gathered_copies import in_forward
 from compile_muon.runtime.local import local_of, of_trained
 from compile_muon.runtime.parameter import of_frozen
-from compile_muon.runtime.replicas import keep_fresh
+from compile_muon.runtime.resident import keep_fresh
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, ordinary_tensors, user_attributes
 
-__all__ = ["accounts_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
+__all__ = ["sharded_params_of", "check_kind", "install_readers", "original_class", "refuse_states_of_another"]
 
 _PREFIX = "_muon_zero_"
 _OF_PYTORCH = ("_is_param", "_dynamo_", "__")
@@ -43,13 +43,13 @@ _NOT_WHOLE = (
 _REMEDY = "write to it inside `with compile_muon.full_parameters(module, write=True):`, or change the model before"
 
 
-def account_key(name: str) -> str:
-    """Where a module keeps the account of its parameter ``name``."""
+def sharded_param_key(name: str) -> str:
+    """Where a module keeps its sharded parameter ``name``."""
     return _PREFIX + name
 
 
-def accounts_of(module: nn.Module) -> dict[str, Account]:
-    """The accounts of the parameters that ``module`` itself holds, by local name."""
+def sharded_params_of(module: nn.Module) -> dict[str, ShardedParam]:
+    """The sharded parameters that ``module`` itself holds, by local name."""
     return {key.removeprefix(_PREFIX): value for key, value in vars(module).items() if key.startswith(_PREFIX)}
 
 
@@ -77,7 +77,7 @@ def _moved(name: str, what: str, before: object, after: object) -> UnsupportedMo
 
 
 def _stays_here(module: nn.Module, what: str) -> UnsupportedModelError:
-    name = next(iter(accounts_of(module).values())).name
+    name = next(iter(sharded_params_of(module).values())).name
     return UnsupportedModelError(
         f"{name}: is sharded, and its module cannot be {what}; save weights with compile_muon.save_pretrained or "
         "full_state_dict and a whole run with a Checkpointer, or take copy.deepcopy(model) inside "
@@ -85,30 +85,30 @@ def _stays_here(module: nn.Module, what: str) -> UnsupportedModelError:
     )
 
 
-def _check_copies(accounts: Mapping[str, Account]) -> None:
+def _check_copies(sharded_params: Mapping[str, ShardedParam]) -> None:
     """Raise if a gathered copy of one of these was edited: what is saved or loaded now would not have it."""
-    names = {account.name for account in accounts.values()}
-    for handouts in {id(account.handouts): account.handouts for account in accounts.values()}.values():
-        handouts.check(names, thoroughly=True)
+    names = {sharded.name for sharded in sharded_params.values()}
+    for gathered in {id(sharded.gathered): sharded.gathered for sharded in sharded_params.values()}.values():
+        gathered.check(names, thoroughly=True)
 
 
-def check_kind(account: Account, tensor: Tensor) -> None:
+def check_kind(sharded: ShardedParam, tensor: Tensor) -> None:
     """Raise if ``tensor``, which is to stand for the parameter, has another dtype or device than it was sharded with.
 
     Raises:
         UnsupportedModelError: naming the parameter and what changed.
     """
-    dtype = decode_dtype(account.spec.dtype)
+    dtype = decode_dtype(sharded.spec.dtype)
     if tensor.dtype is not dtype:
-        raise _moved(account.name, "dtype", account.spec.dtype, encode_dtype(tensor.dtype))
-    if tensor.device != account.hyper.device:
-        raise _moved(account.name, "device", account.hyper.device, tensor.device)
+        raise _moved(sharded.name, "dtype", sharded.spec.dtype, encode_dtype(tensor.dtype))
+    if tensor.device != sharded.hyper.device:
+        raise _moved(sharded.name, "device", sharded.hyper.device, tensor.device)
 
 
 # ------------------------------------------------------------------------------------------ reading
 
 
-def _another(account: Account, other: Tensor) -> Tensor:
+def _another(sharded: ShardedParam, other: Tensor) -> Tensor:
     """What a module reads where it holds ``other`` for a while: ``torch.func.functional_call``.
 
     It is whole on every rank, plain or a DTensor. Its gradient is averaged over the ranks as the parameter's, which it
@@ -117,15 +117,15 @@ def _another(account: Account, other: Tensor) -> Tensor:
     Raises:
         UnsupportedModelError: it is no such tensor.
     """
-    layout, dtype = account.spec.layout, decode_dtype(account.spec.compute_dtype)
+    layout, dtype = sharded.spec.layout, decode_dtype(sharded.spec.compute_dtype)
     if tuple(other.shape) != layout.whole:
         raise UnsupportedModelError(
-            f"{account.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
+            f"{sharded.name}: functional_call gives it a tensor of shape {list(other.shape)}; give a whole one, "
             f"{list(layout.whole)}, plain or a DTensor"
         )
-    if layout.parted or account.placed is not None:
+    if layout.parted or sharded.placed is not None:
         raise UnsupportedModelError(
-            f"{account.name}: functional_call gives it another tensor, and this rank's model has only a part of it; "
+            f"{sharded.name}: functional_call gives it another tensor, and this rank's model has only a part of it; "
             "write to the parameter, or leave expert and tensor parallelism out"
         )
     alone = layout.everyone.alone and layout.divisor == 1
@@ -133,7 +133,7 @@ def _another(account: Account, other: Tensor) -> Tensor:
         trained = other.requires_grad and torch.is_grad_enabled()
     elif isinstance(other, DTensor) or (untransformed(other).requires_grad and not alone):
         raise UnsupportedModelError(
-            f"{account.name}: functional_call inside a torch.func transform gives it what autograd or a DTensor has "
+            f"{sharded.name}: functional_call inside a torch.func transform gives it what autograd or a DTensor has "
             "yet to average; give whole tensors that require no gradient (`p.detach().full_tensor()`), or "
             "differentiate by torch.autograd.grad(create_graph=True)"
         )
@@ -144,61 +144,61 @@ def _another(account: Account, other: Tensor) -> Tensor:
     whole = other.full_tensor() if isinstance(other, DTensor) else other
     if not trained or alone:
         return whole.to(dtype)
-    spec = replace(account.spec, layout=replace(layout, stage=0), dtype=encode_dtype(whole.dtype), muon=None)
-    nobodys = account.hyper.new_empty(0)
-    return UNSHARD(whole, nobodys, account.hyper, None, replace(spec, master="", on_host=False).encode())
+    spec = replace(sharded.spec, layout=replace(layout, stage=0), dtype=encode_dtype(whole.dtype), muon=None)
+    nobodys = sharded.hyper.new_empty(0)
+    return UNSHARD(whole, nobodys, sharded.hyper, None, replace(spec, master="", on_host=False).encode())
 
 
-def _tagged(account: Account, whole: Tensor) -> Tensor:
+def _tagged(sharded: ShardedParam, whole: Tensor) -> Tensor:
     """``whole`` with the attributes that users set on the parameter: ``weight.quant_state``."""
-    given = user_attributes(account.param)
+    given = user_attributes(sharded.param)
     found = {tag: value for tag, value in given.items() if not tag.startswith(_OF_PYTORCH)}
     public = tuple(tag for tag in found if not tag.startswith("_"))  # marks that libraries leave change no forward
-    if public != account.tags:
-        account.tags = public
+    if public != sharded.tags:
+        sharded.tags = public
     vars(whole).update(found)
     return whole
 
 
 def _reader(name: str) -> property:
     """The property through which a module reads its full weight."""
-    key = account_key(name)
+    key = sharded_param_key(name)
 
     def read(module: nn.Module) -> Tensor:
-        account: Account = module.__dict__[key]
+        sharded: ShardedParam = module.__dict__[key]
         held: Any = module.__dict__["_parameters"][name]
-        if held is not account.param:
-            return _another(account, held)
+        if held is not sharded.param:
+            return _another(sharded, held)
         param: Any = held
         if torch.compiler.is_compiling():
-            shard = param.to_local() if account.distributed else param
-            part = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-            whole = account.as_read(part)
-            for tag in account.tags:
+            shard = param.to_local() if sharded.distributed else param
+            part = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
+            whole = sharded.as_read(part)
+            for tag in sharded.tags:
                 if hasattr(param, tag):
                     setattr(whole, tag, getattr(param, tag))
             return whole
         if torch.jit.is_tracing():
             raise _stays_here(module, "traced by torch.jit")
-        ledger = account.ledger
+        ledger = sharded.ledger
         inside, evaluates = in_forward(), not torch.is_grad_enabled()
-        with ledger.status.at("an eager read", "", [account.name]), ordinary_tensors(), outside_transforms():
-            shard = local_of(param) if account.distributed else param
-            check_kind(account, shard)
-            if account.spec.layout.gathered:
+        with ledger.status.at("an eager read", "", [sharded.name]), ordinary_tensors(), outside_transforms():
+            shard = local_of(param) if sharded.distributed else param
+            check_kind(sharded, shard)
+            if sharded.spec.layout.gathered:
                 ledger.status.change(ledger.phase(evaluates=evaluates) if inside else READING)
-            keep_fresh(account)
-            account.watch()
-            whole = UNSHARD(shard, account.momentum, account.hyper, account.replica, account.text)
-            if account.spec.layout.gathered:
-                ledger.count(traffic_of_gather(account.text))
-                ledger.frame_log.note("forward", "", [account.name])
-            account.handouts.read(account.name, whole, inside=inside)
+            keep_fresh(sharded)
+            sharded.watch()
+            whole = UNSHARD(shard, sharded.momentum, sharded.hyper, sharded.resident, sharded.text)
+            if sharded.spec.layout.gathered:
+                ledger.count(traffic_of_gather(sharded.text))
+                ledger.frame_log.note("forward", "", [sharded.name])
+            sharded.gathered.read(sharded.name, whole, inside=inside)
             if not inside:
-                whole = of_frozen(whole, account.param)
-                in_vain = partial(account.handouts.asked_in_vain, account.name)
-                whole = whole if account.spec.layout.parted else of_trained(whole, account.param, in_vain)
-            return _tagged(account, account.as_read(whole))
+                whole = of_frozen(whole, sharded.param)
+                in_vain = partial(sharded.gathered.asked_in_vain, sharded.name)
+                whole = whole if sharded.spec.layout.parted else of_trained(whole, sharded.param, in_vain)
+            return _tagged(sharded, sharded.as_read(whole))
 
     # Inlined where a frame reads a weight; by itself, in eager code, it is none worth compiling.
     never_a_frame(read)
@@ -213,7 +213,7 @@ class _InForward(dict[str, Any]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module.__dict__["_parameters"])
-        self._module, self._ours = module, accounts_of(module).keys()
+        self._module, self._ours = module, sharded_params_of(module).keys()
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self._module, name) if name in self._ours else super().__getitem__(name)
@@ -236,15 +236,15 @@ def _table(module: nn.Module) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ loading
 
 
-def _other_shard(account: Account, value: Tensor) -> str | None:
+def _other_shard(sharded: ShardedParam, value: Tensor) -> str | None:
     """Whose rows ``value`` of a state dict holds, if that is neither the whole nor what this rank has of it.
 
     A state dict that one rank saved has that rank's rows under the names of whole tensors. A DTensor brings the place
     it was saved at in its mesh (torch 2.13 takes mesh and rows for ours); of a plain tensor the shape tells.
     """
     if not isinstance(value, DTensor):
-        return account.spec.layout.owner_of(tuple(value.shape))
-    ours = isinstance(account.param, DTensor) and account.param.device_mesh == value.device_mesh
+        return sharded.spec.layout.owner_of(tuple(value.shape))
+    ours = isinstance(sharded.param, DTensor) and sharded.param.device_mesh == value.device_mesh
     owner_place = _place_of_another(value, gathered=not ours)
     return None if owner_place is None else f"rank {owner_place}"
 
@@ -291,13 +291,13 @@ def refuse_states_of_another(state_dict: Mapping[str, Any]) -> None:
             )
 
 
-def _as_parameter(account: Account, value: Tensor) -> Tensor:
+def _as_parameter(sharded: ShardedParam, value: Tensor) -> Tensor:
     """``value`` of a state dict as the kind of tensor the parameter is; a whole one is cut, which sends nothing.
 
     Args:
         value: whole and plain, or a DTensor; a shape that does not fit is left for torch to report.
     """
-    param: Any = account.param
+    param: Any = sharded.param
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
@@ -308,33 +308,33 @@ def _as_parameter(account: Account, value: Tensor) -> Tensor:
         value = value[0]
     if value.shape != param.shape:
         return value
-    layout = account.spec.layout
+    layout = sharded.spec.layout
     value = value[layout.part]
     if layout.sharded:
         value = value[layout.local_rows]
-    rows = value.detach().to(account.local.device)
+    rows = value.detach().to(sharded.local.device)
     return like_parameter(param, rows)
 
 
 def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
     """``_load_from_state_dict`` of ``cls``, with whole tensors cut and ours kept where torch would replace them."""
-    accounts = accounts_of(module)
-    _check_copies(accounts)
+    sharded_params = sharded_params_of(module)
+    _check_copies(sharded_params)
 
     def cut(_: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, account in accounts.items():
+        for name, sharded in sharded_params.items():
             value = state_dict.get(prefix + name)
             if not isinstance(value, Tensor):
                 continue
             value = value.clone() if value.is_inference() else value  # which nobody may change, nor make a DTensor of
-            owner = _other_shard(account, value)
+            owner = _other_shard(sharded, value)
             if owner is None:
-                state_dict[prefix + name] = _as_parameter(account, value)
+                state_dict[prefix + name] = _as_parameter(sharded, value)
                 continue
             # Among the messages that torch raises at the end.
             rest[-1].append(_NOT_WHOLE.format(name=prefix + name, owner=owner))
             if isinstance(value, DTensor):
-                state_dict[prefix + name] = account.param
+                state_dict[prefix + name] = sharded.param
 
     # The last of the module's hooks, so that it sees the keys as others have renamed them.
     hook = module.register_load_state_dict_pre_hook(cut)
@@ -348,21 +348,21 @@ def _load(cls: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
         del module.__dict__[_LOADING]
         hook.remove()
     # Here, where every rank is, and not where one of them happens to read a weight next.
-    for account in accounts.values():
-        keep_fresh(account, list(accounts.values()))
+    for sharded in sharded_params.values():
+        keep_fresh(sharded, list(sharded_params.values()))
 
 
 # ---------------------------------------------------------------------------------------- conversion
 
 
-def _convert(account: Account, fn: Callable[[Tensor], Tensor]) -> None:
+def _convert(sharded: ShardedParam, fn: Callable[[Tensor], Tensor]) -> None:
     """What ``nn.Module._apply(fn)`` does to a parameter: new values may come of it, another dtype or device may not."""
-    shard = account.local.detach()
+    shard = sharded.local.detach()
     with torch.no_grad():
         result = fn(shard)
-        check_kind(account, result)
+        check_kind(sharded, result)
         if result is not shard and result.shape == shard.shape and result.data_ptr() != shard.data_ptr():
-            account.param.copy_(like_parameter(account.param, result))
+            sharded.param.copy_(like_parameter(sharded.param, result))
 
 
 def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
@@ -371,11 +371,11 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
     torch would exchange what is inside a DTensor, so that hooks and compiled graphs lose it, even where ``fn`` changes
     nothing: ``model.to(device)`` of a trainer.
     """
-    accounts = accounts_of(module)
-    for account in accounts.values():
-        _convert(account, fn)
+    sharded_params = sharded_params_of(module)
+    for sharded in sharded_params.values():
+        _convert(sharded, fn)
     held = module.__dict__["_parameters"]
-    module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in accounts}
+    module.__dict__["_parameters"] = {name: param for name, param in held.items() if name not in sharded_params}
     try:
         super(cls, module)._apply(fn, recurse)
     finally:
@@ -388,28 +388,28 @@ def _apply(cls: Any, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse:
 
 def _guard(module: nn.Module, name: str, value: Any) -> None:
     """Something is assigned to the name of a sharded parameter."""
-    account = accounts_of(module)[name]
-    if value is account.param:
+    sharded = sharded_params_of(module)[name]
+    if value is sharded.param:
         return
-    if account.handouts.gave(account.name, value):  # module.weight = module.weight
-        return account.handouts.check({account.name}, thoroughly=True)
+    if sharded.gathered.gave(sharded.name, value):  # module.weight = module.weight
+        return sharded.gathered.check({sharded.name}, thoroughly=True)
     if module.__dict__.get(_LOADING) and isinstance(value, Tensor):  # load_state_dict(assign=True)
         with torch.no_grad():
-            account.param.copy_(value)
+            sharded.param.copy_(value)
         return
-    raise _replaced(account.name, "replaced")
+    raise _replaced(sharded.name, "replaced")
 
 
 def _put_back(module: nn.Module) -> None:
     """Parametrizations of old (weight_norm, prune) take a parameter out of the dictionary itself."""
-    accounts = accounts_of(module)
+    sharded_params = sharded_params_of(module)
     table = module.__dict__["_parameters"]
-    missing = [name for name in accounts if name not in table]
+    missing = [name for name in sharded_params if name not in table]
     if missing:
-        others = {name: param for name, param in table.items() if name not in accounts}
+        others = {name: param for name, param in table.items() if name not in sharded_params}
         table.clear()
-        table.update({name: account.param for name, account in accounts.items()} | others)
-        raise _replaced(accounts[missing[0]].name, "taken out of its module")
+        table.update({name: sharded.param for name, sharded in sharded_params.items()} | others)
+        raise _replaced(sharded_params[missing[0]].name, "taken out of its module")
 
 
 def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
@@ -431,7 +431,7 @@ def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
 
     def __delattr__(self: nn.Module, name: str) -> None:
         if name in names:
-            raise _replaced(accounts_of(self)[name].name, "deleted")
+            raise _replaced(sharded_params_of(self)[name].name, "deleted")
         super(swapped, self).__delattr__(name)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -439,7 +439,7 @@ def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
         if name in names:
             _guard(self, name, param)
         elif param is not None and (param.requires_grad or not isinstance(param, nn.Parameter)):
-            owner = next(iter(accounts_of(self).values())).name
+            owner = next(iter(sharded_params_of(self).values())).name
             raise UnsupportedModelError(
                 f"{name}: is added beside {owner}, which is sharded, and no optimizer would train it; add parameters "
                 "before MuonZero shards the model, or build a new MuonZero over a new model"
@@ -452,7 +452,7 @@ def _swapped(cls: type, names: tuple[str, ...], unseen: bool) -> type:
 
     def _save_to_state_dict(self: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if not keep_vars:  # who wants the parameters themselves may not be about to save them, nor on all ranks
-            _check_copies(accounts_of(self))
+            _check_copies(sharded_params_of(self))
         with ordinary_tensors():  # PyTorch detaches no DTensor inside inference_mode
             super(swapped, self)._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -504,11 +504,11 @@ class _NotUnderDDP:
         )
 
 
-def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) -> None:
+def install_readers(model: nn.Module, sharded_params: Mapping[nn.Parameter, ShardedParam]) -> None:
     """Put the sharded parameters into ``model``, and readers of the full weights in front of them.
 
     Args:
-        accounts: by the parameter that the model still holds.
+        sharded_params: by the parameter that the model still holds.
     """
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NotUnderDDP()
     # Equal modules share a class, and so their compiled code.
@@ -516,12 +516,12 @@ def install_readers(model: nn.Module, accounts: Mapping[nn.Parameter, Account]) 
     for module in model.modules():
         own = {name: param for name, param in module._parameters.items() if param is not None}
         for name, param in own.items():
-            module._parameters[name] = accounts[param].param
-            module.__dict__[account_key(name)] = accounts[param]
-            _tagged(accounts[param], torch.empty(0))
+            module._parameters[name] = sharded_params[param].param
+            module.__dict__[sharded_param_key(name)] = sharded_params[param]
+            _tagged(sharded_params[param], torch.empty(0))
         if own:
-            plain = (accounts[param] for param in own.values() if not accounts[param].distributed)
-            unseen = any(not account.spec.layout.everyone.alone for account in plain)
+            plain = (sharded_params[param] for param in own.values() if not sharded_params[param].distributed)
+            unseen = any(not sharded.spec.layout.everyone.alone for sharded in plain)
             key = (original_class(type(module)), tuple(own), unseen)
             cache.setdefault(key, _swapped(*key))
             module.__class__ = cache[key]

@@ -26,13 +26,13 @@ from compile_muon.model.readers import install_readers
 from compile_muon.model.setup_agreement import agree
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
-from compile_muon.runtime.account import Account
-from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.other_holders import replace
 from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
 from compile_muon.runtime.pinned import on_host
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _view_alone(rows: Tensor) -> Tensor:
 
     A DTensor whose shard starts in the middle of a storage has a data pointer that is not null; torch (2.13) takes it
     for an ordinary tensor then, and ``torch.save`` and ``copy.deepcopy`` fail on the storage it does not have. And a
-    shard in a file would bring the whole replica with it.
+    shard in a file would bring the whole resident weight with it.
     """
     if not rows.numel():
         return rows.clone()
@@ -99,22 +99,22 @@ def _split(
             return (param if mesh is None else _like(param, param.detach())), None
         whole = whole.to(dtype)
         return _like(param, on_host(whole) if spec.on_host else whole), None
-    replica = None
+    resident = None
     if not layout.sharded:
         local = whole.to(dtype)
     else:
         rows, first = layout.local_rows, 0
         compute = decode_dtype(spec.compute_dtype)
-        # Where dtypes agree the shard is a view of the replica: the replica costs nothing on this rank's rows.
+        # Where dtypes agree the shard is a view of the resident weight, which costs nothing on this rank's rows then.
         shared = layout.resident and spec.compute_dtype == spec.dtype
         if layout.replicated_weight:
-            replica = whole.to(compute)
+            resident = whole.to(compute)
         elif layout.resident:
             first, stop = layout.shard_rows(layout.shard.index)
-            replica = _cut(whole[first:stop], compute, device)
+            resident = _cut(whole[first:stop], compute, device)
         if shared:
-            assert replica is not None
-            local = _view_alone(replica[rows.start - first : rows.stop - first])
+            assert resident is not None
+            local = _view_alone(resident[rows.start - first : rows.stop - first])
         else:
             local = _cut(whole[rows], dtype, device)
     if spec.on_host:
@@ -127,7 +127,7 @@ def _split(
         shape=torch.Size(layout.whole),
         stride=contiguous_stride(layout.whole),
     )
-    return _like(param, distributed), replica
+    return _like(param, distributed), resident
 
 
 def _like(param: nn.Parameter, values: Tensor) -> nn.Parameter:
@@ -149,7 +149,7 @@ def shard_model(
     device: torch.device,
     lender: Lender,
     spread: ExpertPlan | None = None,
-) -> list[Account]:
+) -> list[ShardedParam]:
     """Shard every parameter of ``model`` in place and put markers in front of it.
 
     Args:
@@ -158,13 +158,13 @@ def shard_model(
         config: resolved configuration.
         mesh: the ranks by axis, None for one process.
         roles: of each parameter, by name.
-        ledger: where the parameters keep their accounts.
+        ledger: that the parameters belong to.
         hypers: the ``(1 - momentum, momentum)`` tensor of each parameter, by name.
         device: of the shards.
         lender: of states that are not beside their parameters.
         spread: of experts over ranks, to be done once everything is known to fit.
     Returns:
-        One account per parameter, in ``named_parameters()`` order.
+        One sharded parameter each, in ``named_parameters()`` order.
     """
     named = dict(model.named_parameters())
     costs = costs_for(config.machine, device.type)
@@ -181,38 +181,38 @@ def shard_model(
             _broadcast(model, specs, mesh.everyone)
     else:
         lender.reserve(specs, ledger.costs)
-    accounts: dict[nn.Parameter, Account] = {}
-    handouts, told = Handouts(), set[str]()
+    sharded_params: dict[nn.Parameter, ShardedParam] = {}
+    gathered, told = GatheredCopies(), set[str]()
     for name, param in named.items():
         spec = specs[name]
         if spec.master and not param.is_meta:
             whole = local_tensor(param).detach()
             lender.keep_master(name, whole[spec.layout.local_rows] if spec.layout.sharded else whole)
-        new, replica = _split(param, spec, mesh, roles[name], device)
+        new, resident = _split(param, spec, mesh, roles[name], device)
         if isinstance(new, ShardedParameter):
             new.origin = (name, told)
         local, dtype = local_tensor(new).detach(), decode_dtype(spec.state_dtype)
         beside = spec.muon is not None and spec.muon.beside
         momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
-        accounts[param] = Account(
-            name, new, spec, momentum, hypers[name], replica, ledger, handouts, group, placed=roles[name].placed
+        sharded_params[param] = ShardedParam(
+            name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, placed=roles[name].placed
         )
-    install_readers(model, accounts)
-    _drop_gradients(list(accounts.values()), accounts)
-    replace({account.name: param for param, account in accounts.items() if param is not account.param})
-    return list(accounts.values())
+    install_readers(model, sharded_params)
+    _drop_gradients(list(sharded_params.values()), sharded_params)
+    replace({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})
+    return list(sharded_params.values())
 
 
-def _drop_gradients(accounts: Sequence[Account], before: Iterable[nn.Parameter]) -> None:
+def _drop_gradients(sharded_params: Sequence[ShardedParam], before: Iterable[nn.Parameter]) -> None:
     """Gradients of a backward before sharding are each rank's own: dropped at every stage, and told."""
     with_gradient = [
-        name for name, param in zip((a.name for a in accounts), before, strict=True) if param.grad is not None
+        name for name, param in zip((a.name for a in sharded_params), before, strict=True) if param.grad is not None
     ]
     if not with_gradient:
         return
-    for account in accounts:
-        account.param.grad = None
+    for sharded in sharded_params:
+        sharded.param.grad = None
     warn_user(
         f"gradients of {listed(with_gradient)} from a backward before MuonZero are dropped; run backward after it"
     )

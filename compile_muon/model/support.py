@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from compile_muon.errors import UnsupportedModelError
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 from compile_muon.runtime.shards import has_memory, local_tensor
 
 __all__ = ["check_is_module", "check_modules", "check_supported", "wrapper_types"]
@@ -83,11 +83,11 @@ def check_modules(model: nn.Module) -> None:
     wrappers = wrapper_types()
     for name, module in model.named_modules():
         where = name or "model"
-        for account in accounts_of(module).values():
-            if not account.ledger.stepped and not account.distributed:
+        for sharded in sharded_params_of(module).values():
+            if not sharded.ledger.stepped and not sharded.distributed:
                 continue  # of a copied module, whole
             raise UnsupportedModelError(
-                f"{account.name}: is sharded by a MuonZero already; go on with that optimizer, or take a whole and "
+                f"{sharded.name}: is sharded by a MuonZero already; go on with that optimizer, or take a whole and "
                 "plain copy.deepcopy(model) inside `with compile_muon.full_parameters(model):` and shard the copy"
             )
         if isinstance(module, wrappers):

@@ -19,8 +19,8 @@ from compile_muon.model.param_spec import muon_spec
 from compile_muon.model.support import check_trainable
 from compile_muon.model.views import with_views
 from compile_muon.passes.methods import method_of
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.owner_states import deal_owners
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import new_hyper
 
 __all__ = ["agree_on", "group_of", "plan_unfrozen", "take_up"]
@@ -53,17 +53,17 @@ def group_of(
     return replace(own, complete=False), members
 
 
-def agree_on(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> None:
+def agree_on(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | None) -> None:
     """Compare with the other ranks what is unfrozen; collective.
 
     Raises:
         UnsupportedModelError: it differs, or has a dtype that cannot be trained; on all ranks.
     """
-    if found := compare({"names": [account.name for account in accounts]}, group):
+    if found := compare({"names": [sharded.name for sharded in sharded_params]}, group):
         said = by_rank([listed(names) for names in found["names"]])
         raise UnsupportedModelError(f"parameters were unfrozen otherwise: {said}; set requires_grad alike on all ranks")
-    for account in accounts:
-        check_trainable(account.name, account.param)
+    for sharded in sharded_params:
+        check_trainable(sharded.name, sharded.param)
 
 
 def plan_unfrozen(
@@ -96,11 +96,11 @@ def plan_unfrozen(
 
 
 def take_up(
-    accounts: Sequence[Account],
+    sharded_params: Sequence[ShardedParam],
     assignments: Mapping[str, Assignment],
     config: Config,
     hyper: Tensor,
-    like: Account | None,
+    like: ShardedParam | None,
 ) -> None:
     """Train these, of one group, from now on; they are laid out as they were, in the dtype they were in.
 
@@ -108,9 +108,9 @@ def take_up(
         hyper: of another group.
         like: another of their group, where they join one.
     """
-    algorithm = assignments[accounts[0].name].algorithm
+    algorithm = assignments[sharded_params[0].name].algorithm
     own = (new_hyper(method_of(algorithm), hyper.device), ()) if like is None else (like.hyper, like.rates)
-    for account in accounts:
-        muon = muon_spec(assignments[account.name], config, hyper.device, account.spec.layout)
-        account.take_up(replace(account.spec, muon=muon), *own)
-    deal_owners(accounts)
+    for sharded in sharded_params:
+        muon = muon_spec(assignments[sharded.name], config, hyper.device, sharded.spec.layout)
+        sharded.take_up(replace(sharded.spec, muon=muon), *own)
+    deal_owners(sharded_params)

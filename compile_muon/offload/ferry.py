@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import weight_of
 from compile_muon.runtime.lender import GRADIENT, WEIGHT
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Ferry"]
 
@@ -25,7 +25,7 @@ class _Coming(NamedTuple):
         arrived: once all of it is there; None where nothing travels.
     """
 
-    rows: dict[Account, dict[str, Tensor]]
+    rows: dict[ShardedParam, dict[str, Tensor]]
     found_inf: Tensor | None = None
     arrived: torch.Event | None = None
 
@@ -44,8 +44,8 @@ class Ferry:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
 
     def across(
-        self, buckets: Sequence[Sequence[Account]], found_inf: Tensor | None
-    ) -> Iterator[dict[Account, dict[str, Tensor]]]:
+        self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None
+    ) -> Iterator[dict[ShardedParam, dict[str, Tensor]]]:
         """Gradients of each bucket's parameters, which are final, and weights without a master on the host.
 
         The first are on their way when this returns, and each bucket while the host works on the one before. It waits
@@ -58,16 +58,16 @@ class Ferry:
         return self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
 
     def _arrivals(
-        self, buckets: Sequence[Sequence[Account]], coming: _Coming
-    ) -> Iterator[dict[Account, dict[str, Tensor]]]:
+        self, buckets: Sequence[Sequence[ShardedParam]], coming: _Coming
+    ) -> Iterator[dict[ShardedParam, dict[str, Tensor]]]:
         for number in range(len(buckets)):
             here, coming = coming, self._depart(buckets[number + 1] if number + 1 < len(buckets) else ())
             if here.arrived is not None:
                 here.arrived.synchronize()
                 if here.found_inf is not None and here.found_inf != 0:
                     return
-                for account, row in here.rows.items():
-                    row[GRADIENT] = _rounded(row[GRADIENT], decode_dtype(account.spec.state_dtype))
+                for sharded, row in here.rows.items():
+                    row[GRADIENT] = _rounded(row[GRADIENT], decode_dtype(sharded.spec.state_dtype))
             yield here.rows
 
     def follow(self) -> None:
@@ -75,26 +75,26 @@ class Ferry:
         if self._streams:
             self._behind = torch.accelerator.current_stream().record_event()
 
-    def back(self, accounts: Sequence[Account], rows: Sequence[Mapping[str, Tensor]]) -> None:
+    def back(self, sharded_params: Sequence[ShardedParam], rows: Sequence[Mapping[str, Tensor]]) -> None:
         """Parameters become what the host has made of them."""
         if not self._streams:
-            for account, row in zip(accounts, rows, strict=True):
-                local = account.local.detach()
-                if not local.is_set_to(weight := weight_of(account, row)):
+            for sharded, row in zip(sharded_params, rows, strict=True):
+                local = sharded.local.detach()
+                if not local.is_set_to(weight := weight_of(sharded, row)):
                     local.copy_(weight)
             return
         self._in.wait_event(self._behind)
         with self._in:
-            for account, row in zip(accounts, rows, strict=True):
-                local = account.local.detach()
-                local.copy_(_rounded(weight_of(account, row), local.dtype), non_blocking=True)
+            for sharded, row in zip(sharded_params, rows, strict=True):
+                local = sharded.local.detach()
+                local.copy_(_rounded(weight_of(sharded, row), local.dtype), non_blocking=True)
             there = self._in.record_event()
         torch.accelerator.current_stream().wait_event(there)
 
-    def _depart(self, accounts: Sequence[Account], found_inf: Tensor | None = None) -> _Coming:
+    def _depart(self, sharded_params: Sequence[ShardedParam], found_inf: Tensor | None = None) -> _Coming:
         tensors = {
-            account: {GRADIENT: account.local_grad} | ({} if account.spec.master else {WEIGHT: account.local.detach()})
-            for account in accounts
+            sharded: {GRADIENT: sharded.local_grad} | ({} if sharded.spec.master else {WEIGHT: sharded.local.detach()})
+            for sharded in sharded_params
         }
         if not self._streams:
             return _Coming({a: {name: x.cpu().contiguous() for name, x in row.items()} for a, row in tensors.items()})

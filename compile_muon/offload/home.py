@@ -35,10 +35,10 @@ from compile_muon.passes.exchange.owned import owned, state_shape
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
 from compile_muon.passes.norms import not_finite
 from compile_muon.passes.spec import ParamSpec, decode_dtype
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import advance, round_masters
 from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, Lender, Lent
 from compile_muon.runtime.owner_states import owners_of, states_kept
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import as_state, edits_of, local_tensor, row_state_shape
 from compile_muon.runtime.survey import Survey
 
@@ -161,10 +161,10 @@ class Home(Lender, Extension):
         #: of what is not on the device, what the latest of :meth:`lend` is made of, and what of that is only read
         self.lent: tuple[list[Bucket], list[Bucket]] = [], []
         self._shown: dict[str, dict[str, Tensor]] = {}
-        self._accounts: dict[str, Account] = {}
+        self._sharded_params: dict[str, ShardedParam] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
-        # Accounts with a master weight here, and edits of the parameter when that was last rounded to it.
-        self._rounded_at: dict[Account, int] = {}
+        # Sharded parameters with a master weight here, and edits of the parameter when that was last rounded to it.
+        self._rounded_at: dict[ShardedParam, int] = {}
         self._optimizer: Optimizer
 
     def reserve(self, specs: Mapping[str, ParamSpec], costs: Costs) -> None:
@@ -196,7 +196,7 @@ class Home(Lender, Extension):
         ]
         self._on_host = {bucket for chunk in self._chunks if chunk.on_host for bucket in chunk.buckets}
         self._ferry = Ferry(self._device, real=real and bool(self._on_host))
-        self._arrivals: Iterator[dict[Account, dict[str, Tensor]]]  # of the step under way
+        self._arrivals: Iterator[dict[ShardedParam, dict[str, Tensor]]]  # of the step under way
         self._chunks_of: dict[str, list[_Chunk]] = {}
         for chunk in self._chunks:
             for name in chunk.names:
@@ -295,68 +295,68 @@ class Home(Lender, Extension):
         """Belong to these parameters, and show their states in the optimizer's."""
         super().attach(engine)
         self._optimizer = engine.step.optimizer
-        self._accounts = {
-            account.name: account for account in engine.step.accounts.values() if account.name in self._kept
+        self._sharded_params = {
+            sharded.name: sharded for sharded in engine.step.sharded_params.values() if sharded.name in self._kept
         }
-        for account in self._accounts.values():
-            if account.spec.master:
-                self._rounded_at[account] = -1  # as given, or filled since
+        for sharded in self._sharded_params.values():
+            if sharded.spec.master:
+                self._rounded_at[sharded] = -1  # as given, or filled since
         self._follow_parameters()
         self._show()
 
-    def names(self, account: Account) -> frozenset[str]:
+    def names(self, sharded: ShardedParam) -> frozenset[str]:
         """Of its states that are away, as methods name them."""
-        return frozenset(self._kept.get(account.name, _Away()).states)
+        return frozenset(self._kept.get(sharded.name, _Away()).states)
 
-    def _state_of(self, account: Account) -> dict[str, Tensor]:
+    def _state_of(self, sharded: ShardedParam) -> dict[str, Tensor]:
         """The optimizer's, which loading replaces."""
-        return self._optimizer.state[account.param]
+        return self._optimizer.state[sharded.param]
 
     # ------------------------------------------------------------------ graphs
 
-    def fetch(self, account: Account, grad: Tensor, out: Tensor) -> Tensor:
+    def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum to ``out``, and begin to read what was fetched behind it the last time.
 
         In a file it is moved toward the gradient then and there, and written where the next generation is: a step that
         uses the direction keeps that, and need not read it again.
         """
         wrong: list[Tensor] = []
-        method = self._methods[account.name]
-        for chunk in self._chunks_of[account.name]:
+        method = self._methods[sharded.name]
+        for chunk in self._chunks_of[sharded.name]:
             if (bucket := chunk.momentum) is None:
                 continue
             arena = self._arenas[bucket]
             held = self._opened(bucket)
-            parts = {name: held[slot] for name, slot in self._kept[account.name].momentum.items()}
+            parts = {name: held[slot] for name, slot in self._kept[sharded.name].momentum.items()}
             momentum = self._codec.decode(parts, out.dtype)
             chunk.part(out).copy_(momentum)
             # What a method of its own makes of a momentum may depend on the direction.
             if isinstance(arena.store, FileStore) and method.advance is None:
-                advance(method, [momentum], [chunk.part(grad)], [], {"momentum": account.factor})
-                self._codec.encode(momentum, parts, account.name, account.ledger.status.step)
+                advance(method, [momentum], [chunk.part(grad)], [], {"momentum": sharded.factor})
+                self._codec.encode(momentum, parts, sharded.name, sharded.ledger.status.step)
                 wrong.append(not_finite([momentum])[0])
                 arena.close(bucket)
             else:
                 arena.leave(bucket)
             self._read_ahead()
         if wrong:
-            self._moved[account.name] = (account.fetches, functools.reduce(torch.maximum, wrong))
+            self._moved[sharded.name] = (sharded.fetches, functools.reduce(torch.maximum, wrong))
         return out
 
-    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         found = []
-        for account, number in fetches.items():
-            made, wrong = self._moved.get(account.name, (-1, None))
+        for sharded, number in fetches.items():
+            made, wrong = self._moved.get(sharded.name, (-1, None))
             if made == number and wrong is not None:
-                found.append(account)
-                self._wrong[account.name, "momentum"] = wrong
-        self._written = [bucket for account in found for bucket in self._momenta_of(account)]
+                found.append(sharded)
+                self._wrong[sharded.name, "momentum"] = wrong
+        self._written = [bucket for sharded in found for bucket in self._momenta_of(sharded)]
         self._moved.clear()
         return frozenset(found)
 
-    def _momenta_of(self, account: Account) -> list[Bucket]:
-        chunks = self._chunks_of.get(account.name, [])
+    def _momenta_of(self, sharded: ShardedParam) -> list[Bucket]:
+        chunks = self._chunks_of.get(sharded.name, [])
         return [chunk.momentum for chunk in chunks if chunk.momentum is not None]
 
     def _opened(self, bucket: Bucket) -> dict[Slot, Tensor]:
@@ -380,15 +380,15 @@ class Home(Lender, Extension):
     # ------------------------------------------------------------------ steps
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
-    ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
+    ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`; by the bucket."""
-        beside = [account for account in accounts if account.name not in self._kept]
+        beside = [sharded for sharded in sharded_params if sharded.name not in self._kept]
         if beside:
             self._note(beside, what)
-            yield beside, [self._state_of(account) for account in beside]
-        wanted = {account.name: account for account in accounts}
-        todo: list[tuple[_Chunk, list[Account], list[Bucket]]] = []
+            yield beside, [self._state_of(sharded) for sharded in beside]
+        wanted = {sharded.name: sharded for sharded in sharded_params}
+        todo: list[tuple[_Chunk, list[ShardedParam], list[Bucket]]] = []
         for chunk in self._chunks:
             if own := [wanted[name] for name in chunk.names if name in wanted]:
                 todo.append((chunk, own, chunk.lent(what, moved=own[0] in moved)))
@@ -405,7 +405,7 @@ class Home(Lender, Extension):
             self._count_on(torch.device("cpu") if chunk.on_host else self._device, own)
             if chunk.first:
                 self._note(own, what)
-            lent = [self._views(account, held, chunk) | given.get(account, {}) for account in own]
+            lent = [self._views(sharded, held, chunk) | given.get(sharded, {}) for sharded in own]
             if chunk.rows is not None:
                 lent[0] |= {GRADIENT: chunk.part(own[0].local_grad)}
             self.lent = ([b for b in buckets if b in self._there], [b for b in read_only if b in self._there])
@@ -414,13 +414,13 @@ class Home(Lender, Extension):
                 if self._on_disk:  # what was noted is of before
                     self._ferry.follow()
                 self._ferry.back(own, lent)
-            for account, views in zip(own, lent, strict=True):
-                slots, kept = self._state_of(account), self._kept[account.name]
+            for sharded, views in zip(own, lent, strict=True):
+                slots, kept = self._state_of(sharded), self._kept[sharded.name]
                 own_names = slots.keys() - kept.slots.keys() if chunk.last else frozenset()
                 slots.update({name: tensor for name, tensor in views.items() if name in own_names})
                 if MOMENTUM in views and kept.momentum:
                     parts = {name: held[slot] for name, slot in kept.momentum.items()}
-                    self._codec.encode(views[MOMENTUM], parts, account.name, step)
+                    self._codec.encode(views[MOMENTUM], parts, sharded.name, step)
             self._look(own, lent, more=not chunk.first)
             for bucket in buckets:
                 if bucket in read_only:
@@ -429,74 +429,74 @@ class Home(Lender, Extension):
                     self._arenas[bucket].close(bucket)
                     self._written.append(bucket)
 
-    def fetched(self, account: Account) -> list[Bucket]:
+    def fetched(self, sharded: ShardedParam) -> list[Bucket]:
         """Of what is not on the device, what :meth:`fetch` opens."""
-        return [bucket for bucket in self._momenta_of(account) if bucket in self._there]
+        return [bucket for bucket in self._momenta_of(sharded) if bucket in self._there]
 
-    def computes(self, account: Account) -> bool:
+    def computes(self, sharded: ShardedParam) -> bool:
         """Whether the host computes its step."""
-        return any(chunk.on_host for chunk in self._chunks_of.get(account.name, []))
+        return any(chunk.on_host for chunk in self._chunks_of.get(sharded.name, []))
 
-    def _note(self, accounts: Sequence[Account], what: Lent) -> None:
+    def _note(self, sharded_params: Sequence[ShardedParam], what: Lent) -> None:
         """Copy to the host what a step is about to write in place, if a disk can still fail it: who is lent masters
         alone writes no states, and who is lent some to write moves parameters."""
         if not self._on_disk:
             return
-        for account in accounts:
-            kept = self._kept[account.name].slots if account.name in self._kept else {}
-            in_file = {name for name, slot in kept.items() if isinstance(self._store(account.name, slot), FileStore)}
-            states = {} if what is Lent.MASTERS else {**self._state_of(account)}
+        for sharded in sharded_params:
+            kept = self._kept[sharded.name].slots if sharded.name in self._kept else {}
+            in_file = {name for name, slot in kept.items() if isinstance(self._store(sharded.name, slot), FileStore)}
+            states = {} if what is Lent.MASTERS else {**self._state_of(sharded)}
             written = [local_tensor(value) for name, value in states.items() if name not in in_file]
             if what in (Lent.MASTERS, Lent.ALL):
-                written.append(account.local.detach())
+                written.append(sharded.local.detach())
             for tensor in written:
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
                 self._undone.append((tensor, copy.copy_(tensor, non_blocking=True)))
 
-    def _count_on(self, device: torch.device, accounts: Sequence[Account]) -> None:
+    def _count_on(self, device: torch.device, sharded_params: Sequence[ShardedParam]) -> None:
         """What is kept of a parameter beside its elements is where its step is computed, wherever a load put it."""
-        for account in accounts:
-            slots = self._state_of(account)
+        for sharded in sharded_params:
+            slots = self._state_of(sharded)
             for name, tensor in {**slots}.items():
-                if name not in self._kept[account.name].slots and tensor.device.type != device.type:
+                if name not in self._kept[sharded.name].slots and tensor.device.type != device.type:
                     slots[name] = tensor.to(device)
 
-    def _views(self, account: Account, held: Mapping[Slot, Tensor], chunk: _Chunk) -> dict[str, Tensor]:
-        kept = self._kept[account.name]
-        found = {name: tensor for name, tensor in {**self._state_of(account)}.items() if name not in kept.slots}
+    def _views(self, sharded: ShardedParam, held: Mapping[Slot, Tensor], chunk: _Chunk) -> dict[str, Tensor]:
+        kept = self._kept[sharded.name]
+        found = {name: tensor for name, tensor in {**self._state_of(sharded)}.items() if name not in kept.slots}
         if not chunk.last:  # what there is one of moves with the last rows
             found = {name: tensor if tensor.ndim else tensor.clone() for name, tensor in found.items()}
         found |= {name: held[slot] for name, slot in (kept.states | kept.masters).items() if slot in held}
         parts = {name: held[slot] for name, slot in kept.momentum.items() if slot in held}
         if parts:
-            found[MOMENTUM] = self._codec.decode(parts, decode_dtype(account.spec.state_dtype))
-        return found if chunk.rows is None else found | {ROWS: chunk.part(account.local.detach())}
+            found[MOMENTUM] = self._codec.decode(parts, decode_dtype(sharded.spec.state_dtype))
+        return found if chunk.rows is None else found | {ROWS: chunk.part(sharded.local.detach())}
 
-    def _look(self, own: Sequence[Account], lent: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
+    def _look(self, own: Sequence[ShardedParam], lent: Sequence[Mapping[str, Tensor]], *, more: bool) -> None:
         """Note which of these states are not finite.
 
         Args:
             more: whether these are further rows.
         """
-        by_label: dict[str, dict[Account, Tensor]] = {}
-        for account, views in zip(own, lent, strict=True):
-            for name, label in self._kept[account.name].labels.items():
+        by_label: dict[str, dict[ShardedParam, Tensor]] = {}
+        for sharded, views in zip(own, lent, strict=True):
+            for name, label in self._kept[sharded.name].labels.items():
                 if name in views:
-                    by_label.setdefault(label, {})[account] = views[name]
+                    by_label.setdefault(label, {})[sharded] = views[name]
         for label, tensors in by_label.items():
             flags = not_finite(list(tensors.values()))
             if flags.device.type != self._device.type:
                 flags = flags.pin_memory().to(self._device, non_blocking=True)
-            for account, flag in zip(tensors, flags.unbind(), strict=True):
-                known = self._wrong.get((account.name, label)) if more else None
-                self._wrong[account.name, label] = flag if known is None else torch.maximum(known, flag)
+            for sharded, flag in zip(tensors, flags.unbind(), strict=True):
+                known = self._wrong.get((sharded.name, label)) if more else None
+                self._wrong[sharded.name, label] = flag if known is None else torch.maximum(known, flag)
 
-    def wrong(self, account: Account, label: str) -> Tensor | None:
+    def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
-        kept = self._kept.get(account.name)
+        kept = self._kept.get(sharded.name)
         if kept is None or label not in kept.labels.values():
             return None
-        found = self._wrong.get((account.name, label))
+        found = self._wrong.get((sharded.name, label))
         return torch.zeros((), device=self._device) if found is None else found
 
     def facts(self, survey: Survey) -> None:
@@ -512,8 +512,8 @@ class Home(Lender, Extension):
         Raises:
             OffloadError: on every rank, if a disk of one failed.
         """
-        own = [[self._accounts[name] for name in chunk.names] for chunk in self._chunks if chunk.on_host]
-        graded = [[account for account in each if account.grad is not None] for each in own]
+        own = [[self._sharded_params[name] for name in chunk.names] for chunk in self._chunks if chunk.on_host]
+        graded = [[sharded for sharded in each if sharded.grad is not None] for each in own]
         self._arrivals = self._ferry.across([each for each in graded if each], found_inf)
         with self._agreeing(_NOT_KEPT, meets=self._on_disk):
             yield
@@ -594,15 +594,15 @@ class Home(Lender, Extension):
         self._follow_parameters()
         moved = False
         for owner, shown in self._shown.items():
-            account = self._accounts[owner]
-            slots = self._state_of(account)
+            sharded = self._sharded_params[owner]
+            slots = self._state_of(sharded)
             found = {**slots}
             for name, tensor in shown.items():
                 if found.get(name) is tensor:
                     continue
                 self.settle()
                 # What was taken out begins anew, a master weight as what its parameter is.
-                anew = account.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
+                anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
                 local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
                 slots[name] = tensor
                 moved = True
@@ -622,8 +622,8 @@ class Home(Lender, Extension):
             held: dict[Slot, Tensor] = {}
             for bucket in chunk.buckets:
                 held |= {slot.whole: tensor for slot, tensor in self._arenas[bucket].open(bucket).items()}
-            own = [self._accounts[name] for name in chunk.names]
-            lent = [self._views(account, held, chunk) for account in own]
+            own = [self._sharded_params[name] for name in chunk.names]
+            lent = [self._views(sharded, held, chunk) for sharded in own]
             self._look(own, lent, more=not chunk.first)
             round_masters(own, lent)
             for bucket in chunk.buckets:
@@ -635,50 +635,50 @@ class Home(Lender, Extension):
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Master weights of parameters that were edited become these, where they are not rounded to them."""
-        for account, rounded_at in self._rounded_at.items():
-            if edits_of(account.param) == rounded_at:
+        for sharded, rounded_at in self._rounded_at.items():
+            if edits_of(sharded.param) == rounded_at:
                 continue
-            for chunk in self._chunks_of[account.name]:
+            for chunk in self._chunks_of[sharded.name]:
                 assert chunk.masters is not None
                 self._arenas[chunk.masters].forget(chunk.masters)
-            slot = self._kept[account.name].masters[MASTER]
-            master = self._store(account.name, slot).current(slot)
-            param = account.local.detach().to(master.device)
+            slot = self._kept[sharded.name].masters[MASTER]
+            master = self._store(sharded.name, slot).current(slot)
+            param = sharded.local.detach().to(master.device)
             master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
         self._note_rounded()
 
     def _note_rounded(self) -> None:
         """Parameters are rounded to their master weights as these are now."""
-        for account in self._rounded_at:
-            self._rounded_at[account] = edits_of(account.param)
+        for sharded in self._rounded_at:
+            self._rounded_at[sharded] = edits_of(sharded.param)
 
     def _new_momenta(self) -> None:
         """What was made of the momenta before is of no use any more."""
-        for account in self._accounts.values():
-            if account.spec.muon is not None:
-                torch.autograd.graph.increment_version(account.momentum)
+        for sharded in self._sharded_params.values():
+            if sharded.spec.muon is not None:
+                torch.autograd.graph.increment_version(sharded.momentum)
 
     def _edits(self) -> list[int]:
         return [local_tensor(tensor)._version for shown in self._shown.values() for tensor in shown.values()]
 
     def _show(self) -> None:
         """What is kept stands where users and checkpoints look for it."""
-        for account in self._accounts.values():
-            kept, mesh = self._kept[account.name], None
-            if isinstance(account.param, DTensor) and self._device.type != "cpu":
-                mesh = host_mesh(account.param.device_mesh, self._meshes)
-            found = self._shown.setdefault(account.name, {})
+        for sharded in self._sharded_params.values():
+            kept, mesh = self._kept[sharded.name], None
+            if isinstance(sharded.param, DTensor) and self._device.type != "cpu":
+                mesh = host_mesh(sharded.param.device_mesh, self._meshes)
+            found = self._shown.setdefault(sharded.name, {})
             for name, slot in kept.slots.items():
-                tensor = self._store(account.name, slot).current(slot)
+                tensor = self._store(sharded.name, slot).current(slot)
                 if name not in found or local_tensor(found[name]) is not tensor:
-                    each = "element" if tensor.shape == account.local.shape else "row"
+                    each = "element" if tensor.shape == sharded.local.shape else "row"
                     there = mesh if tensor.device != self._device else None
-                    at_owner = name in (state.name for state in states_kept(account))
-                    found[name] = tensor if at_owner else as_state(account, tensor, each, there)
-            slots = self._state_of(account)
+                    at_owner = name in (state.name for state in states_kept(sharded))
+                    found[name] = tensor if at_owner else as_state(sharded, tensor, each, there)
+            slots = self._state_of(sharded)
             slots.update(found)
             if self._device.type != "cpu" and not isinstance(slots, _Settled):
-                self._optimizer.state[account.param] = _Settled(self, slots)
+                self._optimizer.state[sharded.param] = _Settled(self, slots)
         self._seen = self._edits()
 
     def _store(self, name: str, slot: Slot) -> Store:

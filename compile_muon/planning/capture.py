@@ -42,9 +42,9 @@ from compile_muon.planning.recorder import Recorder, Visit
 from compile_muon.planning.simulate import Played, Timeline, simulate
 from compile_muon.planning.simulate.lending import Lending
 from compile_muon.planning.step import step_graphs
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.owner_states import states_kept
-from compile_muon.runtime.replicas import gathers
+from compile_muon.runtime.resident import gathers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
 
 __all__ = [
@@ -153,8 +153,8 @@ def capture_step(
     with simulated_job(world, rank):
         optimizer = shard(model_factory(), config, axes=axes, backend=backend, init=init)
         graphs = [(visit.played, visit.states) for visit in run_micro_batches(optimizer, batch, options)]
-        trained = [account for account in optimizer.engine.params if account.param.grad is not None]
-        ready = {account.name for account in trained if account.speculations.current is not None}
+        trained = [sharded for sharded in optimizer.engine.params if sharded.param.grad is not None]
+        ready = {sharded.name for sharded in trained if sharded.speculations.current is not None}
         return captured(optimizer, graphs, trained, ready, options)
 
 
@@ -195,7 +195,7 @@ def run_micro_batches(
 ) -> list[Visit]:
     """Forward and backward as often as a step has them, none of whose graphs run; compiled code is dropped."""
     model = optimizer.engine.model
-    recorder = Recorder(fake_mode_of([account.local for account in optimizer.engine.params]))
+    recorder = Recorder(fake_mode_of([sharded.local for sharded in optimizer.engine.params]))
     torch.compiler.reset()
     try:
         compiled = torch.compile(model, backend=lambda gm, inputs: compile_frame(gm, inputs, options, recorder))
@@ -210,7 +210,7 @@ def run_micro_batches(
 def captured(
     optimizer: MuonZero,
     graphs: Sequence[tuple[Played, Mapping[int, str]]],
-    trained: Sequence[Account],
+    trained: Sequence[ShardedParam],
     ready: Collection[str],
     options: FrameOptions,
 ) -> Captured:
@@ -221,7 +221,9 @@ def captured(
         trained: the parameters that have a gradient.
         ready: names of those whose directions the graphs make.
     """
-    number = {account.name: number for number, gather in enumerate(gathers(trained)) for account in gather.accounts}
+    number = {
+        sharded.name: number for number, gather in enumerate(gathers(trained)) for sharded in gather.sharded_params
+    }
     played = [
         replace(
             graph,
@@ -233,55 +235,55 @@ def captured(
         for graph, states in graphs
     ]
     played += step_graphs(optimizer, trained, ready, options)
-    accounts, mesh, lender = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.lender
-    states = [value for account in trained for value in optimizer.state[account.param].values()]
+    sharded_params, mesh, lender = optimizer.engine.params, optimizer.engine.mesh, optimizer.engine.lender
+    states = [value for sharded in trained for value in optimizer.state[sharded.param].values()]
     away = lender.bytes_away - lender.bytes_in_buffers
     resident = {
-        "parameters": sum(_weight_bytes(account) for account in accounts),
+        "parameters": sum(_weight_bytes(sharded) for sharded in sharded_params),
         "optimizer": sum(local_tensor(state).nbytes for state in states if state.ndim) - away,
     }
     ranks = 1 if mesh is None else mesh.size
     return Captured(
         tuple(played),
-        _groups(accounts, played),
+        _groups(sharded_params, played),
         ranks,
         resident,
         options.codegen,
         _states(optimizer, trained),
         optimizer.config.zero.offload,
-        sum(account.local.nbytes for account in accounts if account.spec.on_host),
+        sum(sharded.local.nbytes for sharded in sharded_params if sharded.spec.on_host),
     )
 
 
-def _weight_bytes(account: Account) -> int:
+def _weight_bytes(sharded: ShardedParam) -> int:
     """Of the shard, and of what is resident beside it; where dtypes agree the shard is a part of that."""
-    local, replica = account.local, account.replica
-    if replica is None:
+    local, resident = sharded.local, sharded.resident
+    if resident is None:
         return local.nbytes
-    return replica.nbytes + (local.nbytes if replica.dtype is not local.dtype else 0)
+    return resident.nbytes + (local.nbytes if resident.dtype is not local.dtype else 0)
 
 
-def _states(optimizer: MuonZero, trained: Sequence[Account]) -> dict[str, int]:
+def _states(optimizer: MuonZero, trained: Sequence[ShardedParam]) -> dict[str, int]:
     kinds = ("momenta", "moments", "masters", "rounded", "momentum", "moment", "master", "momentum by rows")
     found, by_rows = dict.fromkeys(kinds, 0), optimizer.config.muon.momentum_dtype is None
-    for account in trained:
+    for sharded in trained:
         own = Counter[str]()
-        local, compute = account.local, decode_dtype(account.spec.compute_dtype)
+        local, compute = sharded.local, decode_dtype(sharded.spec.compute_dtype)
         if compute.itemsize < local.dtype.itemsize:
             own["master"] = local.nbytes
-            found["rounded"] += 0 if account.spec.layout.resident else local.numel() * compute.itemsize
-        at_owner = {state.name for state in states_kept(account)}
-        for slot, state in optimizer.state[account.param].items():
+            found["rounded"] += 0 if sharded.spec.layout.resident else local.numel() * compute.itemsize
+        at_owner = {state.name for state in states_kept(sharded)}
+        for slot, state in optimizer.state[sharded.param].items():
             if slot.startswith("momentum"):
                 own["momentum"] += local_tensor(state).nbytes
-            elif (state.shape == account.param.shape and state.ndim) or slot in at_owner:
+            elif (state.shape == sharded.param.shape and state.ndim) or slot in at_owner:
                 own["moment"] += local_tensor(state).nbytes
-        muon = account.spec.muon
+        muon = sharded.spec.muon
         for all_of, one in (("momenta", "momentum"), ("moments", "moment"), ("masters", "master")):
             found[all_of] += own[one]
             if muon is not None and one != "momentum":  # of others all comes by rows
                 found[one] = max(found[one], own[one])
-        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.algorithm)):
+        if muon is not None and by_rows and keeps_momentum_alone(matrix_method(muon.method)):
             found["momentum by rows"] = max(found["momentum by rows"], own["momentum"])
         else:
             found["momentum"] = max(found["momentum"], own["momentum"])
@@ -301,9 +303,9 @@ def _loss(result: Any) -> Tensor:
     return sum((value.sum() for value in floating[1:]), floating[0].sum())
 
 
-def _groups(accounts: Sequence[Account], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:
+def _groups(sharded_params: Sequence[ShardedParam], graphs: Sequence[Played]) -> dict[Axis, tuple[int, ...]]:
     """Of the parameters' axes, and of what the model sends itself."""
-    own = dict.fromkeys(axis for account in accounts for axis in account.spec.layout.axes)
+    own = dict.fromkeys(axis for sharded in sharded_params for axis in sharded.spec.layout.axes)
     axes = {served.group: served for axis in own for served in map(axis.serving, Category)}
     for played in graphs:
         for node, _ in collectives(played.gm):

@@ -15,8 +15,8 @@ from compile_muon.optimizer import MuonZero
 from compile_muon.passes.holder import FETCH
 from compile_muon.planning.eager_graph import EagerGraph
 from compile_muon.planning.simulate.lending import Move, Moves
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.lender import Lender, Lent
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["fetches", "noting_lends"]
 
@@ -31,12 +31,12 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     if not isinstance(home, Home):
         return {}
     done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
-    accounts = {account.name: account for account in optimizer.engine.params}
+    sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
     inputs = {node: i for i, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
-        account = accounts[states[inputs[node.args[0]]]]
-        if moves := [move for bucket in home.fetched(account) for move in ((Move.OPEN, bucket), (done, bucket))]:
+        sharded = sharded_params[states[inputs[node.args[0]]]]
+        if moves := [move for bucket in home.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
             found[node] = moves
     return found
 
@@ -69,20 +69,20 @@ class _Noted:
         on_disk: whether states are in a file.
     """
 
-    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[Account], *, on_disk: bool) -> None:
+    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool) -> None:
         self._on_disk = on_disk
         self._home, self._graph, self._fetched = home, graph, fetched
         self._ferried: dict[str, Bucket] = {}
 
-    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         return self._fetched
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
-    ) -> Iterator[tuple[list[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
+    ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
-        for own, states in self._home.lend(accounts, what, step, moved=moved):
+        for own, states in self._home.lend(sharded_params, what, step, moved=moved):
             buckets, read_only = self._home.lent
             if self._home.computes(own[0]):
                 buckets = self._crossing(own, buckets)
@@ -90,10 +90,10 @@ class _Noted:
             yield own, states
             self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
 
-    def _crossing(self, own: Sequence[Account], buckets: list[Bucket]) -> list[Bucket]:
+    def _crossing(self, own: Sequence[ShardedParam], buckets: list[Bucket]) -> list[Bucket]:
         """What travels where the host computes: gradients, and weights as large; of a file its states, too, which cross
         no link and count as if they did."""
-        numels = [account.local.numel() for account in own]
+        numels = [sharded.local.numel() for sharded in own]
         slots = [Slot(a.name, (n,), a.local_grad.dtype) for a, n in zip(own, numels, strict=True)]
         return [self._ferried.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
 

@@ -15,8 +15,8 @@ from torch.fx import GraphModule, Node
 from compile_muon.passes import PassContext
 from compile_muon.passes.torch_private import expected_size
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.account import account_of
 from compile_muon.runtime.frame import Lowered, lower
+from compile_muon.runtime.sharded_param import sharded_param_of
 
 __all__ = ["Recorder", "Visit"]
 
@@ -58,7 +58,9 @@ class Recorder:
         played = Played.of(gm, ctx)
 
         def run(args: list[Any]) -> list[Any]:
-            states = {i: account.name for i, value in enumerate(args) if (account := account_of(value)) is not None}
+            states = {
+                i: sharded.name for i, value in enumerate(args) if (sharded := sharded_param_of(value)) is not None
+            }
             self.visits.append(Visit(played, source, ctx, states))
             given = dict(zip(placeholders, args, strict=True))
             args.clear()

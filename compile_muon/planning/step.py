@@ -22,13 +22,13 @@ from compile_muon.planning.eager_graph import EagerGraph
 from compile_muon.planning.lent import fetches, noting_lends
 from compile_muon.planning.recorder import Recorder
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import commit
 from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.facts import agreement, asked, told
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.owner_states import states_at_owner
-from compile_muon.runtime.replicas import Refresh, gathers
+from compile_muon.runtime.resident import Refresh, gathers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_graph import StepGraphs
@@ -39,7 +39,7 @@ __all__ = ["step_graphs"]
 
 @torch.no_grad()
 def step_graphs(
-    optimizer: MuonZero, trained: Sequence[Account], ready: Collection[str], options: FrameOptions
+    optimizer: MuonZero, trained: Sequence[ShardedParam], ready: Collection[str], options: FrameOptions
 ) -> list[Played]:
     """The survey, directions that backward has not made, the writes, and the refresh.
 
@@ -51,34 +51,34 @@ def step_graphs(
     # Of methods with several graphs an ordinary one: not the first step, which may begin something.
     optimizer.engine.step.count_step(2)
     optimizer.engine.step.sync_momentum()
-    with fake_mode_of([account.local for account in trained]):
-        for account in trained:
-            if account.param.grad is None:
-                account.add_gradient(torch.zeros_like(account.local))
-        muon = [account for account in trained if account.spec.muon is not None]
+    with fake_mode_of([sharded.local for sharded in trained]):
+        for sharded in trained:
+            if sharded.param.grad is None:
+                sharded.add_gradient(torch.zeros_like(sharded.local))
+        muon = [sharded for sharded in trained if sharded.spec.muon is not None]
         directions = {
-            account.name: torch.zeros_like(account.local, dtype=decode_dtype(account.spec.muon_settings.dtype))
-            for account in muon
+            sharded.name: torch.zeros_like(sharded.local, dtype=decode_dtype(sharded.spec.muon_settings.dtype))
+            for sharded in muon
         }
         survey, surveyed = _survey(optimizer, {name: directions[name] for name in ready})
         found = [surveyed]
-        late = [account for account in muon if account.name not in ready]
+        late = [sharded for sharded in muon if sharded.name not in ready]
         if late:
-            step = Recorder(fake_mode_of([account.local for account in late]))
+            step = Recorder(fake_mode_of([sharded.local for sharded in late]))
             kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
-            StepGraphs(step).orthogonalize(late, [account.local_grad for account in late], kept, options)
+            StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)
             found += [
                 replace(v.played, parameters=len(v.states), moves=fetches(v.played.gm, v.states, optimizer))
                 for v in step.visits
             ]
-            found.append(_check(survey, late, [directions[account.name] for account in late]))
-        for account in trained:
-            state = optimizer.state[account.param]
+            found.append(_check(survey, late, [directions[sharded.name] for sharded in late]))
+        for sharded in trained:
+            state = optimizer.state[sharded.param]
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
-            commit(optimizer.engine.step, Directions({account.name: directions[account.name] for account in muon}), {})
+            commit(optimizer.engine.step, Directions({sharded.name: directions[sharded.name] for sharded in muon}), {})
         written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(written, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]
@@ -96,11 +96,11 @@ def _played(gm: GraphModule, name: str, *, counted: bool = True, waits: bool = F
 
 
 def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Played]:
-    accounts = [account for account in optimizer.engine.params if account.spec.muon is not None]
-    rows = fingerprint([account.local_grad for account in accounts if account.name in ready]) if ready else ()
+    sharded_params = [sharded for sharded in optimizer.engine.params if sharded.spec.muon is not None]
+    rows = fingerprint([sharded.local_grad for sharded in sharded_params if sharded.name in ready]) if ready else ()
     made = {
-        account.name: Speculation(ready[account.name], row, edits_of(account.momentum_buffer), account.rates)
-        for account, row in zip((a for a in accounts if a.name in ready), rows, strict=True)
+        sharded.name: Speculation(ready[sharded.name], row, edits_of(sharded.momentum_buffer), sharded.rates)
+        for sharded, row in zip((a for a in sharded_params if a.name in ready), rows, strict=True)
     }
     steps = optimizer.engine.step
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 0)):
@@ -111,18 +111,18 @@ def _survey(optimizer: MuonZero, ready: dict[str, Tensor]) -> tuple[Survey, Play
     return survey, _played(graph.done(), "survey", counted=False, waits=not optimizer.engine.ledger.checks_later)
 
 
-def _check(survey: Survey, late: Sequence[Account], directions: Sequence[Tensor]) -> Played:
+def _check(survey: Survey, late: Sequence[ShardedParam], directions: Sequence[Tensor]) -> Played:
     """What a step asks of the directions that it has made itself."""
     with EagerGraph() as graph, graph.noting(Work(Category.SURVEY, 1)):
-        wrong = directions_not_finite([account.spec for account in late], directions)
-        survey.add("direction", [account.name for account in late], wrong)
+        wrong = directions_not_finite([sharded.spec for sharded in late], directions)
+        survey.add("direction", [sharded.name for sharded in late], wrong)
         survey.reduce()
     return _played(graph.done(), "survey", counted=False)
 
 
-def _refresh(accounts: Sequence[Account]) -> Played:
+def _refresh(sharded_params: Sequence[ShardedParam]) -> Played:
     """What a step gathers, and behind all that, how each gather is finished by whoever reads a weight."""
-    together = gathers(accounts)
+    together = gathers(sharded_params)
     works = [Work(Category.REFRESH, number) for number, _ in enumerate(together)]
     with EagerGraph() as graph:
         under_way = []

@@ -41,7 +41,7 @@ from compile_muon.planning.capture import (
 )
 from compile_muon.planning.recorder import Visit
 from compile_muon.planning.simulate import Played
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Target", "Trace", "trace_step"]
 
@@ -91,7 +91,7 @@ class Trace:
             )  # fmt: skip
         with simulated_job(target.world, rank):
             optimizer = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend)
-            named = {account.name: account for account in optimizer.engine.params}
+            named = {sharded.name: sharded for sharded in optimizer.engine.params}
             known: dict[tuple[int, BackwardRequest | None], Played] = {}
             graphs, ready = [], set()
             for visit in self.visits:
@@ -101,32 +101,32 @@ class Trace:
                     known[key] = self._lowered(visit, request, named, optimizer)
                 graphs.append((known[key], visit.states))
                 ready |= {name for name, purpose in _purposes(visit, request) if purpose is Purpose.SPECULATE}
-            trained = [account for account in named.values() if account.name in self.trained]
+            trained = [sharded for sharded in named.values() if sharded.name in self.trained]
             return captured(optimizer, graphs, trained, ready, self.options)
 
     def _lowered(
-        self, visit: Visit, request: BackwardRequest | None, named: Mapping[str, Account], optimizer: MuonZero
+        self, visit: Visit, request: BackwardRequest | None, named: Mapping[str, ShardedParam], optimizer: MuonZero
     ) -> Played:
-        """The graph of ``visit`` for the shards and specs of these accounts, and process groups of other names."""
+        """The graph of ``visit`` for the shards and specs of these parameters, and process groups of other names."""
         gm = copy.deepcopy(visit.source)
         groups = {self.group: _sharing(optimizer)}
         for node, _ in collectives(gm):  # what the model itself sends
             node.update_arg(len(node.args) - 1, groups[node.args[-1]])
         inputs = gm.graph.find_nodes(op="placeholder")
         states = {inputs[i]: named[name] for i, name in visit.states.items()}
-        for state, account in states.items():
-            _reshape(state, account.momentum)
+        for state, sharded in states.items():
+            _reshape(state, sharded.momentum)
         for read in Unshard.all(gm):
-            account = states[read.state]
-            _reshape(read.shard, account.local)
-            if account.replica is not None and read.replica is not None:
-                _reshape(read.replica, account.replica)
-            replica = None if account.replica is None else read.replica
-            read.node.args = (read.shard, read.state, read.hyper, replica, account.text)
+            sharded = states[read.state]
+            _reshape(read.shard, sharded.local)
+            if sharded.resident is not None and read.resident is not None:
+                _reshape(read.resident, sharded.resident)
+            resident = None if sharded.resident is None else read.resident
+            read.node.args = (read.shard, read.state, read.hyper, resident, sharded.text)
         for reduction in ReduceGrad.all(gm):
-            account = states[reduction.state]
-            _reshape(reduction.node, account.local)
-            reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, account.text)
+            sharded = states[reduction.state]
+            _reshape(reduction.node, sharded.local)
+            reduction.node.args = (reduction.grad, reduction.state, reduction.hyper, sharded.text)
         ctx = replace(visit.ctx, options=self.options, costs=optimizer.engine.ledger.costs, request=request, timings={})
         values = [node.meta["val"] for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
         with fresh_context(fake_mode_of(values[:1])):
@@ -140,14 +140,16 @@ class Trace:
         """The same of each exchange: of each rank, in the order of the ranks."""
         with simulated_job(target.world, 0):
             ledger = shard(self.model_factory(), target.config, axes=target.axes, backend=target.backend).engine.ledger
-            named = {account.name: account for account in ledger.accounts}
+            named = {sharded.name: sharded for sharded in ledger.sharded_params}
             made: dict[str, None] = {}
             found = []
             for visit in self.visits:
                 chosen = [name for name, p in _purposes(visit, _request(visit, named)) if p is Purpose.SPECULATE]
                 made |= dict.fromkeys(chosen)
                 found += self._work([named[name].spec for name in chosen], target.world, ledger.costs)
-            late = [a.spec for a in ledger.accounts if a.name in self.trained and a.name not in made and a.spec.muon]
+            late = [
+                a.spec for a in ledger.sharded_params if a.name in self.trained and a.name not in made and a.spec.muon
+            ]
             return found + self._work(late, target.world, ledger.costs)
 
     def _work(self, specs: Sequence[ParamSpec], world: int, costs: Costs) -> list[list[float]]:
@@ -210,7 +212,7 @@ def _purposes(visit: Visit, request: BackwardRequest | None) -> list[tuple[str, 
     return list(zip(names, request.purposes, strict=True))
 
 
-def _request(visit: Visit, named: Mapping[str, Account]) -> BackwardRequest | None:
+def _request(visit: Visit, named: Mapping[str, ShardedParam]) -> BackwardRequest | None:
     """What the ledger asks of another sharding where it asked ``visit.ctx.request`` of the one that was traced."""
     asked = visit.ctx.request
     if asked is None:

@@ -24,25 +24,27 @@ from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part, View
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lent
 from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import columns_shape, local_tensor
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Lend", "Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
 
 
-#: accounts, what of them -> some of them after the other, each with its states: what is written to these is kept. The
+#: parameters, what of them -> some of them after the other, each with its states: what is written to these is kept. The
 #: momentum is one of them, but where it was moved already.
-Lend = Callable[[Sequence[Account], Lent], Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]]
+Lend = Callable[
+    [Sequence[ShardedParam], Lent], Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]
+]
 
 
 def commit(
     trained: Trained,
     made: Directions,
-    fetches: Mapping[Account, int],
+    fetches: Mapping[ShardedParam, int],
     found_inf: Tensor | None = None,
     rates: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> None:
@@ -59,8 +61,8 @@ def commit(
         method, own = trained.method(group), trained.with_gradient(group)
         own_rates: Mapping[str, Any] = group if rates is None else rates(group)
         if isinstance(method, MatrixMethod):
-            found = {account: made.found.pop(account.name) for account in own}
-            new = {account: made.states.pop(account.name) for account in own if account.name in made.states}
+            found = {sharded: made.found.pop(sharded.name) for sharded in own}
+            new = {sharded: made.states.pop(sharded.name) for sharded in own if sharded.name in made.states}
             if method.has(STEP.name) and own:
                 own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
@@ -71,9 +73,9 @@ def commit(
     lender, ledger = trained.lender, trained.ledger
     lending = partial(lend, trained)
     # Where the device decides whether to write, no momentum has been moved for good.
-    moved = lender.moved(fetches) if found_inf is None else frozenset[Account]()
+    moved = lender.moved(fetches) if found_inf is None else frozenset[ShardedParam]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
-    masters = any(account.spec.master for account in trained.muon)
+    masters = any(sharded.spec.master for sharded in trained.muon)
     with lender.writing(found_inf):
         with ledger.range("step commit muon"):
             prepared = commit_states(matrices, partial(lending, moved=moved), found_inf, beside=lender.beside)
@@ -97,38 +99,38 @@ def _unscaled(rows: int, cols: int) -> float:
 
 
 def lend(
-    trained: Trained, accounts: Sequence[Account], what: Lent, *, moved: Collection[Account] = ()
-) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
+    trained: Trained, sharded_params: Sequence[ShardedParam], what: Lent, *, moved: Collection[ShardedParam] = ()
+) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
     """Their states, to be read and written; all at once where they are beside the parameters.
 
     Args:
         moved: whose momentum has been moved already.
     """
     if not trained.lender.beside:
-        yield from trained.lender.lend(accounts, what, trained.ledger.status.step, moved=moved)
-    elif accounts:
-        yield accounts, [trained.optimizer.state[account.param] for account in accounts]
+        yield from trained.lender.lend(sharded_params, what, trained.ledger.status.step, moved=moved)
+    elif sharded_params:
+        yield sharded_params, [trained.optimizer.state[sharded.param] for sharded in sharded_params]
 
 
-def weight_of(account: Account, states: Mapping[str, Tensor]) -> Tensor:
+def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
     """What a step writes of a parameter: the shard, the master weight that it is rounded from, or the host's copy; some
     rows of it where states are lent by rows."""
     if WEIGHT in states:
         return states[WEIGHT]
-    return local_tensor(states[MASTER]) if account.spec.master else _lent_rows(account, states)
+    return local_tensor(states[MASTER]) if sharded.spec.master else _lent_rows(sharded, states)
 
 
-def _are_first(account: Account, states: Mapping[str, Tensor]) -> bool:
-    return ROWS not in states or states[ROWS].storage_offset() == account.local.storage_offset()
+def _are_first(sharded: ShardedParam, states: Mapping[str, Tensor]) -> bool:
+    return ROWS not in states or states[ROWS].storage_offset() == sharded.local.storage_offset()
 
 
-def _lent_rows(account: Account, states: Mapping[str, Tensor]) -> Tensor:
-    return states[ROWS] if ROWS in states else account.local.detach()
+def _lent_rows(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
+    return states[ROWS] if ROWS in states else sharded.local.detach()
 
 
-def gradient_of(account: Account, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
+def gradient_of(sharded: ShardedParam, states: Mapping[str, Tensor] = MappingProxyType({})) -> Tensor:
     """The shard of ``.grad`` in the dtype of the states, or what was lent of it, or a copy."""
-    return states.get(GRADIENT, account.local_grad).to(decode_dtype(account.spec.state_dtype))
+    return states.get(GRADIENT, sharded.local_grad).to(decode_dtype(sharded.spec.state_dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +147,9 @@ class Matrices:
 
     method: MatrixMethod
     rates: Mapping[str, Any]
-    directions: Mapping[Account, Tensor]
+    directions: Mapping[ShardedParam, Tensor]
     scale: Callable[[int, int], float]
-    states: Mapping[Account, Sequence[Tensor]] = field(default_factory=dict)
+    states: Mapping[ShardedParam, Sequence[Tensor]] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -175,7 +177,7 @@ class Prepared:
     groups: Sequence[Matrices]
     averaged: bool
     parts: Sequence[tuple[_Part, Piece, After]]
-    everywhere: Mapping[Account, Mapping[str, Tensor]]
+    everywhere: Mapping[ShardedParam, Mapping[str, Tensor]]
 
 
 def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | None, *, beside: bool) -> Prepared:
@@ -189,28 +191,28 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
     """
     found: list[tuple[_Part, Piece, After]] = []
     parts = [
-        _Part(group, account, part)
+        _Part(group, sharded, part)
         for group in groups
         if not group.plain
-        for account in group.directions
-        for part in account.now.parts
+        for sharded in group.directions
+        for part in sharded.now.parts
     ]
-    everywhere: dict[Account, Mapping[str, Tensor]] = {}
-    summed: dict[Account, list[tuple[_Part, Tensor | None]]] = {}
+    everywhere: dict[ShardedParam, Mapping[str, Tensor]] = {}
+    summed: dict[ShardedParam, list[tuple[_Part, Tensor | None]]] = {}
     for part, sums in zip(parts, _row_sums(parts), strict=True):
-        summed.setdefault(part.account, []).append((part, sums))
+        summed.setdefault(part.sharded, []).append((part, sums))
     for group in groups:
         if group.joint and beside:
             continue
-        for accounts, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
-            of = dict(zip(accounts, states, strict=True))
+        for sharded_params, states in lend(list(group.directions), Lent.STATES if group.plain else Lent.BESIDE_MASTERS):
+            of = dict(zip(sharded_params, states, strict=True))
             # A method whose states come some rows after the other keeps nothing but a momentum, and is asked once.
             begun = {a: {} if ROWS in row else row for a, row in of.items() if _are_first(a, row)}
-            found += _after([pair for account in begun for pair in summed.get(account, ())], begun, found_inf)
+            found += _after([pair for sharded in begun for pair in summed.get(sharded, ())], begun, found_inf)
             if names := [state.name for state in group.method.everywhere]:
-                everywhere |= {account: {name: row[name] for name in names} for account, row in of.items()}
-            for account, new in group.states.items():
-                held = states_at_owner(account, of[account]) if account in of else []
+                everywhere |= {sharded: {name: row[name] for name in names} for sharded, row in of.items()}
+            for sharded, new in group.states.items():
+                held = states_at_owner(sharded, of[sharded]) if sharded in of else []
                 for old, own in zip(held, new, strict=False):
                     with _unless(found_inf, [old]):
                         old.copy_(own)
@@ -218,15 +220,15 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
             if not momenta:
                 continue
             with _unless(found_inf, list(momenta.values())):
-                grads = [gradient_of(account, of[account]) for account in momenta]
-                directions = [group.directions[account] for account in momenta]
+                grads = [gradient_of(sharded, of[sharded]) for sharded in momenta]
+                directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
     return Prepared(groups, beside, found, everywhere)
 
 
 def commit_weights(
     prepared: Prepared,
-    summed: Sequence[Account],
+    summed: Sequence[ShardedParam],
     everyone: dist.ProcessGroup | None,
     found_inf: Tensor | None,
     lend: Lend | None = None,
@@ -240,41 +242,41 @@ def commit_weights(
         lend: gives the master weights of those that are rounded copies; None where none is.
     """
     totals = _totals([(part, after) for part, _, after in prepared.parts], summed, everyone)
-    parts_of: dict[Account, list[tuple[_Part, Piece, After]]] = {}
+    parts_of: dict[ShardedParam, list[tuple[_Part, Piece, After]]] = {}
     for made in prepared.parts:
-        parts_of.setdefault(made[0].account, []).append(made)
+        parts_of.setdefault(made[0].sharded, []).append(made)
     for group in prepared.groups:
         moved = list(group.directions)
-        for accounts, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
-            weights = {account: weight_of(account, own) for account, own in zip(accounts, states, strict=True)}
+        for sharded_params, states in [(moved, [{} for _ in moved])] if lend is None else lend(moved, Lent.MASTERS):
+            weights = {sharded: weight_of(sharded, own) for sharded, own in zip(sharded_params, states, strict=True)}
             if group.plain:
                 _commit_plain(group, weights, averaged=prepared.averaged, found_inf=found_inf)
-            for account, weight in weights.items():
-                for part, piece, after in parts_of.get(account, ()):
-                    _write(part, piece, after, weight, totals.get(account), found_inf)
-                if account in prepared.everywhere:
-                    _advance_everywhere(group, account, prepared.everywhere[account], totals.get(account), found_inf)
-            round_masters(accounts, states)
+            for sharded, weight in weights.items():
+                for part, piece, after in parts_of.get(sharded, ()):
+                    _write(part, piece, after, weight, totals.get(sharded), found_inf)
+                if sharded in prepared.everywhere:
+                    _advance_everywhere(group, sharded, prepared.everywhere[sharded], totals.get(sharded), found_inf)
+            round_masters(sharded_params, states)
 
 
-def round_masters(accounts: Sequence[Account], states: Sequence[Mapping[str, Tensor]]) -> None:
+def round_masters(sharded_params: Sequence[ShardedParam], states: Sequence[Mapping[str, Tensor]]) -> None:
     """Parameters that are rounded copies follow their master weights, which a step has written."""
-    for account, own in zip(accounts, states, strict=True):
-        if account.spec.master:
-            _lent_rows(account, own).copy_(local_tensor(own[MASTER]))
+    for sharded, own in zip(sharded_params, states, strict=True):
+        if sharded.spec.master:
+            _lent_rows(sharded, own).copy_(local_tensor(own[MASTER]))
 
 
 def _commit_plain(
-    group: Matrices, weights: Mapping[Account, Tensor], *, averaged: bool, found_inf: Tensor | None
+    group: Matrices, weights: Mapping[ShardedParam, Tensor], *, averaged: bool, found_inf: Tensor | None
 ) -> None:
     averaged = averaged and group.joint
     # What is moved, along what, and momentum and gradient, a row each.
     rows: list[tuple[Tensor, ...]] = []
     scales: list[float] = []
-    for account, weight in weights.items():
-        direction = group.directions[account]
-        tensors = (weight, direction, *((account.momentum, account.local_grad) if averaged else ()))
-        parts = account.now.parts
+    for sharded, weight in weights.items():
+        direction = group.directions[sharded]
+        tensors = (weight, direction, *((sharded.momentum, sharded.local_grad) if averaged else ()))
+        parts = sharded.now.parts
         own = [group.scale(part.rows, part.cols) for part in parts]
         if len(set(own)) > 1:  # unequal matrices of a view
             rows += [tuple(part.of(tensor) for tensor in tensors) for part in parts]
@@ -333,10 +335,10 @@ def _in_rows(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _Part(NamedTuple):
-    """Equal matrices of one account."""
+    """Equal matrices of one parameter."""
 
     group: Matrices
-    account: Account
+    sharded: ShardedParam
     part: Part
 
     def state(self, state: State, states: Mapping[str, Tensor]) -> Tensor:
@@ -353,14 +355,14 @@ class _Part(NamedTuple):
     @property
     def numbers(self) -> slice:
         """Of its matrices in the whole parameter."""
-        part, local = self.part, self.account.spec.layout.local_shape
+        part, local = self.part, self.sharded.spec.layout.local_shape
         count = part.segment.count if part.segment is not None else local[0] if part.stack else 1
         return slice(part.first, part.first + count)
 
     def columns(self, whole: Tensor) -> Tensor:
         """Its own, ``[n, k, c]``, of ``[matrices, k, cols]``, or ``[1, k, cols]`` where a view cuts columns: the same
         memory."""
-        spec, segment = self.account.now, self.part.segment
+        spec, segment = self.sharded.now, self.part.segment
         own = whole[..., spec.layout.part[-1]] if spec.cut_in_columns else whole
         if segment is None or segment.dim == 0:
             return own[self.numbers]
@@ -368,22 +370,22 @@ class _Part(NamedTuple):
 
     @property
     def direction(self) -> Tensor:
-        wide = torch.promote_types(decode_dtype(self.account.spec.state_dtype), torch.float32)
-        return self.part.of(self.group.directions[self.account]).to(wide)
+        wide = torch.promote_types(decode_dtype(self.sharded.spec.state_dtype), torch.float32)
+        return self.part.of(self.group.directions[self.sharded]).to(wide)
 
     def row_sums(self) -> Tensor | None:
         """Of this rank's columns, where the method asks for some."""
         if self.group.method.row_sums is None:
             return None
         direction = self.direction
-        return self.group.method.row_sums(direction, self.part.of(self.account.local.detach()).to(direction.dtype))
+        return self.group.method.row_sums(direction, self.part.of(self.sharded.local.detach()).to(direction.dtype))
 
     def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
         direction = self.direction
         return Piece(
             direction=direction,
-            weight=self.part.of(weight_of(self.account, states)).to(direction.dtype),
-            grad=self.part.of(gradient_of(self.account)),
+            weight=self.part.of(weight_of(self.sharded, states)).to(direction.dtype),
+            grad=self.part.of(gradient_of(self.sharded)),
             states={s.name: self.state(s, states) for s in self.group.method.states if not s.at_owner},
             sums=sums,
             rates=self.group.rates,
@@ -398,8 +400,8 @@ def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
     sums = [part.row_sums() for part in parts]
     shared: dict[str, list[Tensor]] = {}
     for part, own in zip(parts, sums, strict=True):
-        if own is not None and part.account.spec.cut_in_columns:
-            shared.setdefault(part.account.spec.layout.tensor.group, []).append(own)
+        if own is not None and part.sharded.spec.cut_in_columns:
+            shared.setdefault(part.sharded.spec.layout.tensor.group, []).append(own)
     for group, several in shared.items():
         joined = torch.cat([x.reshape(-1) for x in several])
         dist.all_reduce(joined, group=group_named(group))
@@ -410,18 +412,18 @@ def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
 
 def _after(
     parts: Sequence[tuple[_Part, Tensor | None]],
-    states: Mapping[Account, Mapping[str, Tensor]],
+    states: Mapping[ShardedParam, Mapping[str, Tensor]],
     found_inf: Tensor | None,
 ) -> list[tuple[_Part, Piece, After]]:
     """What methods make of directions, their new states written."""
     found = []
     for part, sums in parts:
-        piece = part.piece(states[part.account], sums)
+        piece = part.piece(states[part.sharded], sums)
         after = After(piece.direction) if part.group.method.after is None else part.group.method.after(piece)
         everywhere = {state.name: piece.states[state.name] for state in part.group.method.everywhere}
         found.append((part, replace(piece, states=everywhere), replace(after, states={})))
         named = {state.name: state for state in part.group.method.states}
-        written = {name: part.state(named[name], states[part.account]) for name in after.states}
+        written = {name: part.state(named[name], states[part.sharded]) for name in after.states}
         with _unless(found_inf, list(written.values())):
             for name, new in after.states.items():
                 written[name].copy_(new)
@@ -429,7 +431,7 @@ def _after(
 
 
 class _Totals(NamedTuple):
-    """Facts of the whole matrices of one account, ``[matrices, k]``, and of their columns, ``[matrices, k, cols]``
+    """Facts of the whole matrices of one parameter, ``[matrices, k]``, and of their columns, ``[matrices, k, cols]``
     (``[1, k, cols]`` where a view cuts columns)."""
 
     facts: Tensor
@@ -437,9 +439,9 @@ class _Totals(NamedTuple):
 
 
 def _totals(
-    own: Sequence[tuple[_Part, After]], summed: Sequence[Account], everyone: dist.ProcessGroup | None
-) -> dict[Account, _Totals]:
-    """Facts of the whole matrices of each account.
+    own: Sequence[tuple[_Part, After]], summed: Sequence[ShardedParam], everyone: dist.ProcessGroup | None
+) -> dict[ShardedParam, _Totals]:
+    """Facts of the whole matrices of each parameter.
 
     Args:
         own: of this rank's rows.
@@ -447,24 +449,24 @@ def _totals(
     if not summed:
         return {}
     shapes: list[tuple[int, ...]] = []
-    for account in summed:
-        method = matrix_method(account.spec.muon_settings.algorithm)
-        shapes += (account.now.matrix_count, method.facts), columns_shape(account.now, method.columns)
+    for sharded in summed:
+        method = matrix_method(sharded.spec.muon_settings.method)
+        shapes += (sharded.now.matrix_count, method.facts), columns_shape(sharded.now, method.columns)
     sizes = [math.prod(shape) for shape in shapes]
     dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns) if x is not None]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
     vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
     views = iter([own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)])
-    found = {account: _Totals(next(views), next(views)) for account in summed}
+    found = {sharded: _Totals(next(views), next(views)) for sharded in summed}
     for part, after in own:
         # What several ranks hold would be counted once for each.
-        copies = 1 if everyone is None else part.account.spec.layout.copies
+        copies = 1 if everyone is None else part.sharded.spec.layout.copies
         if after.facts is not None:
-            rows = found[part.account].facts[part.part.first : part.part.first + len(after.facts)]
+            rows = found[part.sharded].facts[part.part.first : part.part.first + len(after.facts)]
             rows.add_(after.facts / copies)
         if after.columns is not None:
-            part.columns(found[part.account].columns).add_(after.columns / copies)
+            part.columns(found[part.sharded].columns).add_(after.columns / copies)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
     return found
@@ -491,7 +493,7 @@ def _factors(group: Matrices, piece: Piece, totals: _Totals | None) -> tuple[Any
 
 def _advance_everywhere(
     group: Matrices,
-    account: Account,
+    sharded: ShardedParam,
     held: Mapping[str, Tensor],
     totals: _Totals | None,
     found_inf: Tensor | None,
@@ -501,9 +503,9 @@ def _advance_everywhere(
     Args:
         held: these states.
     """
-    muon, each = account.now.muon_settings, {state.name: state.each for state in group.method.everywhere}
-    wide = torch.promote_types(decode_dtype(account.spec.state_dtype), torch.float32)
-    shapes = [(account.now.matrix_count, muon.rows, muon.cols)]
+    muon, each = sharded.now.muon_settings, {state.name: state.each for state in group.method.everywhere}
+    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
+    shapes = [(sharded.now.matrix_count, muon.rows, muon.cols)]
     cut = (lambda x: [x]) if muon.view is None else partial(_cut_columns, muon.view)
     if muon.view is not None:
         shapes = list(muon.view.shapes(muon.rows, muon.cols))
@@ -520,7 +522,7 @@ def _advance_everywhere(
             pieces[name] = cut(state.view(-1, 1, state.shape[-1]))
     new: dict[str, list[Tensor]] = {name: [] for name in held}
     for place, (count, rows, cols) in enumerate(shapes):
-        empty = account.local.new_empty((count, 0, cols), dtype=wide)
+        empty = sharded.local.new_empty((count, 0, cols), dtype=wide)
         states = {name: own[place] for name, own in pieces.items()}
         piece = Piece(empty, empty, empty, states, None, group.rates, rows, cols)
         own_facts, own_columns = facts[place], columns[place]
@@ -566,31 +568,31 @@ def _write(
 def commit_elements(
     method: ElementMethod,
     rates: Mapping[str, Any],
-    accounts: Sequence[Account],
+    sharded_params: Sequence[ShardedParam],
     slots: Sequence[MutableMapping[str, Tensor]],
     found_inf: Tensor | None,
 ) -> None:
     """One step of a method for all that is no matrix, on the shards.
 
     Args:
-        accounts: parameters with a gradient.
+        sharded_params: parameters with a gradient.
         slots: the optimizer's states of each; of all, or of none, with what :class:`~.lender.Lender` adds for the host:
             then whoever lent it brings the weights back.
         found_inf: as for :func:`~compile_muon.kernels.muon_apply`.
     """
-    if not accounts:
+    if not sharded_params:
         return
     step, on_host = method.step, GRADIENT in slots[0] and ROWS not in slots[0]
     if on_host:
         assert method.on_host is not None
         step, found_inf = method.on_host, None
         rates = {name: rate.item() if isinstance(rate, Tensor) else rate for name, rate in rates.items()}
-    for account, row in zip(accounts, slots, strict=True):
+    for sharded, row in zip(sharded_params, slots, strict=True):
         for state in method.states:  # kernels count steps themselves; a checkpoint may have brought them to the host
             count = row[state.name]
-            if state.each == "parameter" and account.local.is_cuda and not (on_host or count.is_cuda):
-                row[state.name] = count.to(account.local.device, non_blocking=True)
-    params = [weight_of(account, row) for account, row in zip(accounts, slots, strict=True)]
+            if state.each == "parameter" and sharded.local.is_cuda and not (on_host or count.is_cuda):
+                row[state.name] = count.to(sharded.local.device, non_blocking=True)
+    params = [weight_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
     states: list[MutableMapping[str, Tensor]] = [
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
@@ -599,10 +601,10 @@ def commit_elements(
     with _unless(found_inf if written else None, written):
         before = [param.clone() for param in params] if decays else []
         given = {**rates, "weight_decay": 0.0} if decays else rates
-        grads = [gradient_of(account, row) for account, row in zip(accounts, slots, strict=True)]
+        grads = [gradient_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
         step(params, grads, states, given, found_inf)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
             param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))
     if not on_host:
-        round_masters(accounts, slots)
+        round_masters(sharded_params, slots)

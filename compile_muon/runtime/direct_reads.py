@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.local_inputs import called, example_value
 from compile_muon.passes.markers import UNSHARD
-from compile_muon.runtime.account import Account, account_of
+from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.runtime.shards import edits_of
 
 __all__ = ["read_whole"]
@@ -37,20 +37,22 @@ def read_whole(gm: GraphModule, inputs: Sequence[Any]) -> None:
         UnsupportedModelError: such a parameter is not read as an attribute in this frame, and has no marker.
     """
     nodes = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
-    found = {node: account for node, value in nodes.items() if (account := account_of(value)) is not None}
-    ledger = next((account.ledger for account in found.values()), None)
+    found = {node: sharded for node, value in nodes.items() if (sharded := sharded_param_of(value)) is not None}
+    ledger = next((sharded.ledger for sharded in found.values()), None)
     if ledger is None:
         return
-    by_param = {id(account.param): account for account in ledger.accounts if not account.spec.layout.everyone.alone}
+    by_param = {
+        id(sharded.param): sharded for sharded in ledger.sharded_params if not sharded.spec.layout.everyone.alone
+    }
     direct = {node: by_param[id(value)] for node, value in nodes.items() if id(value) in by_param and _direct(node)}
-    direct = {node: account for node, account in direct.items() if not edits_of(example_value(node))}
+    direct = {node: sharded for node, sharded in direct.items() if not edits_of(example_value(node))}
     made = _computed_of(direct)
-    shards = any(account.distributed for account in direct.values())
+    shards = any(sharded.distributed for sharded in direct.values())
     if not direct or (_treats_dtensors(made, direct) if shards else not _meets_data(made, direct)):
         return
-    states = {account: node for node, account in found.items()}
-    for node, account in direct.items():
-        _put_marker(gm, node, account, states.get(account))
+    states = {sharded: node for node, sharded in found.items()}
+    for node, sharded in direct.items():
+        _put_marker(gm, node, sharded, states.get(sharded))
     for node in made:
         if isinstance(example_value(node), DTensor):
             del node.meta["example_value"]
@@ -85,25 +87,25 @@ def _computed_of(roots: Iterable[Node]) -> set[Node]:
     return made
 
 
-def _others(made: set[Node], roots: dict[Node, Account]) -> list[Any]:
+def _others(made: set[Node], roots: dict[Node, ShardedParam]) -> list[Any]:
     """Values, beside what is made of the roots, that it is made of."""
     return [example_value(arg) for node in made for arg in node.all_input_nodes if arg not in made and arg not in roots]
 
 
-def _treats_dtensors(made: set[Node], roots: dict[Node, Account]) -> bool:
+def _treats_dtensors(made: set[Node], roots: dict[Node, ShardedParam]) -> bool:
     return any(map(_of_dtensors, made)) or any(isinstance(value, DTensor) for value in _others(made, roots))
 
 
-def _meets_data(made: set[Node], roots: dict[Node, Account]) -> bool:
+def _meets_data(made: set[Node], roots: dict[Node, ShardedParam]) -> bool:
     return any(isinstance(value, Tensor) and value.ndim for value in _others(made, roots))
 
 
-def _put_marker(gm: GraphModule, node: Node, account: Account, state: Node | None) -> None:
+def _put_marker(gm: GraphModule, node: Node, sharded: ShardedParam, state: Node | None) -> None:
     users = _direct(node)
     marker = None if state is None else next((user for user in state.users if user.target is UNSHARD), None)
     if marker is None:
         raise UnsupportedModelError(
-            f"{account.name}: is read by a compiled forward as module._parameters or module.parameters() gives it, "
+            f"{sharded.name}: is read by a compiled forward as module._parameters or module.parameters() gives it, "
             "where each rank has its own part or gradient; read it as an attribute of its module (self.weight), or "
             "compute with model.parameters() outside of forward"
         )

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from compile_muon.passes.collectives import Traffic
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.decision import Decision
 from compile_muon.runtime.facts import Begun
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.trained import Trained
 
 __all__ = ["Directions", "fetches_of", "make", "note"]
@@ -46,30 +46,34 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
     if decision.clip:
         _clip(trained, norm)
     found = {name: speculation.direction for name, speculation in begun.used(decision).items()}
-    accounts = [account for account in trained.muon if account.name in decision.make]
-    if not accounts:
+    sharded_params = [sharded for sharded in trained.muon if sharded.name in decision.make]
+    if not sharded_params:
         return Directions(found)
-    grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in accounts]
-    with trained.ledger.range("step directions", payload=len(accounts)):
+    grads = [a.local_grad if a.grad is not None else torch.zeros_like(a.local) for a in sharded_params]
+    with trained.ledger.range("step directions", payload=len(sharded_params)):
         # Those that are away come here for as long as directions are made.
         kept = {
-            place: [state.to(trained.device, non_blocking=True) for state in _states(trained, account)]
-            for place, account in enumerate(accounts)
-            if account.owners
+            place: [state.to(trained.device, non_blocking=True) for state in _states(trained, sharded)]
+            for place, sharded in enumerate(sharded_params)
+            if sharded.owners
         }
-        results, states, traffic = trained.step_graphs.orthogonalize(accounts, grads, kept, trained.ledger.options)
-    wrong = directions_not_finite([account.now for account in accounts], results)
-    begun.survey.add("direction", [account.name for account in accounts], wrong)
-    graded = [place for place, account in enumerate(accounts) if account.grad is not None]
-    found |= {accounts[place].name: results[place] for place in graded}
-    return Directions(found, {accounts[place].name: states[place] for place in graded if place in states}, traffic)
+        results, states, traffic = trained.step_graphs.orthogonalize(
+            sharded_params, grads, kept, trained.ledger.options
+        )
+    wrong = directions_not_finite([sharded.now for sharded in sharded_params], results)
+    begun.survey.add("direction", [sharded.name for sharded in sharded_params], wrong)
+    graded = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
+    found |= {sharded_params[place].name: results[place] for place in graded}
+    return Directions(
+        found, {sharded_params[place].name: states[place] for place in graded if place in states}, traffic
+    )
 
 
-def _states(trained: Trained, account: Account) -> list[Tensor]:
-    return states_at_owner(account, trained.optimizer.state[account.param])
+def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:
+    return states_at_owner(sharded, trained.optimizer.state[sharded.param])
 
 
-def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Account, int]:
+def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[ShardedParam, int]:
     """Which fetch of the momentum each direction is made of, where they are fetched; of those made here, the latest."""
     if trained.lender.beside:
         return {}
@@ -78,19 +82,19 @@ def fetches_of(trained: Trained, begun: Begun, decision: Decision) -> Mapping[Ac
 
 
 def note(trained: Trained, begun: Begun, decision: Decision, *, clipped: bool) -> None:
-    """Note in the accounts what has become of the directions of backward.
+    """Note in the parameters what has become of the directions of backward.
 
     Args:
         clipped: whether the norm was over the limit, as far as it is known.
     """
-    for account in begun.candidates:
-        if account.name in decision.use:
-            account.speculations.used()
+    for sharded in begun.candidates:
+        if sharded.name in decision.use:
+            sharded.speculations.used()
     trained.ledger.counters.used += len(decision.use)
     reason = "clipped" if clipped else "edited"
-    trained.ledger.discarded([account for account in begun.candidates if account.name not in decision.use], reason)
-    for account in trained.muon:
-        account.speculations.note_norm(under_limit=not clipped)
+    trained.ledger.discarded([sharded for sharded in begun.candidates if sharded.name not in decision.use], reason)
+    for sharded in trained.muon:
+        sharded.speculations.note_norm(under_limit=not clipped)
 
 
 def _clip(trained: Trained, norm: Tensor) -> None:

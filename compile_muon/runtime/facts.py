@@ -12,11 +12,11 @@ from compile_muon.errors import UnsupportedModelError
 from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.exchange import transfers
 from compile_muon.passes.norms import not_finite
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.decision import Decision, Facts, Mode, mode_of
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.recorded import Given
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.step_agreement import Agreement, Copies
@@ -47,9 +47,9 @@ class Begun:
     facts: Facts
     survey: Survey
     agreement: Agreement | None
-    muon: Sequence[Account]
-    rest: Sequence[Account]
-    candidates: Mapping[Account, Speculation]
+    muon: Sequence[ShardedParam]
+    rest: Sequence[ShardedParam]
+    candidates: Mapping[ShardedParam, Speculation]
     ready: Ready
 
     def used(self, decision: Decision) -> dict[str, Speculation]:
@@ -68,19 +68,19 @@ def begin(trained: Trained) -> Begun:
     trained.own_momenta()
     trained.sync_momentum()
     _whole_gradients(ledger := trained.ledger)
-    muon = [account for account in trained.muon if account.grad is not None]
-    rest = [account for account in trained.rest if account.grad is not None]
+    muon = [sharded for sharded in trained.muon if sharded.grad is not None]
+    rest = [sharded for sharded in trained.rest if sharded.grad is not None]
     agreed = agreement(trained) if trained.compares else None
-    made = {account: found for account in muon if (found := account.speculations.current) is not None}
+    made = {sharded: found for sharded in muon if (found := sharded.speculations.current) is not None}
     candidates = {a: m for a, m in made.items() if (m.rates, m.edits) == (a.rates, edits_of(a.momentum_buffer))}
     # Where the host must know of edits, autograd has noted how it left the gradient.
     ready = {a.name: m for a, m in candidates.items() if not ledger.checks_later or a.sums.untouched(a.grad)}
     facts = Facts(
-        frozenset(account.name for account in muon),
+        frozenset(sharded.name for sharded in muon),
         trained.config.zero.gradient_clipping,
         frozenset(ready),
         # Whether the others have the same gradients is not known yet: of what one lacks it sends zeros.
-        frozenset(account.name for account in (muon if trained.group is None else trained.muon)),
+        frozenset(sharded.name for sharded in (muon if trained.group is None else trained.muon)),
     )
     together = not ledger.hooks.peers.alone
     mode = mode_of(facts, speculating=ledger.speculating, later=ledger.checks_later, together=together)
@@ -118,9 +118,9 @@ def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: E
     """The half of a survey that the host knows; with the reason why this rank refuses the step, if it does."""
     survey = Survey(trained.group, trained.device, trained.ledger.status.step, problem)
     survey.add_facts(
-        "missing", {account.name: float(account.grad is None) for account in (*trained.muon, *trained.rest)}
+        "missing", {sharded.name: float(sharded.grad is None) for sharded in (*trained.muon, *trained.rest)}
     )
-    survey.add_facts("ready", {account.name: float(account.name in ready) for account in trained.muon})
+    survey.add_facts("ready", {sharded.name: float(sharded.name in ready) for sharded in trained.muon})
     for name, rate in trained.rates().items():
         if not isinstance(rate, Tensor):
             survey.add_rate(name, rate)
@@ -132,13 +132,13 @@ def told(trained: Trained, agreement: Agreement | None, ready: Ready, problem: E
 def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: Ready) -> None:
     """The other half, which is on the device."""
     survey.add_gradients([*trained.muon, *trained.rest], ready)
-    held: dict[str, dict[Account, Tensor]] = {}  # by kind, for all groups at once: few launches
+    held: dict[str, dict[ShardedParam, Tensor]] = {}  # by kind, for all groups at once: few launches
     for group in trained.optimizer.param_groups:
         for state in trained.method(group).states:
             if state.each != "parameter":
-                accounts = [trained.accounts[param] for param in group["params"]]
+                sharded_params = [trained.sharded_params[param] for param in group["params"]]
                 # Copied first: to read one that a GPU still writes to the host is to wait.
-                own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in accounts}
+                own = {a: local_tensor({**trained.optimizer.state[a.param]}[state.name]) for a in sharded_params}
                 held.setdefault(state.label, {}).update(own)
     for label, tensors in held.items():
         survey.add(label, [a.name for a in tensors], _not_finite(trained.lender, label, tensors))
@@ -152,7 +152,7 @@ def asked(trained: Trained, survey: Survey, agreement: Agreement | None, ready: 
         add(survey)
 
 
-def _not_finite(lender: Lender, label: str, states: Mapping[Account, Tensor]) -> Tensor:
+def _not_finite(lender: Lender, label: str, states: Mapping[ShardedParam, Tensor]) -> Tensor:
     """Which of these states are not finite: what is away was looked at when it was written."""
     known = {} if lender.beside else {a: flag for a in states if (flag := lender.wrong(a, label)) is not None}
     here = [a for a in states if a not in known]
@@ -169,7 +169,7 @@ def agreement(trained: Trained) -> Agreement:
     scalars = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     settings = {name: repr(value) for name, value in values.items() if name not in scalars}
     step, every = trained.ledger.status.step, trained.config.zero.check_replicas
-    copies = Copies.of(trained.ledger.accounts, trained.optimizer.state) if every and step % every == 0 else None
+    copies = Copies.of(trained.ledger.sharded_params, trained.optimizer.state) if every and step % every == 0 else None
     return Agreement(step, settings, scalars, trained.ledger.frame_log, copies)
 
 
@@ -178,14 +178,14 @@ def _whole_gradients(ledger: Ledger) -> None:
 
     Stage 1: a step that comes before its last micro-batch finds sums, and reduces them.
     """
-    for account in ledger.accounts:
-        account.place_gradient()
-        account.sums.check(account.grad, account.name)
-        if account.sums.delivered is not None:
-            account.add_gradient(transfers.reduce_grad(account.sums.delivered, account.spec))
-            ledger.count(traffic_of_reduction(account.text))
-            account.speculations.drop()
-        account.sums.close()
+    for sharded in ledger.sharded_params:
+        sharded.place_gradient()
+        sharded.sums.check(sharded.grad, sharded.name)
+        if sharded.sums.delivered is not None:
+            sharded.add_gradient(transfers.reduce_grad(sharded.sums.delivered, sharded.spec))
+            ledger.count(traffic_of_reduction(sharded.text))
+            sharded.speculations.drop()
+        sharded.sums.close()
 
 
 def _model_problem(trained: Trained) -> UnsupportedModelError | None:
@@ -195,7 +195,7 @@ def _model_problem(trained: Trained) -> UnsupportedModelError | None:
     """
     try:
         trained.check_model()
-        trained.handouts.check(thoroughly=True)
+        trained.gathered.check(thoroughly=True)
         for check in trained.ledger.hooks.check:
             check()
     except UnsupportedModelError as problem:

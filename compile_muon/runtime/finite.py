@@ -37,6 +37,6 @@ def directions_not_finite(specs: Sequence[ParamSpec], directions: Sequence[Tenso
 def _corners(spec: ParamSpec, direction: Tensor) -> list[Tensor] | None:
     """One entry of each matrix, None where that does not tell."""
     muon = spec.muon_settings
-    if matrix_method(muon.algorithm).whole is not None or not muon.all_or_nothing:
+    if matrix_method(muon.method).whole is not None or not muon.all_or_nothing:
         return None
     return [part.corners(direction) for part in spec.parts]

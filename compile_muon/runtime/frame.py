@@ -42,9 +42,9 @@ from compile_muon.passes.torch_private import (
     compiling_alone,
     current_backward,
 )
-from compile_muon.runtime.account import Account, account_of
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.replicas import keep_fresh
+from compile_muon.runtime.resident import keep_fresh
+from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.runtime.shards import edits_of
 from compile_muon.runtime.speculation import Speculation
 
@@ -83,24 +83,24 @@ def eager_codegen(gm: GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]
     return make_boxed_func(gm.forward)
 
 
-def _accounts_at(args: Sequence[Any], positions: Sequence[int]) -> list[Account]:
-    accounts = []
+def _params_at(args: Sequence[Any], positions: Sequence[int]) -> list[ShardedParam]:
+    sharded_params = []
     for position in positions:
-        account = account_of(args[position])
-        if account is None:
+        sharded = sharded_param_of(args[position])
+        if sharded is None:
             raise MuonZeroError(
                 "a compiled graph got a weight that belongs to no MuonZero optimizer; "
                 "the optimizer was deleted or the module copied: call compile_muon.MuonZero on this model"
             )
-        accounts.append(account)
-    return accounts
+        sharded_params.append(sharded)
+    return sharded_params
 
 
-def _note(half: str, frame: str, accounts: Sequence[Account], details: Sequence[str]) -> None:
+def _note(half: str, frame: str, sharded_params: Sequence[ShardedParam], details: Sequence[str]) -> None:
     """Leave a visit that met other ranks in the frame log of every optimizer whose parameters it read."""
     read: dict[Ledger, list[str]] = {}
-    for account in accounts:
-        read.setdefault(account.ledger, []).append(account.name)
+    for sharded in sharded_params:
+        read.setdefault(sharded.ledger, []).append(sharded.name)
     for ledger, names in read.items():
         ledger.frame_log.note(half, frame, names, details)
 
@@ -152,32 +152,32 @@ class ForwardGraph:
     def __call__(self, args: list[Any]) -> Any:
         if not self._read:
             return self._run(args)
-        accounts, trained = _accounts_at(args, self._read), _accounts_at(args, self._trained)
+        sharded_params, trained = _params_at(args, self._read), _params_at(args, self._trained)
         if trained and compiled_autograd_active():
             raise MuonZeroError(
                 "compiled autograd = on: it would bypass the compiled backward graphs and the updates in them; "
                 "turn it off (torch._dynamo.config.compiled_autograd = False)"
             )
-        ledger, names = accounts[0].ledger, [account.name for account in accounts]
+        ledger, names = sharded_params[0].ledger, [sharded.name for sharded in sharded_params]
         with ledger.status.at("forward", self._frame, names), _range(self._options, self._title):
-            for hooks in dict.fromkeys(account.ledger.hooks for account in accounts):
+            for hooks in dict.fromkeys(sharded.ledger.hooks for sharded in sharded_params):
                 for before in hooks.before_forward:
                     before(self._groups, [args[i] for i in self._integers])
             if self._meets:
                 ledger.status.change(ledger.phase(evaluates=self._inference))
-            for account in accounts:
-                account.handouts.check()
-                keep_fresh(account)
-                account.ledger.options = self._options
-            for account in trained:
-                account.visits.forward()
-                account.watch()
+            for sharded in sharded_params:
+                sharded.gathered.check()
+                keep_fresh(sharded)
+                sharded.ledger.options = self._options
+            for sharded in trained:
+                sharded.visits.forward()
+                sharded.watch()
             results = self._run(args)
         ledger.count(self._traffic)
         ledger.counters.graphs += not self._visited
         self._visited = True
         if self._meets:
-            _note("forward", self._frame, accounts, [_buckets(self._options)])
+            _note("forward", self._frame, sharded_params, [_buckets(self._options)])
         return results
 
 
@@ -206,28 +206,28 @@ class BackwardGraph:
         self._outputs = len(self.gm.graph.output_node().args[0])
 
     def __call__(self, args: list[Any]) -> Any:
-        accounts = _accounts_at(args, [grad.state_index for grad in self.grads])
-        if not accounts:
-            return self._visit(args, accounts)
-        status, names = accounts[0].ledger.status, [account.name for account in accounts]
+        sharded_params = _params_at(args, [grad.state_index for grad in self.grads])
+        if not sharded_params:
+            return self._visit(args, sharded_params)
+        status, names = sharded_params[0].ledger.status, [sharded.name for sharded in sharded_params]
         with status.at("backward", self.ctx.frame, names), _range(self.ctx.options, self.ctx.title):
             status.change(TRAINING)
-            return self._visit(args, accounts)
+            return self._visit(args, sharded_params)
 
-    def _visit(self, args: list[Any], accounts: Sequence[Account]) -> Any:
+    def _visit(self, args: list[Any], sharded_params: Sequence[ShardedParam]) -> Any:
         call = current_backward()
-        receives = [account.receives() for account in accounts]
-        for account, delivers in zip(accounts, receives, strict=True):
-            account.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
-        request = self._request(accounts, receives, call)
+        receives = [sharded.receives() for sharded in sharded_params]
+        for sharded, delivers in zip(sharded_params, receives, strict=True):
+            sharded.visits.delivers = delivers  # inside a graph, which runs below autograd, nobody could ask
+        request = self._request(sharded_params, receives, call)
         # Who keeps what others have dropped adds to another gradient than they do.
         details = [
-            f"{purpose.value} and add to .grad" if account.grad is not None else purpose.value
-            for account, purpose in zip(accounts, request.purposes, strict=True)
+            f"{purpose.value} and add to .grad" if sharded.grad is not None else purpose.value
+            for sharded, purpose in zip(sharded_params, request.purposes, strict=True)
         ]
-        run, traffic = self._variant(request, accounts)
-        taken = [accounts[i].sums.take(call) for i in request.unreduced_inputs]
-        carried = [accounts[i].local_grad.detach() for i in request.carried_inputs]
+        run, traffic = self._variant(request, sharded_params)
+        taken = [sharded_params[i].sums.take(call) for i in request.unreduced_inputs]
+        carried = [sharded_params[i].local_grad.detach() for i in request.carried_inputs]
         # The graph is compiled for contiguous inputs, but may return gradients in another layout (convolutions).
         args.extend(tensor.contiguous() for tensor in (*taken, *carried))
         results = list(run(args))
@@ -235,36 +235,38 @@ class BackwardGraph:
         for index, grad in extras.unreduced.items():
             if receives[index]:
                 # A replay between micro-batches writes the next one to its place.
-                accounts[index].sums.keep(call, grad.clone() if accounts[index].ledger.replays_between else grad)
+                sharded_params[index].sums.keep(
+                    call, grad.clone() if sharded_params[index].ledger.replays_between else grad
+                )
         rows = () if extras.fingerprints is None else extras.fingerprints.unbind()
         for (index, direction), row in zip(extras.directions.items(), rows, strict=True):
-            account = accounts[index]
-            edits = edits_of(account.momentum_buffer)
-            account.speculations.make(Speculation(direction, row, edits, account.rates, account.fetches))
-            account.ledger.counters.speculated += 1
-        if accounts:
-            accounts[0].ledger.count(traffic)
+            sharded = sharded_params[index]
+            edits = edits_of(sharded.momentum_buffer)
+            sharded.speculations.make(Speculation(direction, row, edits, sharded.rates, sharded.fetches))
+            sharded.ledger.counters.speculated += 1
+        if sharded_params:
+            sharded_params[0].ledger.count(traffic)
         if traffic.collectives:
-            _note("backward", self.ctx.frame, accounts, [*details, _buckets(self.ctx.options)])
+            _note("backward", self.ctx.frame, sharded_params, [*details, _buckets(self.ctx.options)])
         return results[: self._outputs]
 
-    def _request(self, accounts: Sequence[Account], receives: Sequence[bool], call: int) -> BackwardRequest:
+    def _request(self, sharded_params: Sequence[ShardedParam], receives: Sequence[bool], call: int) -> BackwardRequest:
         """Ask the ledger of each parameter."""
-        for account, delivers in zip(accounts, receives, strict=True):
+        for sharded, delivers in zip(sharded_params, receives, strict=True):
             if delivers:
-                account.begin_backward(call)
-        for ledger in {id(a.ledger): a.ledger for a in accounts}.values():
+                sharded.begin_backward(call)
+        for ledger in {id(a.ledger): a.ledger for a in sharded_params}.values():
             if ledger.before_backward is not None:
                 ledger.before_backward()
         purposes = [
-            account.ledger.purpose(account, call, receives=delivers, speculates=grad.speculates)
-            for account, delivers, grad in zip(accounts, receives, self.grads, strict=True)
+            sharded.ledger.purpose(sharded, call, receives=delivers, speculates=grad.speculates)
+            for sharded, delivers, grad in zip(sharded_params, receives, self.grads, strict=True)
         ]
         if not any(receives):  # autograd.grad() may have asked for some of them: they must be whole
             purposes = [Purpose.REDUCE] * len(purposes)
 
         def request(purposes: Sequence[Purpose]) -> BackwardRequest:
-            both = list(zip(accounts, purposes, strict=True))
+            both = list(zip(sharded_params, purposes, strict=True))
             return BackwardRequest(
                 purposes=tuple(purposes),
                 unreduced=tuple(
@@ -280,13 +282,13 @@ class BackwardGraph:
             return request([Purpose.REDUCE if p is Purpose.SPECULATE else p for p in purposes])
         return wanted
 
-    def _variant(self, request: BackwardRequest, accounts: Sequence[Account]) -> Lowered:
+    def _variant(self, request: BackwardRequest, sharded_params: Sequence[ShardedParam]) -> Lowered:
         if request not in self._variants:
             ctx = replace(self.ctx, request=request, timings={})
             gm = copy.deepcopy(self.gm)
             with self._context.restored():
                 self._variants[request] = self.lowering(gm, self.inputs, ctx)
-            if accounts:
-                accounts[0].ledger.counters.graphs += 1
-                accounts[0].ledger.left = max(accounts[0].ledger.left, ctx.left)
+            if sharded_params:
+                sharded_params[0].ledger.counters.graphs += 1
+                sharded_params[0].ledger.left = max(sharded_params[0].ledger.left, ctx.left)
         return self._variants[request]

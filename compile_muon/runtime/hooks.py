@@ -13,7 +13,7 @@ from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.peers import Peers
 
 if TYPE_CHECKING:
-    from compile_muon.runtime.account import Account
+    from compile_muon.runtime.sharded_param import ShardedParam
     from compile_muon.runtime.survey import Survey
 
 __all__ = ["Hooks"]
@@ -33,13 +33,13 @@ class Hooks:
     dynamo_passes: tuple[GraphPass, ...] = ()
     before_forward: tuple[Callable[[frozenset[str], Sequence[Tensor]], None], ...] = ()
     told: tuple[Callable[..., None], ...] = ()
-    dropped: tuple[Callable[[Account], None], ...] = ()
+    dropped: tuple[Callable[[ShardedParam], None], ...] = ()
     before_step: tuple[Callable[[], None], ...] = ()
     check: tuple[Callable[[], None], ...] = ()
     facts: tuple[Callable[[Survey], None], ...] = ()
     why_not_finite: tuple[Callable[[], tuple[str, str] | None], ...] = ()
     after_commit: tuple[Callable[[Tensor | None], None], ...] = ()
-    state: tuple[Callable[[Account], Mapping[str, Tensor]], ...] = ()
+    state: tuple[Callable[[ShardedParam], Mapping[str, Tensor]], ...] = ()
     loaded: tuple[Callable[[], None], ...] = ()
     metrics: tuple[Callable[[], Mapping[str, float]], ...] = ()
     totals: tuple[Callable[[], Mapping[str, int]], ...] = ()

@@ -23,8 +23,8 @@ from compile_muon.passes import Purpose
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.costs import Costs
 from compile_muon.passes.ranges import ranged
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.hooks import Hooks
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["Counters", "Ledger"]
 
@@ -84,7 +84,7 @@ class Ledger:
         accumulation_steps: micro-batches per step, or None when only the loop knows.
         update: "auto" speculates until directions are thrown away several steps in a row, "backward" always, "step"
             never.
-        accounts: the optimizer's parameters.
+        sharded_params: the optimizer's parameters.
         accumulating: inside :meth:`accumulate`.
         before_backward: called before a backward graph runs.
         costs: what the machine costs, as each of its ranks sees it; the same on every rank.
@@ -92,7 +92,7 @@ class Ledger:
         status: where this rank is, for the others to read.
         frame_log: visits since the last step that met other ranks.
         stepped: whether there is an optimizer, which a copied module does not have.
-        checks_later: whether a step's checks are read in the next; accounts of Muon matrices then note how autograd
+        checks_later: whether a step's checks are read in the next; Muon matrices then note how autograd
             left ``.grad`` (``UnreducedSums.untouched``).
         hooks: of the optimizer's extensions.
         gathers: of the latest refresh of resident weights, and which they were of, see :mod:`.replicas`.
@@ -101,7 +101,7 @@ class Ledger:
 
     accumulation_steps: int | None
     update: str
-    accounts: list[Account] = field(default_factory=list)
+    sharded_params: list[ShardedParam] = field(default_factory=list)
     accumulating: bool = False
     before_backward: Callable[[], None] | None = None
     costs: Costs = Costs()
@@ -138,38 +138,38 @@ class Ledger:
 
     # ------------------------------------------------------------------ backward
 
-    def purpose(self, account: Account, call: int, *, receives: bool, speculates: bool) -> Purpose:
+    def purpose(self, sharded: ShardedParam, call: int, *, receives: bool, speculates: bool) -> Purpose:
         """A backward visit: note it, and say what the graph is to do with this parameter's gradient.
 
         Args:
-            account: the parameter.
+            sharded: the parameter.
             call: number of the backward call under way.
             receives: whether autograd will add the gradient to ``.grad``.
             speculates: whether the graph could make a direction of it.
         """
-        alone = account.visits.backward(call, counts=receives and not self.accumulating)
+        alone = sharded.visits.backward(call, counts=receives and not self.accumulating)
         if not receives:
-            return Purpose.ACCUMULATE if account.spec.layout.accumulates else Purpose.REDUCE
-        if account.spec.layout.accumulates and not self._may_be_last(account, self.accumulation_steps or 1):
+            return Purpose.ACCUMULATE if sharded.spec.layout.accumulates else Purpose.REDUCE
+        if sharded.spec.layout.accumulates and not self._may_be_last(sharded, self.accumulation_steps or 1):
             return Purpose.ACCUMULATE
-        worthwhile = alone and self._may_be_last(account, self._expected) and self._speculates(account)
+        worthwhile = alone and self._may_be_last(sharded, self._expected) and self._speculates(sharded)
         return Purpose.SPECULATE if speculates and worthwhile else Purpose.REDUCE
 
-    def keeps(self, account: Account, call: int) -> bool:
+    def keeps(self, sharded: ShardedParam, call: int) -> bool:
         """Whether a gradient that eager code made stays on the rank, as :meth:`purpose` says of graphs."""
-        account.visits.backward(call, counts=not self.accumulating, compiled=False)
-        return not self._may_be_last(account, self.accumulation_steps or 1)
+        sharded.visits.backward(call, counts=not self.accumulating, compiled=False)
+        return not self._may_be_last(sharded, self.accumulation_steps or 1)
 
-    def _may_be_last(self, account: Account, expected: int | None) -> bool:
+    def _may_be_last(self, sharded: ShardedParam, expected: int | None) -> bool:
         """Whether this can be the step's last micro-batch; with an unknown number the first step cannot tell."""
-        return not self.accumulating and expected is not None and account.visits.backwards >= expected
+        return not self.accumulating and expected is not None and sharded.visits.backwards >= expected
 
-    def _speculates(self, account: Account) -> bool:
-        muon = account.spec.muon
+    def _speculates(self, sharded: ShardedParam) -> bool:
+        muon = sharded.spec.muon
         if muon is None or not muon.speculates:
             return False
         if self.update == "auto":
-            return account.speculations.stopped is None
+            return sharded.speculations.stopped is None
         return self.update == "backward"
 
     @property
@@ -177,15 +177,15 @@ class Ledger:
         """Whether CUDA graphs are replayed between the micro-batches of a step."""
         return self.options.cuda_graphs and (self.accumulation_steps != 1 or self.accumulating)
 
-    def is_last(self, account: Account) -> bool:
+    def is_last(self, sharded: ShardedParam) -> bool:
         """Whether the backward under way can be the step's last of this parameter."""
-        return self._may_be_last(account, self.accumulation_steps or self._expected)
+        return self._may_be_last(sharded, self.accumulation_steps or self._expected)
 
     @property
     def speculating(self) -> bool:
         """Whether any backward may still make directions: the same on every rank."""
-        muon = [account for account in self.accounts if account.spec.muon is not None]
-        return self.update != "step" and any(self._speculates(account) for account in muon)
+        muon = [sharded for sharded in self.sharded_params if sharded.spec.muon is not None]
+        return self.update != "step" and any(self._speculates(sharded) for sharded in muon)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -198,13 +198,13 @@ class Ledger:
 
     # ------------------------------------------------------------------ step
 
-    def discarded(self, accounts: Sequence[Account], reason: str) -> None:
+    def discarded(self, sharded_params: Sequence[ShardedParam], reason: str) -> None:
         """A step throws these directions away; several times in a row, and "auto" stops making them.
 
         Args:
             reason: "clipped" by ``gradient_clipping``, or "edited" by whatever came after backward.
         """
-        stopped = [account.name for account in accounts if account.speculations.discarded(reason)]
+        stopped = [sharded.name for sharded in sharded_params if sharded.speculations.discarded(reason)]
         if not stopped or self.update != "auto" or reason in self._warned:
             return
         self._warned.add(reason)
@@ -221,15 +221,15 @@ class Ledger:
             f"{more}, so they are made in step() from now on: {cause}. Training is right either way, only slower"
         )
 
-    def close(self, updated: Sequence[Account]) -> None:
+    def close(self, updated: Sequence[ShardedParam]) -> None:
         """End of a step that updated these parameters: visits left over are closed."""
         # Of Muon matrices alone: a head whose loss is made in chunks has a backward for each.
-        muon = [account for account in self.accounts if account.spec.muon is not None]
-        came = max((account.visits.backwards for account in muon), default=0)
+        muon = [sharded for sharded in self.sharded_params if sharded.spec.muon is not None]
+        came = max((sharded.visits.backwards for sharded in muon), default=0)
         if came:
             declared = self.accumulation_steps
             self._expected = came if declared is None or came > declared else declared
-        muon = [account for account in updated if account.spec.muon is not None]
+        muon = [sharded for sharded in updated if sharded.spec.muon is not None]
         unseen = self.update != "step" and bool(muon) and not any(a.visits.compiled for a in muon)
         self._steps_unseen = self._steps_unseen + 1 if unseen else 0
         if self._steps_unseen == 3:
@@ -239,15 +239,15 @@ class Ledger:
                 "weights are gathered one by one and directions made in step(); compile it with "
                 "torch.compile(model, backend='muon_zero'), or set update='step' to say that this is meant"
             )
-        for account in self.accounts:
-            account.close()
+        for sharded in self.sharded_params:
+            sharded.close()
         self.frame_log.close()
         self.status.step += 1
 
     def drop_gradients(self) -> None:
         """``zero_grad()``: nothing that belongs to the old gradients may reach the next step."""
-        for account in self.accounts:
-            account.drop_gradient()
+        for sharded in self.sharded_params:
+            sharded.drop_gradient()
 
     def count(self, traffic: Traffic) -> None:
         """Add what a graph sent and computed."""
@@ -260,4 +260,4 @@ class Ledger:
 
     def balance(self) -> int:
         """Backward visits still owed, over all parameters."""
-        return sum(account.visits.owed for account in self.accounts)
+        return sum(sharded.visits.owed for sharded in self.sharded_params)

@@ -15,7 +15,7 @@ from compile_muon.errors import LedgerError
 if TYPE_CHECKING:
     from compile_muon.passes.costs import Costs
     from compile_muon.passes.spec import ParamSpec
-    from compile_muon.runtime.account import Account
+    from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "Lender", "Lent"]
 
@@ -63,15 +63,15 @@ class Lender:
     def keep_master(self, name: str, master: Tensor) -> None:
         """Begin with this master weight: what this rank's part of the parameter was before it was rounded."""
 
-    def names(self, account: Account) -> frozenset[str]:
+    def names(self, sharded: ShardedParam) -> frozenset[str]:
         """Of its states that are kept here, as methods name them."""
         return frozenset()
 
-    def fetch(self, account: Account, grad: Tensor, out: Tensor) -> Tensor:
+    def fetch(self, sharded: ShardedParam, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum of a parameter to ``out``; a direction is made of it and ``grad``."""
-        raise LedgerError(f"{account.name}: its momentum is kept by the optimizer of the model that this is a copy of")
+        raise LedgerError(f"{sharded.name}: its momentum is kept by the optimizer of the model that this is a copy of")
 
-    def moved(self, fetches: Mapping[Account, int]) -> frozenset[Account]:
+    def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """Those whose momentum was moved toward the gradient when it was fetched, to be kept by the step under way.
 
         Args:
@@ -80,8 +80,8 @@ class Lender:
         return frozenset()
 
     def lend(
-        self, accounts: Sequence[Account], what: Lent, step: int, *, moved: Collection[Account] = ()
-    ) -> Iterator[tuple[Sequence[Account], Sequence[MutableMapping[str, Tensor]]]]:
+        self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
+    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """The states of these parameters, some after the other; what is written to them is kept.
 
         Those whose step the host computes have ``GRADIENT`` among them, and ``WEIGHT`` without a master weight, all in
@@ -91,7 +91,7 @@ class Lender:
         element by element: with ``ROWS`` and ``GRADIENT`` of the same rows.
 
         Args:
-            accounts: in any order.
+            sharded_params: in any order.
             what: of them. The block that is given master weights to write writes to the parameters too: they are put
                 back if the step fails.
             step: which one.
@@ -110,7 +110,7 @@ class Lender:
     def confirm(self) -> None:
         """Inside :meth:`writing`, ahead of what takes all ranks: no disk has failed until now, or it raises on all."""
 
-    def wrong(self, account: Account, label: str) -> Tensor | None:
+    def wrong(self, sharded: ShardedParam, label: str) -> Tensor | None:
         """Whether what is kept of a state is not finite (``[]``, not 0 if so), as known since it was written; None if
         it is not kept here."""
         return None

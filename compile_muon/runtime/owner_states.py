@@ -15,7 +15,7 @@ from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.exchange.shares import by_parameter
 from compile_muon.passes.methods import MatrixMethod, State, matrix_method
 from compile_muon.passes.spec import ParamSpec
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = [
     "deal_owners",
@@ -29,56 +29,56 @@ __all__ = [
 ]
 
 
-def method_of_matrix(account: Account) -> MatrixMethod | None:
+def method_of_matrix(sharded: ShardedParam) -> MatrixMethod | None:
     """The method of a matrix; None of all else."""
-    return None if account.spec.muon is None else matrix_method(account.spec.muon.algorithm)
+    return None if sharded.spec.muon is None else matrix_method(sharded.spec.muon.method)
 
 
 def owners_of(specs: Mapping[str, ParamSpec], costs: Costs) -> dict[str, tuple[int, ...]]:
     """Who owns the matrices of those whose methods keep states at owners, by name; the same on every rank."""
-    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.algorithm).owned}
+    keeping = {n: s for n, s in specs.items() if s.muon is not None and matrix_method(s.muon.method).owned}
     dealt = by_parameter(list(keeping.values()), assign_owners(list(keeping.values()), costs))
     return {name: tuple(own) for name, own in zip(keeping, dealt, strict=True)}
 
 
-def deal_owners(accounts: Sequence[Account]) -> None:
-    """Tell the accounts of what is trained from now on."""
-    dealt = owners_of({account.name: account.spec for account in accounts}, accounts[0].ledger.costs)
-    for account in accounts:
-        account.own(dealt.get(account.name, ()))
+def deal_owners(sharded_params: Sequence[ShardedParam]) -> None:
+    """Tell the parameters of what is trained from now on."""
+    dealt = owners_of({sharded.name: sharded.spec for sharded in sharded_params}, sharded_params[0].ledger.costs)
+    for sharded in sharded_params:
+        sharded.own(dealt.get(sharded.name, ()))
 
 
-def states_at_owner(account: Account, slots: Mapping[str, Tensor]) -> list[Tensor]:
+def states_at_owner(sharded: ShardedParam, slots: Mapping[str, Tensor]) -> list[Tensor]:
     """What this rank owns of a parameter's, ``[count, a, b]``, part by part: the same memory.
 
     Args:
         slots: of the optimizer's state.
     """
-    if not account.owners:
+    if not sharded.owners:
         return []
-    method = matrix_method(account.spec.muon_settings.algorithm)
-    parts = owned(account.spec, account.owners)
+    method = matrix_method(sharded.spec.muon_settings.method)
+    parts = owned(sharded.spec, sharded.owners)
     columns = [parts_of_state(slots[state.name], state, parts) for state in method.owned]
     return [state for of_part in zip(*columns, strict=True) for state in of_part]
 
 
-def states_kept(account: Account) -> tuple[State, ...]:
+def states_kept(sharded: ShardedParam) -> tuple[State, ...]:
     """The states of a parameter that are at owners."""
-    return matrix_method(account.spec.muon_settings.algorithm).owned if account.owners else ()
+    return matrix_method(sharded.spec.muon_settings.method).owned if sharded.owners else ()
 
 
-def each_matrix(account: Account, state: State, held: Tensor) -> Iterator[tuple[int, Tensor]]:
+def each_matrix(sharded: ShardedParam, state: State, held: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Number and state of each matrix that this rank owns, ``[a, b]``: the same memory."""
-    parts = owned(account.spec, account.owners)
+    parts = owned(sharded.spec, sharded.owners)
     for part, own in zip(parts, parts_of_state(held, state, parts), strict=True):
         yield from enumerate(own, part.first)
 
 
-def matrices_here(account: Account) -> list[int]:
+def matrices_here(sharded: ShardedParam) -> list[int]:
     """Numbers of the matrices of a parameter that this rank owns."""
-    return [part.first + place for part in owned(account.spec, account.owners) for place in range(part.count)]
+    return [part.first + place for part in owned(sharded.spec, sharded.owners) for place in range(part.count)]
 
 
-def every_shape(account: Account, state: State) -> dict[int, tuple[int, int]]:
+def every_shape(sharded: ShardedParam, state: State) -> dict[int, tuple[int, int]]:
     """The shape of a state of each matrix of a whole parameter, by number."""
-    return {number: state.shape(*shape) for number, shape in enumerate(matrix_shapes(account.spec))}
+    return {number: state.shape(*shape) for number, shape in enumerate(matrix_shapes(sharded.spec))}

@@ -22,8 +22,8 @@ from torch import Tensor
 from compile_muon.errors import warn_user
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.pinned import pinned_numbers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.speculation import Speculation
 from compile_muon.runtime.survey import Survey
@@ -100,7 +100,7 @@ class _Recording:
     values: list[float]
     launched: Launched
     written: list[Tensor]
-    resident: list[Account]
+    resident: list[ShardedParam]
     reads: list[Tensor]
     release: Callable[[], None]
 
@@ -150,8 +150,8 @@ class Recorded:
             survey: with what the host knows.
             used: directions of backward that it uses; None for a step like which there will be none.
         """
-        for account in step.ledger.accounts:  # a graph waits for nothing that was started outside of it
-            account.await_refresh()
+        for sharded in step.ledger.sharded_params:  # a graph waits for nothing that was started outside of it
+            sharded.await_refresh()
         facts, groups = survey.facts, step.optimizer.param_groups
         places: dict[str, dict[str, int]] = {}
         values = list(facts)
@@ -219,12 +219,12 @@ class Recorded:
         release: Callable[[], None],
     ) -> _Recording:
         """What was recorded, with what of it the host must know."""
-        accounts = [account for account in (*step.muon, *step.rest) if account.grad is not None]
-        resident = [account for account in (*step.muon, *step.rest) if account.replica is not None]
-        states = [_states(step, account) for account in accounts]
-        written = [*(account.local.detach() for account in accounts), *(x for row in states for x in row)]
-        written += [account.replica.detach() for account in resident if account.replica is not None]
-        hypers = [account.hyper for account in step.muon]
+        sharded_params = [sharded for sharded in (*step.muon, *step.rest) if sharded.grad is not None]
+        resident = [sharded for sharded in (*step.muon, *step.rest) if sharded.resident is not None]
+        states = [_states(step, sharded) for sharded in sharded_params]
+        written = [*(sharded.local.detach() for sharded in sharded_params), *(x for row in states for x in row)]
+        written += [sharded.resident.detach() for sharded in resident if sharded.resident is not None]
+        hypers = [sharded.hyper for sharded in step.muon]
         return _Recording(replay, given, values, launched, written, resident, [*written, *hypers], release)
 
     def _replay(self, recording: _Recording, values: list[float], survey: Survey) -> Launched:
@@ -234,8 +234,8 @@ class Recorded:
             recording.values = values
         recording.replay()
         torch.autograd.graph.increment_version(recording.written)  # as every in-place operation does; a graph does not
-        for account in recording.resident:
-            account.refreshed_at = edits_of(account.param)
+        for sharded in recording.resident:
+            sharded.refreshed_at = edits_of(sharded.param)
         found = recording.launched
         # The next replay writes what this one found; users keep norms.
         return Launched(found.survey.again(survey.step, survey.refusal), found.norm.clone(), found.traffic)
@@ -248,17 +248,17 @@ class Recorded:
             given = method.given if isinstance(method, MatrixMethod) else ()
             kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in (*moving, *given)]
         address = self.address
-        for account in (*step.muon, *step.rest):
-            kind += (account.text, address(account.local), address(account.momentum))
-            kind += [account.now] if account.now is not account.spec else []
-            if (grad := account.grad) is not None:
+        for sharded in (*step.muon, *step.rest):
+            kind += (sharded.text, address(sharded.local), address(sharded.momentum))
+            kind += [sharded.now] if sharded.now is not sharded.spec else []
+            if (grad := sharded.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
-            kind += map(address, _states(step, account))
-            if (made := used.get(account.name)) is not None:
+            kind += map(address, _states(step, sharded))
+            if (made := used.get(sharded.name)) is not None:
                 kind += (address(made.direction), made.direction.stride(), address(made.fingerprint))
-            if account.replica is not None:
-                kind.append(address(account.replica))
+            if sharded.resident is not None:
+                kind.append(address(sharded.resident))
         return tuple(kind)
 
     def address(self, tensor: Tensor) -> int:
@@ -266,8 +266,8 @@ class Recorded:
         return tensor.data_ptr()
 
 
-def _states(step: Trained, account: Account) -> list[Tensor]:
-    return [local_tensor(state) for state in step.optimizer.state[account.param].values()]
+def _states(step: Trained, sharded: ShardedParam) -> list[Tensor]:
+    return [local_tensor(state) for state in step.optimizer.state[sharded.param].values()]
 
 
 def _moving(method: Method) -> tuple[str, ...]:

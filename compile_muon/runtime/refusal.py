@@ -122,14 +122,14 @@ def _spoiled(trained: Trained, names: Sequence[str], together: bool) -> list[set
         together: collective; else of this rank alone.
     """
     beside = [a for a in trained.muon if a.name in names and a.momentum.numel()]
-    wrong = not_finite([account.momentum for account in beside]).tolist() if beside else []
-    mine = {account.name for account, flag in zip(beside, wrong, strict=True) if flag}
+    wrong = not_finite([sharded.momentum for sharded in beside]).tolist() if beside else []
+    mine = {sharded.name for sharded, flag in zip(beside, wrong, strict=True) if flag}
     return _of_ranks(trained, mine, together=together and bool(names))
 
 
 def _finite(trained: Trained, names: Sequence[str]) -> frozenset[str]:
     """Those of these gradients that hold no inf on any rank; collective."""
-    named = {account.name: account for account in (*trained.muon, *trained.rest)}
+    named = {sharded.name: sharded for sharded in (*trained.muon, *trained.rest)}
     held = [name for name in names if named[name].grad is not None]
     infinite = {name for name in held if not_finite([named[name].local_grad]).item()}
     return frozenset(names).difference(*_of_ranks(trained, infinite, together=trained.compares))

@@ -17,7 +17,7 @@ from compile_muon.passes.methods import MatrixMethod, Method, State
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 
 if TYPE_CHECKING:
-    from compile_muon.runtime.account import Account
+    from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = [
     "as_state",
@@ -109,19 +109,19 @@ def row_state_shape(spec: ParamSpec, shape: Sequence[int], width: int) -> torch.
     return torch.Size([*shape[: 2 if spec.stacked else 1], width])
 
 
-def as_state(account: Account, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
+def as_state(sharded: ShardedParam, own: Tensor, each: str, mesh: DeviceMesh | None = None) -> Tensor:
     """This rank's part of a state as the kind of tensor that the parameter is.
 
     Args:
         each: of :class:`~compile_muon.passes.methods.State`, "element" or "row".
         mesh: of the same ranks, on the device of ``own``; None for that of the parameter.
     """
-    param = account.param
+    param = sharded.param
     if not isinstance(param, DTensor):
         return own
     last, shape = param.ndim, param.shape
     if each == "row":
-        shape = row_state_shape(account.spec, shape, own.shape[-1])
+        shape = row_state_shape(sharded.spec, shape, own.shape[-1])
         last = len(shape) - 1
     # Ranks that have other columns of the same rows have the same number of each row.
     whole = [Replicate() if isinstance(p, Shard) and p.dim >= last else p for p in param.placements]
@@ -154,21 +154,21 @@ def columns_shape(spec: ParamSpec, width: int) -> tuple[int, int, int]:
     return (1 if muon.view is not None and muon.view.dim == 1 else spec.matrix_count), width, muon.cols
 
 
-def new_state(account: Account, state: State) -> Tensor:
+def new_state(sharded: ShardedParam, state: State) -> Tensor:
     """Zeros: as the kind of tensor that the parameter is, plain where it is not cut as that."""
-    local = account.local.detach()
-    wide = torch.promote_types(decode_dtype(account.spec.state_dtype), torch.float32)
+    local = sharded.local.detach()
+    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
     if state.at_owner:
-        shape = state_shape(account.spec, state, owned(account.spec, account.owners))
+        shape = state_shape(sharded.spec, state, owned(sharded.spec, sharded.owners))
         return local.new_zeros(shape, dtype=wide)
     if state.each in ("col", "matrix"):
-        return local.new_zeros(shape_everywhere(account.spec, state), dtype=wide)
+        return local.new_zeros(shape_everywhere(sharded.spec, state), dtype=wide)
     if state.each == "parameter":
         # Where torch's fused AdamW counts: on the GPU itself.
         return torch.zeros((), device=local.device if local.is_cuda else "cpu")
     own = local.shape
     if state.each == "row":
-        view = account.spec.muon_settings.view
-        own = row_state_shape(account.spec, own, view.count if view is not None and view.dim == 1 else 1)
-    zeros = local.new_zeros(own, dtype=decode_dtype(account.spec.state_dtype))  # in plans, fake
-    return as_state(account, zeros, state.each)
+        view = sharded.spec.muon_settings.view
+        own = row_state_shape(sharded.spec, own, view.count if view is not None and view.dim == 1 else 1)
+    zeros = local.new_zeros(own, dtype=decode_dtype(sharded.spec.state_dtype))  # in plans, fake
+    return as_state(sharded, zeros, state.each)

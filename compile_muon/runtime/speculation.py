@@ -26,7 +26,7 @@ class Speculation(NamedTuple):
         direction: of the shard, in the dtype of Newton-Schulz.
         fingerprint: int64, of the gradient it was made from (``compile_muon.passes.fingerprint``).
         edits: of the momentum until then.
-        rates: momentum and all else that it was made with (:attr:`.Account.rates`).
+        rates: momentum and all else that it was made with (:attr:`.ShardedParam.rates`).
         fetches: of the momentum until then, where it is not beside the parameter.
     """
 

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.collectives import Traffic
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.commit import commit
 from compile_muon.runtime.decision import Decision, Facts, decide
 from compile_muon.runtime.directions import fetches_of, make, note
 from compile_muon.runtime.facts import Begun, begin, measure, read
 from compile_muon.runtime.recorded import Given, Launched, Recorded
 from compile_muon.runtime.refusal import check_agreement, refused
-from compile_muon.runtime.replicas import start_refresh
+from compile_muon.runtime.resident import start_refresh
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.step_agreement import Agreement
 from compile_muon.runtime.survey import Survey
 from compile_muon.runtime.trained import Trained
@@ -43,7 +43,7 @@ class Step(Trained):
         recorded: steps as CUDA graphs; None where there are none.
     """
 
-    fetches: Mapping[Account, int] = field(default_factory=dict)
+    fetches: Mapping[ShardedParam, int] = field(default_factory=dict)
     grad_norm: Tensor | None = None
     norm: float = float("nan")
     pending: tuple[Survey, Agreement | None, frozenset[str]] | None = None
@@ -126,8 +126,8 @@ class Step(Trained):
         refreshed = self._refreshed(begun)
         traffic = made.traffic + start_refresh(refreshed)
         if given is not None:
-            for account in refreshed:
-                account.await_refresh()
+            for sharded in refreshed:
+                sharded.await_refresh()
         return Launched(survey, norm, traffic)
 
     def check(self) -> bool | None:
@@ -181,9 +181,9 @@ class Step(Trained):
         self.ledger.count(traffic)
         self.ledger.counters.in_step += len(decision.make & begun.facts.wanted)
 
-    def _refreshed(self, begun: Begun) -> list[Account]:
+    def _refreshed(self, begun: Begun) -> list[ShardedParam]:
         """Whose resident weights follow this step, in the order in which the model has them, which is about that of
         their use in the next forward."""
         # Whether all ranks have the same gradients may not be known yet, and they must refresh the same.
         trained = {*self.muon, *self.rest} if self.ledger.checks_later else {*begun.muon, *begun.rest}
-        return [account for account in self.ledger.accounts if account in trained]
+        return [sharded for sharded in self.ledger.sharded_params if sharded in trained]

@@ -20,8 +20,8 @@ from compile_muon.agreement.compare import by_rank, compare, differing, gather_o
 from compile_muon.agreement.frame_log import FrameLog, Visit, frame_label
 from compile_muon.errors import LedgerError, listed
 from compile_muon.passes.fingerprint import fingerprint
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.owner_states import method_of_matrix
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
 from compile_muon.runtime.survey import Survey
 
@@ -44,30 +44,30 @@ class Copies:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, accounts: Sequence[Account], state: Mapping[Any, Mapping[str, Any]]) -> Copies | None:
+    def of(cls, sharded_params: Sequence[ShardedParam], state: Mapping[Any, Mapping[str, Any]]) -> Copies | None:
         """Weights at stages 0 to 2, and of what is not sharded gradients and state too; None if there is nothing.
 
         Args:
-            accounts: of all parameters.
+            sharded_params: of all parameters.
             state: of the optimizer.
         """
         held: dict[str, Tensor] = {}
         stale = []
-        for account in accounts:
-            if account.spec.layout.parted:
+        for sharded in sharded_params:
+            if sharded.spec.layout.parted:
                 continue  # ranks have different parts
-            if account.replica is not None:
-                account.await_refresh()
+            if sharded.resident is not None:
+                sharded.await_refresh()
                 # Resident weights follow their shards when they are read next; who edited none must not wait for that.
-                stale += [len(held)] if edits_of(account.param) != account.refreshed_at else []
-                held[account.name] = account.replica
-            elif not account.spec.layout.sharded:
-                held[account.name] = account.local
-                if account.grad is not None:
-                    held[f"gradient of {account.name}"] = account.local_grad
-                slots, method = state.get(account.param, {}), method_of_matrix(account)
+                stale += [len(held)] if edits_of(sharded.param) != sharded.refreshed_at else []
+                held[sharded.name] = sharded.resident
+            elif not sharded.spec.layout.sharded:
+                held[sharded.name] = sharded.local
+                if sharded.grad is not None:
+                    held[f"gradient of {sharded.name}"] = sharded.local_grad
+                slots, method = state.get(sharded.param, {}), method_of_matrix(sharded)
                 own = {"step", *(() if method is None else (state.name for state in method.owned))}  # or of one rank
-                held |= {f"{slot} of {account.name}": local_tensor(slots[slot]) for slot in slots if slot not in own}
+                held |= {f"{slot} of {sharded.name}": local_tensor(slots[slot]) for slot in slots if slot not in own}
         if not held:
             return None
         found = fingerprint([tensor.detach() for tensor in held.values()])

@@ -21,8 +21,8 @@ from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
+from compile_muon.runtime.sharded_param import ShardedParam
 
 __all__ = ["StepGraphs"]
 
@@ -33,7 +33,7 @@ _MAX_KEPT = 64
 
 
 def _build(
-    accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
+    sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], fake: FakeTensorMode
 ) -> tuple[GraphModule, list[Any]]:
     """Placeholders (gradients, momenta, hyper tensors, states), one marker each, directions and new states as
     outputs."""
@@ -46,13 +46,13 @@ def _build(
         inputs.append(node.meta["val"])
         return node
 
-    grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(accounts)]
-    momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(accounts)]
-    hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(accounts))}
+    grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(sharded_params)]
+    momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(sharded_params)]
+    hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(sharded_params))}
     kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
     directions, new = [], []
-    for place, (grad, momentum, account) in enumerate(zip(grads, momenta, accounts, strict=True)):
-        given = graph, grad, momentum, hypers[id(account.hyper)], account.now
+    for place, (grad, momentum, sharded) in enumerate(zip(grads, momenta, sharded_params, strict=True)):
+        given = graph, grad, momentum, hypers[id(sharded.hyper)], sharded.now
         if place in kept:
             direction, *made = OrthogonalizeWith.insert(*given, kept[place])
             new += made
@@ -63,9 +63,9 @@ def _build(
     return GraphModule(torch.nn.Module(), graph), inputs
 
 
-def _hypers(accounts: Sequence[Account]) -> list[Tensor]:
+def _hypers(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:
     """What these share, each once."""
-    return list({id(account.hyper): account.hyper for account in accounts}.values())
+    return list({id(sharded.hyper): sharded.hyper for sharded in sharded_params}.values())
 
 
 @dataclass
@@ -84,7 +84,7 @@ class StepGraphs:
 
     def orthogonalize(
         self,
-        accounts: Sequence[Account],
+        sharded_params: Sequence[ShardedParam],
         grads: Sequence[Tensor],
         states: Mapping[int, Sequence[Tensor]],
         options: FrameOptions,
@@ -92,35 +92,37 @@ class StepGraphs:
         """Muon directions of ``grads`` (local shards).
 
         Args:
-            states: at owners, by place among the accounts; what this rank has of them.
+            states: at owners, by place among the parameters; what this rank has of them.
         Returns:
             ``(directions, new states, traffic)``; nothing is modified.
         """
-        key = (options.codegen, options.nvtx, *(account.name for account in accounts))
+        key = (options.codegen, options.nvtx, *(sharded.name for sharded in sharded_params))
         # Methods with several graphs have a spec of their own for each.
-        key += tuple((i, a.now) for i, a in enumerate(accounts) if a.now is not a.spec)
+        key += tuple((i, a.now) for i, a in enumerate(sharded_params) if a.now is not a.spec)
         if key not in self._compiled:
             if len(self._compiled) >= _MAX_COMPILED:
                 options = replace(options, codegen="eager")
             if len(self._compiled) >= _MAX_KEPT:
                 self._compiled.popitem()
-            self._compiled[key] = self._compile(accounts, states, options)
+            self._compiled[key] = self._compile(sharded_params, states, options)
         run, traffic = self._compiled[key]
         # Backward graphs may return gradients in another layout than the shard's (convolutions).
         grads = [grad.contiguous() for grad in grads]
         kept = [state for own in states.values() for state in own]
-        results = list(run([*grads, *(account.momentum for account in accounts), *_hypers(accounts), *kept]))
-        behind = iter(results[len(accounts) :])
+        results = list(
+            run([*grads, *(sharded.momentum for sharded in sharded_params), *_hypers(sharded_params), *kept])
+        )
+        behind = iter(results[len(sharded_params) :])
         new = {place: [next(behind) for _ in own] for place, own in states.items()}
-        return results[: len(accounts)], new, traffic
+        return results[: len(sharded_params)], new, traffic
 
     def _compile(
-        self, accounts: Sequence[Account], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
+        self, sharded_params: Sequence[ShardedParam], states: Mapping[int, Sequence[Tensor]], options: FrameOptions
     ) -> Lowered:
         fake = FakeTensorMode()
         with fresh_context(fake):
-            gm, inputs = _build(accounts, states, fake)
-            ledger = accounts[0].ledger
+            gm, inputs = _build(sharded_params, states, fake)
+            ledger = sharded_params[0].ledger
             title = f"step{len(self._compiled)}"
             ctx = PassContext(GraphKind.STEP, title, options=options, costs=ledger.costs, left=ledger.left)
             lowering = self.lowering or partial(lower_and_compile, codegen=_CODEGEN[options.codegen])

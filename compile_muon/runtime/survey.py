@@ -23,9 +23,9 @@ from compile_muon.agreement.compare import gather_objects, ranks_named
 from compile_muon.passes.fingerprint import EXAMINE
 from compile_muon.passes.methods import state_labels
 from compile_muon.passes.norms import squares
-from compile_muon.runtime.account import Account
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.pinned import pinned_numbers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.speculation import Speculation
 
 __all__ = ["Survey"]
@@ -113,37 +113,37 @@ class Survey:
         width = len(numbers) // self._world
         return [tuple(numbers[rank * width : (rank + 1) * width]) for rank in range(self._world)]
 
-    def add_gradients(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
+    def add_gradients(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
         """Squared norms of all gradients (0 without one), and which are not what a direction was made from.
 
         Args:
-            accounts: the same on every rank.
+            sharded_params: the same on every rank.
             ready: this rank's directions from backward, by name of those that have a gradient.
         """
-        present = [account for account in accounts if account.grad is not None]
-        examined = [account for account in present if account.name in ready]
-        others = [account for account in present if account.name not in ready]
+        present = [sharded for sharded in sharded_params if sharded.grad is not None]
+        examined = [sharded for sharded in present if sharded.name in ready]
+        others = [sharded for sharded in present if sharded.name not in ready]
         found: dict[str, Tensor] = {}
         differs = None
         if examined:
-            now, own = EXAMINE([account.local_grad for account in examined])
-            then = torch.stack([ready[account.name].fingerprint for account in examined])
+            now, own = EXAMINE([sharded.local_grad for sharded in examined])
+            then = torch.stack([ready[sharded.name].fingerprint for sharded in examined])
             differs = (now != then).float()
-            found.update(zip((account.name for account in examined), own.unbind(), strict=True))
+            found.update(zip((sharded.name for sharded in examined), own.unbind(), strict=True))
         if others:
-            own = squares([account.local_grad for account in others])
-            found.update(zip((account.name for account in others), own.unbind(), strict=True))
+            own = squares([sharded.local_grad for sharded in others])
+            found.update(zip((sharded.name for sharded in others), own.unbind(), strict=True))
         values = None
         if present:
             # What several ranks hold would be counted once for each.
-            shares = [1.0 / account.spec.layout.copies for account in present]
-            values = torch.stack([found[account.name] for account in present])
+            shares = [1.0 / sharded.spec.layout.copies for sharded in present]
+            values = torch.stack([found[sharded.name] for sharded in present])
             if len(set(shares)) == 1:
                 values = values * shares[0]
             else:
                 values = torch.stack([v * share for v, share in zip(values.unbind(), shares, strict=True)])
-        self._spread("gradient", accounts, present, values)
-        matrices = [account for account in accounts if account.spec.muon is not None]
+        self._spread("gradient", sharded_params, present, values)
+        matrices = [sharded for sharded in sharded_params if sharded.spec.muon is not None]
         self._spread("differs", matrices, examined, differs)
 
     def add_rate(self, name: str, rate: Any) -> None:
@@ -155,17 +155,17 @@ class Survey:
         numbers = rate if isinstance(rate, Sequence) else (rate,)
         self.add_facts("rate", {name: float(not all(math.isfinite(number) for number in numbers))})
 
-    def add_speculations(self, accounts: Sequence[Account], ready: Mapping[str, Speculation]) -> None:
+    def add_speculations(self, sharded_params: Sequence[ShardedParam], ready: Mapping[str, Speculation]) -> None:
         """Which directions of backward are not finite.
 
         Args:
-            accounts: the same on every rank.
+            sharded_params: the same on every rank.
             ready: this rank's directions, by name.
         """
-        present = [account for account in accounts if account.name in ready]
-        directions = [ready[account.name].direction for account in present]
-        wrong = directions_not_finite([account.spec for account in present], directions) if present else None
-        self._spread("direction", accounts, present, wrong)
+        present = [sharded for sharded in sharded_params if sharded.name in ready]
+        directions = [ready[sharded.name].direction for sharded in present]
+        wrong = directions_not_finite([sharded.spec for sharded in present], directions) if present else None
+        self._spread("direction", sharded_params, present, wrong)
 
     def held(self) -> frozenset[str]:
         """Names whose direction every rank has, made from the gradient it has."""
@@ -173,18 +173,20 @@ class Survey:
         return frozenset(name for name, count in ready if count == self._world) - self.names("differs")
 
     def _spread(
-        self, what: str, accounts: Sequence[Account], present: Sequence[Account], values: Tensor | None
+        self, what: str, sharded_params: Sequence[ShardedParam], present: Sequence[ShardedParam], values: Tensor | None
     ) -> None:
-        """``values`` of some accounts, and 0 for the others: every rank adds as many numbers."""
-        if not accounts:
+        """``values`` of some parameters, and 0 for the others: every rank adds as many numbers."""
+        if not sharded_params:
             return
-        if values is not None and len(present) == len(accounts):  # the same ones, in the same order
-            self.add(what, [account.name for account in accounts], values)
+        if values is not None and len(present) == len(sharded_params):  # the same ones, in the same order
+            self.add(what, [sharded.name for sharded in sharded_params], values)
             return
         zero = torch.zeros((), device=self.device)
         found = () if values is None else values.unbind()
-        by_name = dict(zip((account.name for account in present), found, strict=True))
-        self.add(what, [a.name for a in accounts], torch.stack([by_name.get(a.name, zero) for a in accounts]))
+        by_name = dict(zip((sharded.name for sharded in present), found, strict=True))
+        self.add(
+            what, [a.name for a in sharded_params], torch.stack([by_name.get(a.name, zero) for a in sharded_params])
+        )
 
     @property
     def facts(self) -> list[float]:

@@ -15,11 +15,11 @@ from compile_muon.config import Config
 from compile_muon.errors import config_error, listed
 from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
-from compile_muon.runtime.account import Account
-from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.pinned import pinned_numbers
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor, new_state
 from compile_muon.runtime.step_graph import StepGraphs
 
@@ -34,16 +34,16 @@ class Trained:
         optimizer: whose ``param_groups`` and ``state`` are read anew each time: loading replaces them.
         config: of it.
         methods: of its groups, by name.
-        ledger: with the accounts of all parameters.
+        ledger: with all sharded parameters.
         group: all its ranks, None for one process.
         device: of all tensors.
         compares: whether ranks answer.
         check_model: raises UnsupportedModelError where the model does not hold what was sharded any more.
-        handouts: what eager code was given.
+        gathered: what eager code was given.
         scale: of the rate, by ``adjust_lr``, rows and columns of a matrix.
     Attributes:
         lender: of the states that are not beside their parameters.
-        accounts: of trained parameters; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
+        sharded_params: that are trained; ``muon`` are the matrices, ``rest`` all else, each in the order of the model.
         summed: matrices of methods that need sums over whole ones.
     """
 
@@ -55,36 +55,38 @@ class Trained:
     device: torch.device
     compares: bool
     check_model: Callable[[], None]
-    handouts: Handouts
+    gathered: GatheredCopies
     scale: Callable[[str | float, int, int], float]
     step_graphs: StepGraphs = field(default_factory=StepGraphs)
     lender: Lender = field(init=False)
 
     def __post_init__(self) -> None:
         self.lender = self.ledger.hooks.lender
-        self.accounts: dict[Tensor, Account] = {}
+        self.sharded_params: dict[Tensor, ShardedParam] = {}
         self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
-        self._further: dict[Account, dict[str, Tensor]] = {}  # of extensions
-        self._know([account for account in self.ledger.accounts if account.param.requires_grad])
+        self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # of extensions
+        self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
 
-    def take_up(self, accounts: Sequence[Account], methods: Mapping[str, Method]) -> None:
+    def take_up(self, sharded_params: Sequence[ShardedParam], methods: Mapping[str, Method]) -> None:
         """Update these as well, which groups hold from now on.
 
         Args:
             methods: of their groups, by name.
         """
         self.methods = {**self.methods, **methods}
-        self._know(accounts)
+        self._know(sharded_params)
         self.create_state()
 
-    def _know(self, accounts: Sequence[Account]) -> None:
-        known = {*self.accounts.values(), *accounts}
-        trained = [account for account in self.ledger.accounts if account in known]  # in the same order on every rank
-        self.accounts = {account.param: account for account in trained}
-        self.muon = [account for account in trained if account.spec.muon is not None]
-        self.rest = [account for account in trained if account.spec.muon is None]
+    def _know(self, sharded_params: Sequence[ShardedParam]) -> None:
+        known = {*self.sharded_params.values(), *sharded_params}
+        trained = [
+            sharded for sharded in self.ledger.sharded_params if sharded in known
+        ]  # in the same order on every rank
+        self.sharded_params = {sharded.param: sharded for sharded in trained}
+        self.muon = [sharded for sharded in trained if sharded.spec.muon is not None]
+        self.rest = [sharded for sharded in trained if sharded.spec.muon is None]
         # with a gradient or without, the same on every rank
-        methods = [matrix_method(account.spec.muon_settings.algorithm) for account in self.muon]
+        methods = [matrix_method(sharded.spec.muon_settings.method) for sharded in self.muon]
         self.summed = [a for a, m in zip(self.muon, methods, strict=True) if m.facts or m.columns]
 
     def method(self, group: Mapping[str, Any]) -> Method:
@@ -98,58 +100,58 @@ class Trained:
             f"{group['name']} {rate.name}": group[rate.name] for group in groups for rate in self.method(group).rates
         }
 
-    def with_gradient(self, group: Mapping[str, Any]) -> list[Account]:
+    def with_gradient(self, group: Mapping[str, Any]) -> list[ShardedParam]:
         """Those of a parameter group that have one."""
-        return [self.accounts[param] for param in group["params"] if param.grad is not None]
+        return [self.sharded_params[param] for param in group["params"] if param.grad is not None]
 
     def create_state(self) -> None:
         """All state exists from the start, so checkpoints and sharding see it before the first step."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                account, slots = self.accounts[param], self.optimizer.state[param]
-                away = self.lender.names(account)
-                if account.spec.muon is not None and account.spec.muon.beside:
-                    slots["momentum_buffer"] = account.momentum_buffer
+                sharded, slots = self.sharded_params[param], self.optimizer.state[param]
+                away = self.lender.names(sharded)
+                if sharded.spec.muon is not None and sharded.spec.muon.beside:
+                    slots["momentum_buffer"] = sharded.momentum_buffer
                 own = [state for state in self.method(group).states if state.name not in away]
                 for state in own:
                     if state.name not in slots:
-                        slots[state.name] = new_state(account, state)
+                        slots[state.name] = new_state(sharded, state)
                 self._states[param] = {state.name for state in own}
                 if self.ledger.hooks.state:
-                    self._states[param] |= self._begin(account, {"momentum_buffer", *away, *self._states[param]})
+                    self._states[param] |= self._begin(sharded, {"momentum_buffer", *away, *self._states[param]})
 
-    def _begin(self, account: Account, taken: set[str]) -> set[str]:
+    def _begin(self, sharded: ShardedParam, taken: set[str]) -> set[str]:
         """What extensions keep of a parameter is there; returns its names.
 
         Raises:
             ConfigError: one is the name of another state.
         """
-        slots, own, found = self.optimizer.state[account.param], self._further.setdefault(account, {}), set[str]()
+        slots, own, found = self.optimizer.state[sharded.param], self._further.setdefault(sharded, {}), set[str]()
         for state in self.ledger.hooks.state:
-            for name, value in state(account).items():
+            for name, value in state(sharded).items():
                 if name in taken | found:
-                    raise config_error("extensions", name, f"is another state of {account.name}", "use another name")
+                    raise config_error("extensions", name, f"is another state of {sharded.name}", "use another name")
                 found.add(name)
                 if name not in slots:
-                    cut = value.shape == account.local.shape
-                    slots[name] = own[name] = like_parameter(account.param, value) if cut else value
+                    cut = value.shape == sharded.local.shape
+                    slots[name] = own[name] = like_parameter(sharded.param, value) if cut else value
         return found
 
-    def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[Account]]]:
-        """What graphs read of the rates of ``groups``, which stand for ``param_groups``, and the accounts that share a
+    def check_momentum(self, groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[float, ...], list[ShardedParam]]]:
+        """What graphs read of the rates of ``groups``, which stand for ``param_groups``, and those that share a
         tensor of each.
 
         Raises:
             ConfigError: groups that share one differ.
         """
-        shared: dict[int, list[tuple[Mapping[str, Any], list[Account]]]] = {}
+        shared: dict[int, list[tuple[Mapping[str, Any], list[ShardedParam]]]] = {}
         methods: dict[int, MatrixMethod] = {}
         for own, group in zip(self.optimizer.param_groups, groups, strict=True):
             method = self.method(own)
             if isinstance(method, MatrixMethod) and own["params"] and method.keeps_momentum <= ("momentum" in group):
-                accounts = [self.accounts[param] for param in own["params"]]
-                shared.setdefault(id(accounts[0].hyper), []).append((group, accounts))
-                methods[id(accounts[0].hyper)] = method
+                sharded_params = [self.sharded_params[param] for param in own["params"]]
+                shared.setdefault(id(sharded_params[0].hyper), []).append((group, sharded_params))
+                methods[id(sharded_params[0].hyper)] = method
         found = []
         for hyper, sharing in shared.items():
             rates = []
@@ -159,18 +161,18 @@ class Trained:
                     names = listed([group["name"] for group, _ in sharing])
                     raise config_error(name, values, f"differs between {names}", "give all of them the same")
                 rates.append(values.pop())
-            found.append((tuple(rates), [account for _, accounts in sharing for account in accounts]))
+            found.append((tuple(rates), [sharded for _, sharded_params in sharing for sharded in sharded_params]))
         return found
 
     def sync_momentum(self) -> None:
         """Bring the tensors that graphs read in line with ``param_groups`` (schedulers may change the momentum)."""
-        for rates, accounts in self.check_momentum(self.optimizer.param_groups):
-            if rates != accounts[0].rates:
+        for rates, sharded_params in self.check_momentum(self.optimizer.param_groups):
+            if rates != sharded_params[0].rates:
                 # .data: graphs saved this tensor for backward; a new value is no reason to refuse their backward.
                 numbers = pinned_numbers([1 - rates[0], *rates], torch.float32, self.device)
-                accounts[0].hyper.data.copy_(numbers, non_blocking=True)
-                for account in accounts:
-                    account.use_rates(rates)
+                sharded_params[0].hyper.data.copy_(numbers, non_blocking=True)
+                for sharded in sharded_params:
+                    sharded.use_rates(rates)
         for group in self.optimizer.param_groups:
             method = self.method(group)
             if isinstance(method, MatrixMethod) and method.in_step:
@@ -179,7 +181,7 @@ class Trained:
                 phase = None if method.phase is None else method.phase(now)
                 joined = method.joined is not None and bool(method.joined(now))
                 for param in group["params"]:
-                    self.accounts[param].enter(phase, joined=joined)
+                    self.sharded_params[param].enter(phase, joined=joined)
 
     def count_step(self, steps: int = 1) -> None:
         """A step has been written, or was not after all (-1): groups whose methods ask for its number count it."""
@@ -192,20 +194,20 @@ class Trained:
         """States that users put into the optimizer's, as they may, become those that graphs read; what they took out
         begins anew, as in torch.optim."""
         self.lender.own()
-        for account in self.muon:
-            if not account.spec.muon_settings.beside:
+        for sharded in self.muon:
+            if not sharded.spec.muon_settings.beside:
                 continue
-            slots = self.optimizer.state[account.param]
+            slots = self.optimizer.state[sharded.param]
             held = slots.get("momentum_buffer")
-            if held is account.momentum_buffer:
+            if held is sharded.momentum_buffer:
                 continue
             if held is None:
-                account.momentum.zero_()
+                sharded.momentum.zero_()
             else:
-                account.momentum.copy_(local_tensor(held))
-            slots["momentum_buffer"] = account.momentum_buffer
-        for account, own in self._further.items():
-            slots = self.optimizer.state[account.param]
+                sharded.momentum.copy_(local_tensor(held))
+            slots["momentum_buffer"] = sharded.momentum_buffer
+        for sharded, own in self._further.items():
+            slots = self.optimizer.state[sharded.param]
             for name, held in {**slots}.items():
                 if name in own and held is not own[name]:
                     local_tensor(own[name]).copy_(local_tensor(held))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compile_muon.errors import ConfigError, config_error
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 from compile_muon.sequence.plan import SequencePlan, plan_of
 from compile_muon.sequence.running import FIELD
 
@@ -92,8 +92,8 @@ def check_first(plan: SequencePlan) -> None:
         with torch.compiler.set_stance("force_eager"):
             return _numbers(model.forward(*short, **named))
 
-    accounts = [account for module in model.modules() for account in accounts_of(module).values()]
-    half = any(account.spec.compute_dtype in ("bfloat16", "float16") for account in accounts)
+    sharded_params = [sharded for module in model.modules() for sharded in sharded_params_of(module).values()]
+    half = any(sharded.spec.compute_dtype in ("bfloat16", "float16") for sharded in sharded_params)
     _compared(plan, model, outputs, _OF_HALF if half else _OF_SINGLE)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
-from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.runtime.resident import start_refresh_by_owner
 from compile_muon.storage.boxes import converted
 from compile_muon.weights.named_tensors import Entry, Weights, weights_of
 from compile_muon.weights.wire import Wire
@@ -101,7 +101,7 @@ def load_full_state_dict(model: nn.Module, mapping: Mapping[str, Any] | None, *,
             if not wire.goes_on(error):
                 break
             wire.deal(entry, whole)
-        start_refresh_by_owner(weights.accounts)
+        start_refresh_by_owner(weights.sharded_params)
         ranks.agree("loading stopped halfway, and the model holds old and new weights: load again", error)
         if others:
             weights.module.load_state_dict(others, strict=False)

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compile_muon.errors import UnsupportedModelError, config_error, listed
 from compile_muon.model.full_parameters import Held, gather_whole
-from compile_muon.model.readers import accounts_of
-from compile_muon.runtime.account import Account
-from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.model.readers import sharded_params_of
+from compile_muon.runtime.resident import start_refresh_by_owner
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.weights.files import TensorFolder
-from compile_muon.weights.named_tensors import Entry, check_alike, shared_accounts
+from compile_muon.weights.named_tensors import Entry, check_alike, shared_params
 from compile_muon.weights.pretrained import load_folder, tied_names
 from compile_muon.weights.wire import Wire
 
@@ -150,32 +150,34 @@ def _initialize(
         dtypes: of the tensors that it gets, by the names of parameters.
     """
     # Not by the names of state_dict(), which hooks of a model may change.
-    accounts, group = shared_accounts(model)
+    sharded_params, group = shared_params(model)
     wire = Wire(group, device)
     paths = {id(module): path for path, module in model.named_modules()}
     tied = tied_names(model)
     done: set[int] = set()
     initialized = [module for module in _children_first(model) if only is None or any(module is each for each in only)]
-    with accounts[0].ledger.status.at("the initialization of the model"):
+    with sharded_params[0].ledger.status.at("the initialization of the model"):
         check_alike(
             {f"{paths[id(m)]}.{n}": b for m in initialized for n, b in m._buffers.items() if b is not None}, group
         )
         for module in initialized:
             whole = _run(module, init, paths, device, dtypes)
             path = paths[id(module)]
-            own = {id(account): f"{path}.{name}" if path else name for name, account in accounts_of(module).items()}
-            for account, value in whole:
+            own = {
+                id(sharded): f"{path}.{name}" if path else name for name, sharded in sharded_params_of(module).items()
+            }
+            for sharded, value in whole:
                 # Hugging Face ties after it has initialized: what will be another's does not count.
-                name = own.get(id(account), "")
-                if id(account) in done and name and any(re.search(pattern, name) for pattern in tied):
+                name = own.get(id(sharded), "")
+                if id(sharded) in done and name and any(re.search(pattern, name) for pattern in tied):
                     continue
-                done.add(id(account))
-                value = value.to(account.param.dtype)
-                wire.deal(Entry(account.name, account.param, account), value if wire.rank == 0 else None)
+                done.add(id(sharded))
+                value = value.to(sharded.param.dtype)
+                wire.deal(Entry(sharded.name, sharded.param, sharded), value if wire.rank == 0 else None)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     wire.deal(Entry(name, buffer, None), buffer if wire.rank == 0 else None)
-        start_refresh_by_owner(accounts)
+        start_refresh_by_owner(sharded_params)
 
 
 class _Edits(TorchDispatchMode):
@@ -196,26 +198,26 @@ class _Edits(TorchDispatchMode):
 
 def _run(
     module: nn.Module, init: Init, paths: dict[int, str], device: torch.device, dtypes: Mapping[str, torch.dtype]
-) -> list[tuple[Account, Tensor]]:
+) -> list[tuple[ShardedParam, Tensor]]:
     """Whole values of the parameters that ``init(module)`` initializes, mostly those that ``module`` holds itself.
 
     What the modules inside it hold is on the meta device meanwhile. If it is written to after all (GPT-2's attention
     initializes its ``c_proj.weight`` anew), it is made whole too, and ``init`` run again on the same random numbers.
     """
     held = [Held(paths[id(inner)], inner) for inner in module.modules()]
-    accounts = {id(account): account for each in held for account in each.accounts.values()}
-    wanted = {id(account) for account in held[0].accounts.values()}
+    sharded_params = {id(sharded): sharded for each in held for sharded in each.sharded_params.values()}
+    wanted = {id(sharded) for sharded in held[0].sharded_params.values()}
     begun = _random_state(device)
     while True:
         whole: dict[int, Any] = {}
-        others = [accounts[key] for key in wanted if key not in map(id, held[0].accounts.values())]
-        gathered = gather_whole([account for account in others if not account.spec.layout.parted])
+        others = [sharded_params[key] for key in wanted if key not in map(id, held[0].sharded_params.values())]
+        gathered = gather_whole([sharded for sharded in others if not sharded.spec.layout.parted])
         gathered |= {id(a): cast("DTensor", a.param).full_tensor().detach() for a in others if a.spec.layout.parted}
-        for key, account in accounts.items():
-            shape, dtype = account.spec.layout.whole, dtypes.get(account.name, account.param.dtype)
+        for key, sharded in sharded_params.items():
+            shape, dtype = sharded.spec.layout.whole, dtypes.get(sharded.name, sharded.param.dtype)
             place = device if key in wanted else "meta"
             values = gathered[key].to(dtype) if key in gathered else torch.empty(shape, dtype=dtype, device=place)
-            whole[key] = nn.Parameter(values, requires_grad=account.param.requires_grad)
+            whole[key] = nn.Parameter(values, requires_grad=sharded.param.requires_grad)
         edits = _Edits({key: value.detach() for key, value in whole.items() if key not in wanted})
         for each in held:
             each.open(whole)
@@ -223,7 +225,9 @@ def _run(
             with edits:
                 init(module)
             problems = [problem for each in held for problem in (*each.rearranged(), *each.problems(wanted))]
-            found = {id(a): each.module._parameters.get(name) for each in held for name, a in each.accounts.items()}
+            found = {
+                id(a): each.module._parameters.get(name) for each in held for name, a in each.sharded_params.items()
+            }
         finally:
             for each in held:
                 each.close()
@@ -234,7 +238,9 @@ def _run(
             continue
         if problems:
             raise UnsupportedModelError("init: " + listed(problems))
-        return [(accounts[key], value.detach()) for key, value in found.items() if key in wanted and value is not None]
+        return [
+            (sharded_params[key], value.detach()) for key, value in found.items() if key in wanted and value is not None
+        ]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

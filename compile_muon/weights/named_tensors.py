@@ -16,12 +16,12 @@ from compile_muon.agreement.compare import by_rank, compare
 from compile_muon.agreement.status import RankStatus
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 from compile_muon.passes.spec import ParamSpec, encode_dtype
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
 
-__all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_accounts", "weights_of"]
+__all__ = ["Entry", "Weights", "check_alike", "named_state", "shared_params", "weights_of"]
 
 _EXTRA_STATE = "_extra_state"  # what nn.Module calls the value of get_extra_state()
 
@@ -33,13 +33,13 @@ class Entry:
     Args:
         name: the first it has in ``model.state_dict()``.
         tensor: the parameter (its shard's DTensor) or buffer itself.
-        account: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
+        sharded: of a parameter; None for a buffer, of which every rank has its own and rank 0's counts.
         holder: the only rank that has it, elsewhere ``tensor`` is on the meta device; None for one as above.
     """
 
     name: str
     tensor: Tensor
-    account: Account | None
+    sharded: ShardedParam | None
     holder: int | None = None
 
     @property
@@ -55,9 +55,9 @@ class Entry:
     @property
     def spec(self) -> ParamSpec | None:
         """How it is cut; None where every rank holds all of it."""
-        if self.account is None:
+        if self.sharded is None:
             return None
-        spec = self.account.spec
+        spec = self.sharded.spec
         if self.shape != spec.layout.whole:  # a state with one number a row: ranks with other columns have the same
             columns = spec.layout.tensor_dim is not None and self.shape[spec.layout.tensor_dim] == 1
             dim = None if columns else spec.layout.tensor_dim
@@ -74,7 +74,7 @@ class Weights:
         entries: by name, in the order of ``state_dict()``; tied ones by their first name.
         aliases: further names of tied ones to the first.
         others: what is in ``state_dict()`` and is no tensor.
-        accounts: of the parameters.
+        sharded_params: of the parameters.
         group: the process group that shares them; None for one process.
         status: of their optimizer, for errors.
         device: of the parameters.
@@ -85,7 +85,7 @@ class Weights:
     entries: dict[str, Entry]
     aliases: dict[str, str]
     others: dict[str, Any]
-    accounts: list[Account]
+    sharded_params: list[ShardedParam]
     group: dist.ProcessGroup | None
     status: RankStatus
     device: torch.device
@@ -116,7 +116,7 @@ class Weights:
                 "the same on every rank"
             )
         with ranks.together(f"{doing}: nothing was done"):
-            self.accounts[0].handouts.check(thoroughly=True)
+            self.sharded_params[0].gathered.check(thoroughly=True)
         return ranks
 
     def check_live(self) -> None:
@@ -170,44 +170,44 @@ def check_alike(buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None) 
         )
 
 
-def shared_accounts(module: nn.Module) -> tuple[list[Account], dist.ProcessGroup | None]:
-    """The accounts of all parameters, each once, and the group of ranks that shares them; None for one process.
+def shared_params(module: nn.Module) -> tuple[list[ShardedParam], dist.ProcessGroup | None]:
+    """All sharded parameters, each once, and the group of ranks that shares them; None for one process.
 
     Raises:
         UnsupportedModelError: nothing in the model is sharded, it is inside a ``full_parameters`` block, or its
             parameters are shared by different groups of ranks.
     """
-    accounts = list({id(a): a for inner in module.modules() for a in accounts_of(inner).values()}.values())
-    if not accounts:
+    sharded_params = list({id(a): a for inner in module.modules() for a in sharded_params_of(inner).values()}.values())
+    if not sharded_params:
         raise UnsupportedModelError(
             f"model: {type(module).__name__} holds no parameter that MuonZero sharded; give the sharded model, outside "
             "of full_parameters(), or use state_dict() and load_state_dict() of a plain one"
         )
-    whole = sorted({name for account in accounts for name in account.handouts.whole})
+    whole = sorted({name for sharded in sharded_params for name in sharded.gathered.whole})
     if whole:
         raise UnsupportedModelError(f"{listed(whole)}: whole inside a full_parameters block; leave the block first")
-    groups = {account.group for account in accounts}
+    groups = {sharded.group for sharded in sharded_params}
     if len(groups) > 1:
         raise UnsupportedModelError(
             f"model: its parameters are shared by {len(groups)} different groups of ranks; save and load each part by "
             "itself"
         )
-    return accounts, groups.pop()
+    return sharded_params, groups.pop()
 
 
 def weights_of(model: nn.Module) -> Weights:
     """Gather references; nothing is copied or sent.
 
     Raises:
-        UnsupportedModelError: see :func:`shared_accounts`; or ``state_dict()`` has tensors made of sharded ones.
+        UnsupportedModelError: see :func:`shared_params`; or ``state_dict()`` has tensors made of sharded ones.
     """
     module = getattr(model, "_orig_mod", model)  # torch.compile(model)
-    accounts, group = shared_accounts(module)
-    by_id = {id(account.param): account for account in accounts}
+    sharded_params, group = shared_params(module)
+    by_id = {id(sharded.param): sharded for sharded in sharded_params}
     tensors, aliases, others = named_state(module)
     for name, value in tensors.items():
         if isinstance(value, DTensor) and id(value) not in by_id:
             raise UnsupportedModelError(f"{name}: is a DTensor that MuonZero did not make; save and load it by itself")
     entries = {name: Entry(name, value, by_id.get(id(value))) for name, value in tensors.items()}
-    first = accounts[0]
-    return Weights(module, entries, aliases, others, accounts, group, first.ledger.status, first.hyper.device)
+    first = sharded_params[0]
+    return Weights(module, entries, aliases, others, sharded_params, group, first.ledger.status, first.hyper.device)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from compile_muon.errors import config_error
-from compile_muon.model.readers import accounts_of
+from compile_muon.model.readers import sharded_params_of
 
 __all__ = ["saves_whole"]
 
@@ -30,7 +30,7 @@ def saves_whole(model: nn.Module) -> None:
 
 
 def _save(self: Any, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-    if args or kwargs.get("state_dict") is not None or not any(map(accounts_of, self.modules())):
+    if args or kwargs.get("state_dict") is not None or not any(map(sharded_params_of, self.modules())):
         return type(self).save_pretrained(self, save_directory, *args, **kwargs)
     from compile_muon.weights.pretrained import save_pretrained
 

@@ -19,7 +19,7 @@ from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, listed
 from compile_muon.passes.spec import encode_dtype
 from compile_muon.progress import underway
-from compile_muon.runtime.replicas import start_refresh_by_owner
+from compile_muon.runtime.resident import start_refresh_by_owner
 from compile_muon.storage.boxes import Box, TensorFacts
 from compile_muon.weights.adapters import has_adapters, holds_adapters, load_adapters, save_adapters
 from compile_muon.weights.experts import Block, boxes, origins_of
@@ -217,7 +217,7 @@ def load_folder(model: nn.Module, folder: str | os.PathLike, strict: bool, *, ad
                 for batch in batches(_boxes(weights, blocks, ranks.rank), lambda box: box.target.nbytes, _BATCH_BYTES):
                     stored.read(batch)
         finally:
-            start_refresh_by_owner(weights.accounts)
+            start_refresh_by_owner(weights.sharded_params)
 
 
 def _fit(weights: Weights, facts: Mapping[str, TensorFacts], strict: bool) -> dict[str, list[Block]]:

@@ -54,7 +54,7 @@ class Beside:
     states: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
-        self._method = matrix_method(self.settings.algorithm)
+        self._method = matrix_method(self.settings.method)
         self._left = iter(self.states)
         self.made: list[Tensor] = []
 
@@ -98,7 +98,7 @@ def orthogonalized(
     if not matrices:
         return []
     parts = _parts(matrices, views)
-    whole = matrix_method(settings.algorithm).whole
+    whole = matrix_method(settings.method).whole
     flat = [part for several in parts for part in several]
     norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):

@@ -38,7 +38,7 @@ def route(spec: ParamSpec) -> tuple[object, ...]:
     muon = spec.muon_settings
     layout = spec.layout
     ranks = (layout.company, layout.owner_group, layout.replica_group, layout.joined)
-    return (muon.exchange, muon.algorithm, muon.phase, repr(ranks), *map(repr, muon.kernel_settings))
+    return (muon.exchange, muon.method, muon.phase, repr(ranks), *map(repr, muon.kernel_settings))
 
 
 def hops(spec: ParamSpec) -> int:
@@ -78,7 +78,7 @@ def orthogonalize_group(
         grad = grad.to(decode_dtype(spec.state_dtype))
         if muon.fetched:
             momentum = FETCH(momentum, grad)
-        update = matrix_method(muon.algorithm).update
+        update = matrix_method(muon.method).update
         updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
     given = zip(hypers, specs, states or [()] * len(specs), strict=True)
     beside = [Beside(hyper, spec.muon_settings, own) for hyper, spec, own in given]

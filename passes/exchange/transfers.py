@@ -197,25 +197,25 @@ def gather_pieces(
     return gather(slices, specs, dtype, category)
 
 
-def unshard(shard: Tensor, replica: Tensor | None, spec: ParamSpec) -> Tensor:
+def unshard(shard: Tensor, resident: Tensor | None, spec: ParamSpec) -> Tensor:
     """The full weight in compute dtype.
 
     Args:
         shard: this rank's rows, ``spec.layout.local_shape``, master dtype.
-        replica: what is resident in compute dtype: the full weight (stages 1 and 2), this rank's slice (stage 3 where
+        resident: what is resident in compute dtype: the full weight (stages 1 and 2), this rank's slice (stage 3 where
             masters are cut twice), else None.
     Returns:
-        ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``replica``.
+        ``spec.layout.shape`` in ``spec.compute_dtype``; may alias ``shard`` or ``resident``.
     """
     layout = spec.layout
-    if layout.gathered and layout.cut_twice and replica is None:  # not a weight, of which nothing is resident
+    if layout.gathered and layout.cut_twice and resident is None:  # not a weight, of which nothing is resident
         return gather_pieces([shard], [spec], decode_dtype(spec.compute_dtype))[0]
     if layout.resident:
-        if replica is None:
-            raise ValueError(f"unshard at stage {layout.stage} needs the resident replica")
+        if resident is None:
+            raise ValueError(f"unshard at stage {layout.stage} needs the resident weight")
         if layout.replicated_weight:
-            return replica
-        shard = replica
+            return resident
+        shard = resident
     if not layout.sharded and not spec.on_host:
         return shard.to(decode_dtype(spec.compute_dtype))
     return gather([shard], [spec])[0]

@@ -23,36 +23,36 @@ __all__ = ["AWAIT_REFRESH", "AWAIT_REFRESH_OP", "note_resident"]
 _KEY = "muon_zero_resident"
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
-# Not a custom_op: that would count an edit of the replica in each forward, and a forward that runs between another one
+# Not a custom_op: that would count an edit of the weight in each forward, and a forward that runs between another one
 # and its backward would make autograd refuse the backward.
 # A CUDA graph that is replayed would neither ask the parameter nor wait: Inductor runs the op between the graphs.
-_LIBRARY.define("await_refresh(Tensor(a!) replica, Tensor state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
+_LIBRARY.define("await_refresh(Tensor(a!) resident, Tensor state) -> ()", tags=(torch.Tag.cudagraph_unsafe,))
 
 
 @torch.library.impl(_LIBRARY, "await_refresh", "CompositeExplicitAutograd")
-def _await_refresh(replica: Tensor, state: Tensor) -> None:
+def _await_refresh(resident: Tensor, state: Tensor) -> None:
     holder = holder_of(state)
     if holder is not None:
-        holder.await_refresh(replica)
+        holder.await_refresh(resident)
 
 
-torch.library.register_fake("muon_zero::await_refresh", lambda replica, state: None, lib=_LIBRARY)
+torch.library.register_fake("muon_zero::await_refresh", lambda resident, state: None, lib=_LIBRARY)
 
 AWAIT_REFRESH_OP = torch.ops.muon_zero.await_refresh.default
 
 
-def note_resident(replica: Node, state: Node) -> None:
-    """Say that the input ``replica`` is resident for the parameter with this state."""
-    replica.meta[_KEY] = state
+def note_resident(resident: Node, state: Node) -> None:
+    """Say that the input ``resident`` is resident for the parameter with this state."""
+    resident.meta[_KEY] = state
 
 
 def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
     order = {node: position for position, node in enumerate(gm.graph.nodes)}
-    for replica in gm.graph.find_nodes(op="placeholder"):
-        state = replica.meta.get(_KEY)
-        if state is not None and replica.users:
-            with gm.graph.inserting_before(min(replica.users, key=order.__getitem__)):
-                gm.graph.call_function(AWAIT_REFRESH_OP, (replica, state))
+    for resident in gm.graph.find_nodes(op="placeholder"):
+        state = resident.meta.get(_KEY)
+        if state is not None and resident.users:
+            with gm.graph.inserting_before(min(resident.users, key=order.__getitem__)):
+                gm.graph.call_function(AWAIT_REFRESH_OP, (resident, state))
     return gm
 
 

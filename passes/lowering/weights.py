@@ -22,12 +22,12 @@ def lower_weights(gm: GraphModule, ctx: PassContext) -> None:
     output = gm.graph.output_node()
     gathered = []
     for read in Unshard.all(gm):
-        if read.replica is not None:
-            note_resident(read.replica, read.state)
+        if read.resident is not None:
+            note_resident(read.resident, read.state)
         if read.spec.layout.gathered or read.spec.on_host:
             gathered.append(read)
         else:
-            cast = read.replica is None and read.spec.dtype != read.spec.compute_dtype  # memory of its own
+            cast = read.resident is None and read.spec.dtype != read.spec.compute_dtype  # memory of its own
             _lower_resident(gm, read, copy=not cast and _escapes(read.node, output))
     groups = group_neighbours(
         [read.spec for read in gathered], lambda spec: spec.compute_dtype, ctx.costs, ctx.options.bucket_bytes
@@ -43,19 +43,19 @@ def _escapes(node: Node, output: Node) -> bool:
 
 
 def _lower_resident(gm: GraphModule, read: Unshard, *, copy: bool) -> None:
-    def weight(shard: torch.Tensor, replica: torch.Tensor | None = None) -> list[torch.Tensor]:
-        full = transfers.unshard(shard, replica, read.spec)
+    def weight(shard: torch.Tensor, resident: torch.Tensor | None = None) -> list[torch.Tensor]:
+        full = transfers.unshard(shard, resident, read.spec)
         # A weight handed out of the graph must not change when the resident copy is refreshed.
         return [full.clone() if copy else full]
 
-    inputs = [read.shard] if read.replica is None else [read.shard, read.replica]
+    inputs = [read.shard] if read.resident is None else [read.shard, read.resident]
     replace(gm, read.node, inline(gm, read.node, weight, inputs)[0])
 
 
 def _gather(gm: GraphModule, reads: list[Unshard], work: Work) -> None:
     """Stage 3: one gather, where the first of ``reads`` is, or as much from host memory to the only rank."""
     specs = [read.spec for read in reads]
-    inputs = [read.shard if read.replica is None else read.replica for read in reads]
+    inputs = [read.shard if read.resident is None else read.resident for read in reads]
     weights = inline(gm, reads[0].node, lambda *slices: transfers.gather(slices, specs), inputs, work)
     for read, weight in zip(reads, weights, strict=True):
         replace(gm, read.node, weight)

@@ -30,7 +30,7 @@ def _survey(module: Any) -> None:
     script(module.Survey)
 
 
-def _handouts(module: Any) -> None:
+def _gathered_copies(module: Any) -> None:
     """Nobody edits the copies that eager forwards read."""
     module._Watch.differs = lambda watch: False
 
@@ -62,7 +62,7 @@ def _trusted(module: Any) -> None:
 _CHANGED: dict[str, Callable[[ModuleType], None]] = {
     "torch.backends.cuda": _attention,
     "compile_muon.runtime.survey": _survey,
-    "compile_muon.runtime.handouts": _handouts,
+    "compile_muon.runtime.gathered_copies": _gathered_copies,
     "orthogonalizers": _right,
     "yardsticks": _trusted,
 }

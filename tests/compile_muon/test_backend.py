@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from compile_muon import ConfigError, MuonZero, MuonZeroError, initialize
 from compile_muon.kernels import newton_schulz
 from compile_muon.passes.markers import UNSHARD
-from compile_muon.runtime.account import account_of
+from compile_muon.runtime.sharded_param import sharded_param_of
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
@@ -521,7 +521,7 @@ def test_a_weight_that_is_read_by_itself_is_no_frame():
 def test_updates_in_backward_are_really_made_there():
     model, optimizer = built()
     torch.compile(model, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer.engine.step.muon)
+    assert all(sharded.speculations.current is not None for sharded in optimizer.engine.step.muon)
     assert optimizer.traffic.matrices == 2
 
 
@@ -632,7 +632,9 @@ def test_weights_reach_the_graph_as_inputs():
 
     torch.compile(model, backend=look)(X)
     gm, inputs = graphs[0]
-    found = {account_of(x).name for x in inputs if isinstance(x, torch.Tensor) and account_of(x) is not None}
+    found = {
+        sharded_param_of(x).name for x in inputs if isinstance(x, torch.Tensor) and sharded_param_of(x) is not None
+    }
     assert found == set(dict(model.named_parameters()))
     targets = (UNSHARD, torch.ops.muon_zero.unshard)
     assert sum(node.target in targets for node in gm.graph.nodes) == len(found)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
-from compile_muon.runtime.account import account_of
+from compile_muon.runtime.sharded_param import sharded_param_of
 
 EAGER = {"codegen": "eager"}
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
@@ -297,11 +297,11 @@ def test_a_direction_that_is_not_finite_is_not_committed(update, monkeypatch):
     lab = Lab(update=update)
     diverge(lab, monkeypatch)
     lab.loss().backward()
-    for account in lab.optimizer.engine.step.muon:
-        made = account.speculations.current
+    for sharded in lab.optimizer.engine.step.muon:
+        made = sharded.speculations.current
         assert (made is not None) == (update == "auto")
         if made is not None:
-            account.speculations.make(made._replace(direction=made.direction * float("inf")))
+            sharded.speculations.make(made._replace(direction=made.direction * float("inf")))
     before = lab.frozen()
     with pytest.raises(NonFiniteError, match=r"^direction of a\.weight, b\.weight = inf or nan"):
         lab.optimizer.step()
@@ -446,16 +446,16 @@ def test_the_model_outlives_the_variable_that_held_its_optimizer():
 
 
 def test_a_weight_without_an_optimizer_is_refused():
-    """What a graph gets when a module was taken apart: no account, no silent training."""
+    """What a graph gets when a module was taken apart: no sharded parameter, no silent training."""
     lab = Lab()
-    account = lab.optimizer.engine.step.muon[0]
-    delattr(account.momentum, "_muon_zero_holder")
+    sharded = lab.optimizer.engine.step.muon[0]
+    delattr(sharded.momentum, "_muon_zero_holder")
     with pytest.raises(MuonZeroError, match=r"belongs to no MuonZero optimizer.*call compile_muon\.MuonZero"):
         lab.loss()
 
 
 def test_a_deep_copy_is_a_model_of_its_own():
-    """An average of weights: it follows its own parameters, and touches neither account nor gradients of the first."""
+    """An average of weights: it follows its own parameters, and touches nothing of the first."""
     lab = Lab()
     twin = copy.deepcopy(lab.model)
     run = torch.compile(twin, backend="muon_zero", options=EAGER)
@@ -469,7 +469,7 @@ def test_a_deep_copy_is_a_model_of_its_own():
     run(X).square().mean().backward()
     lab.assert_unchanged(before)
     assert all(p.grad is None for p in lab.model.parameters())
-    assert all(account.speculations.current is None for account in lab.optimizer.engine.params)
+    assert all(sharded.speculations.current is None for sharded in lab.optimizer.engine.params)
     plain = Net()
     plain.load_state_dict(twin.state_dict())
     plain(X).square().mean().backward()
@@ -477,9 +477,9 @@ def test_a_deep_copy_is_a_model_of_its_own():
         torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5)
     mine = {id(a) for a in lab.optimizer.engine.params}
     for module in (twin.a, twin.b, twin.head):
-        account = module.__dict__["_muon_zero_weight"]
-        assert id(account) not in mine
-        assert account_of(account.momentum) is account
+        sharded = module.__dict__["_muon_zero_weight"]
+        assert id(sharded) not in mine
+        assert sharded_param_of(sharded.momentum) is sharded
     lab.recovers()
 
 
@@ -488,7 +488,7 @@ def test_a_deep_copy_can_be_trained_by_a_new_optimizer():
     twin = copy.deepcopy(lab.model)
     optimizer = MuonZero(twin, ns_dtype="float32", ns_method="standard")
     torch.compile(twin, backend="muon_zero", options=EAGER)(X).square().mean().backward()
-    assert all(account.speculations.current is not None for account in optimizer.engine.step.muon)
+    assert all(sharded.speculations.current is not None for sharded in optimizer.engine.step.muon)
     optimizer.step()
     plain = Net()
     plain.load_state_dict(lab.model.state_dict())

@@ -39,7 +39,7 @@ def made(**settings: Any) -> tuple[Model, MuonZero]:
 
 
 def told(optimizer: MuonZero) -> dict[str, tuple[str, set[str]]]:
-    names = {account.param: account.name for account in optimizer.engine.params}
+    names = {sharded.param: sharded.name for sharded in optimizer.engine.params}
     return {g["name"]: (g["algorithm"], {names[p] for p in g["params"]}) for g in optimizer.param_groups}
 
 

@@ -17,7 +17,7 @@ from zoo import Uneven
 import compile_muon
 from compile_muon import Checkpointer, Extension, NonFiniteError
 from compile_muon.passes.norms import not_finite
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.survey import Survey
 
 DECAY = 0.75
@@ -31,23 +31,25 @@ class Averages(Extension):
     def __init__(self) -> None:
         self.distance: Tensor | None = None
 
-    def state(self, account: Account) -> Mapping[str, Tensor]:
+    def state(self, sharded: ShardedParam) -> Mapping[str, Tensor]:
         """Begins with the weights."""
-        return {"average": account.local.detach().to(torch.float32, copy=True)}
+        return {"average": sharded.local.detach().to(torch.float32, copy=True)}
 
     def facts(self, survey: Survey) -> None:
         """An average that is not finite stops the step."""
-        accounts = self.engine.step.accounts.values()
-        survey.add_wrong("average", [a.name for a in accounts], not_finite([self.kept(a, "average") for a in accounts]))
+        sharded_params = self.engine.step.sharded_params.values()
+        survey.add_wrong(
+            "average", [a.name for a in sharded_params], not_finite([self.kept(a, "average") for a in sharded_params])
+        )
 
     def after_commit(self, found_inf: Tensor | None) -> None:
         """Move each toward its weight, in every step that is written."""
         weight = 1 - DECAY if found_inf is None else (1 - DECAY) * (1 - found_inf)
         squares = []
-        for account in self.engine.step.accounts.values():
-            now, average = account.local.detach().float(), self.kept(account, "average")
+        for sharded in self.engine.step.sharded_params.values():
+            now, average = sharded.local.detach().float(), self.kept(sharded, "average")
             average.lerp_(now, weight)
-            squares.append((now - average).square().sum() / account.spec.layout.copies)
+            squares.append((now - average).square().sum() / sharded.spec.layout.copies)
         self.distance = torch.stack(squares).sum()
         if self.engine.group is not None:
             dist.all_reduce(self.distance, group=self.engine.group)

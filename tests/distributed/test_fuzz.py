@@ -192,11 +192,11 @@ class Ours:
         self.initial = {name: full(p.detach()).clone() for name, p in self.eager.state_dict().items()}
 
     @property
-    def accounts(self):
-        return [account for optimizer in self.optimizers for account in optimizer.engine.params]
+    def sharded_params(self):
+        return [sharded for optimizer in self.optimizers for sharded in optimizer.engine.params]
 
     def matrices(self):
-        muon = {id(a.param) for a in self.accounts if a.spec.muon and a.param.requires_grad}
+        muon = {id(a.param) for a in self.sharded_params if a.spec.muon and a.param.requires_grad}
         return [name for name, p in self.eager.named_parameters() if id(p) in muon]
 
     def reset(self, steps):
@@ -205,8 +205,8 @@ class Ours:
             for slots in optimizer.state.values():
                 for tensor in slots.values():
                     tensor.zero_()
-        for account in self.accounts:
-            account.speculations.__init__()  # "auto" starts anew
+        for sharded in self.sharded_params:
+            sharded.speculations.__init__()  # "auto" starts anew
         self.zero_grad()
         self.eager.load_state_dict(self.initial)
 

@@ -340,7 +340,7 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
         for group in optimizer.param_groups:
             if isinstance(method := optimizer.engine.step.method(group), ElementMethod) and not method.withholds:
                 own = optimizer.engine.step.with_gradient(group)
-                slots = [optimizer.state[account.param] for account in own]
+                slots = [optimizer.state[sharded.param] for sharded in own]
                 commit_elements(method, group, own, slots, torch.tensor(found_inf))
         after = everything(model, optimizer)
         kept[found_inf] = {name for name, value in after.items() if torch.equal(value, before[name])}
@@ -360,6 +360,6 @@ def _parts(optimizer: compile_muon.MuonZero) -> list[Matrices]:
     for group in optimizer.param_groups:
         method, own = optimizer.engine.step.method(group), optimizer.engine.step.with_gradient(group)
         if isinstance(method, MatrixMethod):
-            made = {account: torch.randn_like(account.local) for account in own}
+            made = {sharded: torch.randn_like(sharded.local) for sharded in own}
             found.append(Matrices(method, group, made, lambda rows, cols: 1.0))
     return found

@@ -75,7 +75,7 @@ def load_whole_and_sharded(stage: int) -> None:
     run = compiled(model) if stage == 2 else model
     step(model, optimizer, run)
     params = dict(model.named_parameters())
-    momenta = [account.momentum.clone() for account in optimizer.engine.step.muon]
+    momenta = [held.momentum.clone() for held in optimizer.engine.step.muon]
     for assign in (False, True):
         for seed, dtype in ((3, torch.float32), (4, torch.bfloat16)):
             whole = {
@@ -159,12 +159,12 @@ def save_shards(stage: int) -> dict[str, tuple[int, int]]:
     for name, value in loaded.items():
         assert torch.equal(full(value), want[name]), name
     sizes = {}
-    for account in optimizer.engine.params:
-        storage = account.local.untyped_storage()
-        sizes[account.name] = (storage.nbytes(), account.local.numel() * account.local.element_size())
-        if account.replica is not None and account.local.numel():  # no memory of its own
-            start = account.spec.layout.local_rows.start
-            assert account.local.data_ptr() == account.replica[start:].data_ptr()
+    for held in optimizer.engine.params:
+        storage = held.local.untyped_storage()
+        sizes[held.name] = (storage.nbytes(), held.local.numel() * held.local.element_size())
+        if held.resident is not None and held.local.numel():  # no memory of its own
+            start = held.spec.layout.local_rows.start
+            assert held.local.data_ptr() == held.resident[start:].data_ptr()
     fresh, _ = sharded(stage, seed=8)
     fresh.load_state_dict(loaded)
     same(fresh, want)

@@ -291,10 +291,10 @@ def spoil(mine: Trained, what: str) -> None:
     elif what == "rate" and mine.stage == 0:
         mine.optimizer.param_groups[0]["lr"] = float("inf")
     elif what == "held" and mine.stage == 1:
-        account = next(account for account in mine.optimizer.engine.step.muon if account.name == "blocks.1.up.weight")
-        made = account.speculations.current
+        sharded = next(sharded for sharded in mine.optimizer.engine.step.muon if sharded.name == "blocks.1.up.weight")
+        made = sharded.speculations.current
         assert made is not None
-        account.speculations.make(made._replace(direction=made.direction * float("inf")))
+        sharded.speculations.make(made._replace(direction=made.direction * float("inf")))
     elif what == "late" and mine.stage == 0:  # the other stage has its directions
         mine.named["blocks.0.up.weight"].grad.mul_(2)
         graphs = mine.optimizer.engine.step.step_graphs

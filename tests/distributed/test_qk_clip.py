@@ -25,7 +25,7 @@ from compile_muon import UnsupportedModelError
 from compile_muon.config import SequenceParallelConfig, config_from_kwargs
 from compile_muon.passes import attention
 from compile_muon.passes.attention import largest_logits
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 
 WIDTH, SIZE = 12, 4
 
@@ -369,7 +369,7 @@ def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(insi
     optimizer.zero_grad()
     expected = float(largest(model, quiet).max())
     assert expected < float(largest(model, loud).max())
-    with mock.patch.object(Account, "tell", autospec=True, side_effect=Account.tell) as noted:
+    with mock.patch.object(ShardedParam, "tell", autospec=True, side_effect=ShardedParam.tell) as noted:
         loss(run, quiet).backward()
     assert noted.call_count == 1
     optimizer.step()

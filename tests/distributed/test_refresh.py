@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import compile_muon
 from compile_muon.model.mesh import Mesh
-from compile_muon.runtime import replicas
+from compile_muon.runtime import resident
 
 RESIDENT = pytest.mark.parametrize("stage", [1, 2])
 
@@ -60,7 +60,7 @@ def advance(optimizer: compile_muon.MuonZero, run: Any, step: int) -> None:
 
 
 def under_way(optimizer: compile_muon.MuonZero) -> list[bool]:
-    return [account.refresh is not None for account in optimizer.engine.params if account.replica is not None]
+    return [sharded.refresh is not None for sharded in optimizer.engine.params if sharded.resident is not None]
 
 
 def expected(model: nn.Module, x: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ def started(stage: int) -> list[str]:
     """Names, in the order in which a step starts to gather them."""
     _, optimizer, run = made(stage)
     with (
-        patch.object(replicas, "_BUCKET_BYTES", 1),
-        patch.object(replicas.Refresh, "start", wraps=replicas.Refresh.start) as start,
+        patch.object(resident, "_BUCKET_BYTES", 1),
+        patch.object(resident.Refresh, "start", wraps=resident.Refresh.start) as start,
     ):
         advance(optimizer, run, 0)
-    return [account.name for call in start.call_args_list for account in call.args[0].accounts]
+    return [sharded.name for call in start.call_args_list for sharded in call.args[0].sharded_params]
 
 
 def test_weights_come_in_the_order_of_the_model(ranks: Callable[[int], Ranks]) -> None:
@@ -200,21 +200,21 @@ def gathered_in_place(stage: int, dtype: str, replicate: int) -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (replicate, 2), mesh_dim_names=("replicate", "shard"))
         settings |= {"mesh": mesh, "shard_state_over": "all"}
     found = []
-    pairwise, size, starts = Mesh.pairwise, replicas._ALONE_BYTES, replicas._ALONE_STARTS
+    pairwise, size, starts = Mesh.pairwise, resident._ALONE_BYTES, resident._ALONE_STARTS
     for own in (True, False):
         try:
             if own:
                 Mesh.pairwise = property(lambda mesh: False)  # type: ignore[method-assign, assignment]
-                replicas._ALONE_BYTES, replicas._ALONE_STARTS = 1, 0
+                resident._ALONE_BYTES, resident._ALONE_STARTS = 1, 0
             model, optimizer, run = made(stage, **settings)
             for step in range(3):
                 advance(optimizer, run, step)
-            started = [account.refresh for account in optimizer.engine.params if account.replica is not None]
+            started = [sharded.refresh for sharded in optimizer.engine.params if sharded.resident is not None]
             kinds = {refresh.gather.alone for refresh in started if refresh is not None}
             assert kinds == ({True, False} if own and (stage == 3 or replicate == 1) else {False})
             found.append((run(batch(9)).detach(), expected(model, batch(9))))
         finally:
-            Mesh.pairwise, replicas._ALONE_BYTES, replicas._ALONE_STARTS = pairwise, size, starts  # type: ignore[method-assign]
+            Mesh.pairwise, resident._ALONE_BYTES, resident._ALONE_STARTS = pairwise, size, starts  # type: ignore[method-assign]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
     if dtype == "fp32":
@@ -246,7 +246,7 @@ PROGRAM = """
     optimizer = compile_muon.MuonZero(model, stage=1)
     model(torch.ones(2, 512)).square().mean().backward()
     optimizer.step()
-    assert all(account.refresh is not None for account in optimizer.engine.params)
+    assert all(sharded.refresh is not None for sharded in optimizer.engine.params)
     if ends == "destroys":
         dist.destroy_process_group()
 """

@@ -111,14 +111,14 @@ def there_and_back(stage: int, folder: str) -> None:
         net(4).load_state_dict(state)
     other, other_optimizer = sharded(stage, seed=5)
     train(other, other_optimizer)
-    moments = [account.momentum.clone() for account in other_optimizer.engine.step.muon]
+    moments = [held.momentum.clone() for held in other_optimizer.engine.step.muon]
     compile_muon.load_full_state_dict(other, state if rank == 0 else None)
     same(whole(other), expected)
     assert all(torch.equal(a.momentum, m) for a, m in zip(other_optimizer.engine.step.muon, moments, strict=True))
-    for account in other_optimizer.engine.params:  # what the model computes with is new, too
-        if account.replica is not None:
-            account.await_refresh()
-            assert torch.equal(account.replica, expected[account.name].to(account.replica.dtype)), account.name
+    for held in other_optimizer.engine.params:  # what the model computes with is new, too
+        if held.resident is not None:
+            held.await_refresh()
+            assert torch.equal(held.resident, expected[held.name].to(held.resident.dtype)), held.name
     train(other, other_optimizer)
 
     compile_muon.save_pretrained(model, folder)
@@ -476,8 +476,8 @@ def save_hugging_face(kind: str, stage: int, folder: str, size: str) -> None:
     compile_muon.save_pretrained(model, folder, max_shard_size=size)
     if world_and_rank()[1] == 0:
         torch.save(expected, Path(folder) / "want.pt")
-    for account in optimizer.engine.params:
-        account.local.detach().zero_()
+    for held in optimizer.engine.params:
+        held.local.detach().zero_()
     compile_muon.load_pretrained(model, folder)
     same(whole(model), expected)
 

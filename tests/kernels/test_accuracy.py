@@ -19,7 +19,7 @@ import torch
 
 from compile_muon.kernels import COEFFICIENTS, reference
 from compile_muon.kernels.call_plan import Plan
-from compile_muon.kernels.dispatch import admissible_method
+from compile_muon.kernels.dispatch import admissible_form
 from compile_muon.kernels.iterations import FORMS, gram
 from compile_muon.kernels.reference import orthogonalize
 
@@ -113,7 +113,7 @@ def error(
 
 def admissible(name: str, method: str, dtype: torch.dtype) -> bool:
     try:
-        admissible_method(method, dtype, COEFFICIENTS[name])
+        admissible_form(method, dtype, COEFFICIENTS[name])
     except ValueError:
         return False
     return True
@@ -197,7 +197,7 @@ def test_auto_offers_both_forms_only_where_gram_is_accurate(name, dtype):
     if not admissible(name, "standard", DTYPES[dtype]):
         pytest.skip("refused, see test_stability")
     expected = "standard" if (name, dtype) in LESS_ACCURATE else "auto"
-    assert admissible_method("auto", DTYPES[dtype], COEFFICIENTS[name]) == expected
+    assert admissible_form("auto", DTYPES[dtype], COEFFICIENTS[name]) == expected
     if expected == "standard":
         return
     pairs = zip(MEASURED[name, dtype, "gram"], MEASURED[name, "bfloat16", "standard"], strict=True)

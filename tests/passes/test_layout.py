@@ -24,7 +24,7 @@ from compile_muon.passes.exchange.orthogonalize import orthogonalize_group
 from compile_muon.passes.exchange.owner import assign_owners
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
-from compile_muon.runtime.replicas import start_refresh
+from compile_muon.runtime.resident import start_refresh
 
 JORDAN = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
 NAMES = ("replicate", "shard")
@@ -229,7 +229,7 @@ def test_resident_weights_cost_what_the_formulas_say_by_axis(stage, world):
         model = torch.nn.Sequential(torch.nn.Linear(36, 24, bias=False), torch.nn.Linear(24, 12, bias=False))
         optimizer = MuonZero(model, mesh=mesh, stage=stage, shard_state_over="all", param_dtype="bf16")
         sent = start_refresh(optimizer.engine.params)
-    assert {tuple(a.replica.shape) for a in optimizer.engine.params} == (
+    assert {tuple(a.resident.shape) for a in optimizer.engine.params} == (
         {(24, 36), (12, 24)} if stage < 3 else {(8, 36), (4, 24)}
     )
     formula: Counter[str] = Counter()

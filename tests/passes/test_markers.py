@@ -22,22 +22,22 @@ def spec_of(dtype="bfloat16"):
 
 def graph_of_all():
     graph = Graph()
-    names = ("shard", "state", "hyper", "replica", "grad")
-    shard, state, hyper, replica, grad = (graph.placeholder(name) for name in names)
-    for node in (shard, state, replica, grad):
+    names = ("shard", "state", "hyper", "resident", "grad")
+    shard, state, hyper, resident, grad = (graph.placeholder(name) for name in names)
+    for node in (shard, state, resident, grad):
         node.meta["val"] = torch.zeros(6, 4)
-    reads = [graph.call_function(UNSHARD, (shard, state, hyper, r, spec_of().encode())) for r in (replica, None)]
+    reads = [graph.call_function(UNSHARD, (shard, state, hyper, r, spec_of().encode())) for r in (resident, None)]
     reduced = ReduceGrad.insert(graph, grad, state, hyper, spec_of())
     direction = Orthogonalize.insert(graph, reduced.node, state, hyper, spec_of())
     graph.output((*reads, reduced.node, direction.node))
-    return GraphModule(torch.nn.Module(), graph), (shard, state, hyper, replica, grad), reads, reduced, direction
+    return GraphModule(torch.nn.Module(), graph), (shard, state, hyper, resident, grad), reads, reduced, direction
 
 
 def test_views_name_every_argument():
-    gm, (shard, state, hyper, replica, grad), reads, reduced, direction = graph_of_all()
+    gm, (shard, state, hyper, resident, grad), reads, reduced, direction = graph_of_all()
     first, second = Unshard.all(gm)
-    assert first == Unshard(reads[0], spec_of(), shard, state, hyper, replica)
-    assert second.replica is None and second.node is reads[1]
+    assert first == Unshard(reads[0], spec_of(), shard, state, hyper, resident)
+    assert second.resident is None and second.node is reads[1]
     assert ReduceGrad.all(gm) == [reduced] == [ReduceGrad(reduced.node, spec_of(), grad, state, hyper)]
     assert Orthogonalize.all(gm) == [direction]
     assert direction == Orthogonalize(direction.node, spec_of(), reduced.node, state, hyper)

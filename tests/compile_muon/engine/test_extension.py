@@ -45,8 +45,8 @@ class Listening(Extension):
     def before_forward(self, groups: frozenset[str], integers: Sequence[Tensor]) -> None:
         self.calls.append(f"before_forward {[list(x.shape) for x in integers]}")
 
-    def dropped(self, account: Any) -> None:
-        if account.name == "first.weight":
+    def dropped(self, sharded: Any) -> None:
+        if sharded.name == "first.weight":
             self.calls.append("dropped")
 
     def before_step(self) -> None:
@@ -61,7 +61,7 @@ class Listening(Extension):
     def after_commit(self, found_inf: Tensor | None) -> None:
         self.calls.append("after_commit")
 
-    def state(self, account: Any) -> Mapping[str, Tensor]:
+    def state(self, sharded: Any) -> Mapping[str, Tensor]:
         return {"seen": torch.zeros(())}
 
     def loaded(self) -> None:
@@ -136,7 +136,7 @@ def test_an_extension_that_refuses_a_step_leaves_all_as_it_was() -> None:
 
 def test_what_is_no_extension_of_this_optimizer_is_refused() -> None:
     class Clashing(Extension):
-        def state(self, account: Any) -> Mapping[str, Tensor]:
+        def state(self, sharded: Any) -> Mapping[str, Tensor]:
             return {"exp_avg": torch.zeros(())}
 
     with pytest.raises(ConfigError, match=r"extensions = 'average': is no compile_muon\.Extension; give objects"):

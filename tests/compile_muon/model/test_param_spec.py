@@ -30,21 +30,21 @@ def spec_of(rows: int, cols: int, device: torch.device, config: Config) -> MuonS
 def test_cuda_computes_in_float16_in_gram_form_from_four_thirds_on(rows, cols, method, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # planned, wherever the test runs
     found = spec_of(rows, cols, CUDA, config_from_kwargs())
-    assert (found.dtype, found.method, found.restarts) == ("float16", method, (3,))
+    assert (found.dtype, found.form, found.restarts) == ("float16", method, (3,))
     assert spec_of(rows, cols, CPU, config_from_kwargs(ns_dtype="fp16")) == found  # as a plan made there says
 
 
 def test_without_symmetric_kernels_it_is_three_halves(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for config, device in ((config_from_kwargs(ns_backend="aten"), CUDA), (config_from_kwargs(), CPU)):
-        assert spec_of(300, 450, device, config).method == "standard"
-        assert spec_of(300, 451, device, config).method == "gram"
-    assert spec_of(300, 450, CUDA, config_from_kwargs(ns_dtype="fp32")).method == "standard"
+        assert spec_of(300, 450, device, config).form == "standard"
+        assert spec_of(300, 451, device, config).form == "gram"
+    assert spec_of(300, 450, CUDA, config_from_kwargs(ns_dtype="fp32")).form == "standard"
 
 
 def test_standard_in_bfloat16_is_torch_muons_by_name():
     found = spec_of(512, 2048, CUDA, config_from_kwargs(ns_method="standard", ns_dtype="bf16"))
-    assert (found.dtype, found.method) == ("bfloat16", "standard")
+    assert (found.dtype, found.form) == ("bfloat16", "standard")
 
 
 def test_eps_and_memory_are_as_they_were_given():

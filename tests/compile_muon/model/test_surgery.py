@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 from compile_muon import MuonZero, UnsupportedModelError, full_parameters
 from compile_muon.model.ownership import Ownership
-from compile_muon.model.readers import accounts_of
-from compile_muon.runtime.handouts import Handouts, fingerprint
+from compile_muon.model.readers import sharded_params_of
+from compile_muon.runtime.gathered_copies import GatheredCopies, fingerprint
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -214,12 +214,12 @@ def test_attributes_set_in_a_compiled_forward() -> None:
 def test_a_copied_module_pickles_once_it_is_whole(model: Net, optimizer: MuonZero) -> None:
     with full_parameters(model):
         plain = copy.deepcopy(model)
-        assert not any(accounts_of(module) for module in plain.modules())
+        assert not any(sharded_params_of(module) for module in plain.modules())
     loaded = pickle.loads(pickle.dumps(plain.down))
     assert type(loaded) is nn.Linear and torch.equal(loaded.weight, model.down._parameters["weight"])
 
 
-# ---------------------------------------------------------------------------------------------- handouts
+# ---------------------------------------------------------------------------------------------- gathered
 
 
 def initialize(model: Net) -> None:
@@ -314,19 +314,19 @@ def test_reading_copies_is_free_of_errors_and_of_memory(model: Net, optimizer: M
         optimizer.zero_grad()
         del weight, total
         gc.collect()
-    handouts = optimizer.engine.params[0].handouts
+    gathered = optimizer.engine.params[0].gathered
     model.up.weight  # noqa: B018
     assert all(storage() is None for storage in storages)
-    assert not handouts._watches
+    assert not gathered._watches
 
 
 def test_what_a_data_alias_holds_is_let_go_at_the_next_read(model: Net, optimizer: MuonZero) -> None:
-    handouts = optimizer.engine.params[0].handouts
+    gathered = optimizer.engine.params[0].gathered
     alias = model.down.weight.data
-    assert len(handouts._watches) == 1
+    assert len(gathered._watches) == 1
     del alias
     model.up.weight  # noqa: B018
-    assert not handouts._watches
+    assert not gathered._watches
     model(X)
 
 
@@ -339,7 +339,7 @@ def test_reads_in_forwards_are_fingerprinted_at_first_alone(
     def never(tensors: object) -> None:
         raise AssertionError("fingerprinted")
 
-    monkeypatch.setattr("compile_muon.runtime.handouts.fingerprint", never)
+    monkeypatch.setattr("compile_muon.runtime.gathered_copies.fingerprint", never)
     model(X).sum().backward()
     with pytest.raises(AssertionError, match="fingerprinted"):
         model.down.weight  # noqa: B018
@@ -474,12 +474,12 @@ def test_fingerprints_see_every_bit_and_its_place() -> None:
 def test_a_finalizer_never_raises(model: Net, optimizer: MuonZero, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = model.down.weight
 
-    def broken(self: Handouts, number: int) -> None:
+    def broken(self: GatheredCopies, number: int) -> None:
         raise RuntimeError("in a finalizer")
 
-    monkeypatch.setattr(Handouts, "_close", broken)
+    monkeypatch.setattr(GatheredCopies, "_close", broken)
     del weight
-    assert not optimizer.engine.params[0].handouts._watches
+    assert not optimizer.engine.params[0].gathered._watches
 
 
 # ---------------------------------------------------------------------------------------- full_parameters
@@ -641,7 +641,7 @@ def test_to_unfreeze_a_copy_is_to_unfreeze_the_parameter() -> None:
     read.requires_grad = True
     assert read.requires_grad and all(param.requires_grad for param in model.down.parameters())
     optimizer.step()
-    assert {account.name for account in optimizer.engine.step.accounts.values()} >= {"down.weight", "down.bias"}
+    assert {sharded.name for sharded in optimizer.engine.step.sharded_params.values()} >= {"down.weight", "down.bias"}
 
 
 def test_changes_that_train_nothing_are_accepted(model: Net, optimizer: MuonZero) -> None:

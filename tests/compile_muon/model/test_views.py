@@ -19,12 +19,12 @@ def views_of(model: nn.Module, **settings: Any) -> dict[str, Any]:
     """Dim, and the rows or columns of each matrix, by the end of the parameter's name."""
     optimizer = MuonZero(model, update="step", **settings)
     found = {}
-    for account in optimizer.engine.params:
-        if account.spec.muon is not None and (view := account.spec.muon.view) is not None:
-            numbers = torch.arange(account.param.shape[view.dim])
+    for sharded in optimizer.engine.params:
+        if sharded.spec.muon is not None and (view := sharded.spec.muon.view) is not None:
+            numbers = torch.arange(sharded.param.shape[view.dim])
             shape = (-1, 1) if view.dim == 0 else (1, -1)
             parts = [one.flatten().tolist() for part in view.cut(numbers.view(shape)) for one in part]
-            found[".".join(account.name.split(".")[-2:])] = (view.dim, parts)
+            found[".".join(sharded.name.split(".")[-2:])] = (view.dim, parts)
     return found
 
 

@@ -38,13 +38,13 @@ class Averages(Extension):
 
     unrecorded = None
 
-    def state(self, account):
-        return {"average": account.local.detach().clone()}
+    def state(self, sharded):
+        return {"average": sharded.local.detach().clone()}
 
     def after_commit(self, found_inf):
-        for account in self.engine.step.accounts.values():
+        for sharded in self.engine.step.sharded_params.values():
             weight = 0.25 if found_inf is None else 0.25 * (1 - found_inf)
-            self.kept(account, "average").lerp_(account.local.detach(), weight)
+            self.kept(sharded, "average").lerp_(sharded.local.detach(), weight)
 
 
 class Run:

@@ -19,8 +19,8 @@ from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.layout import Axis, Layout
 from compile_muon.passes.spec import MuonSpec, ParamSpec
 from compile_muon.passes.torch_private import current_backward
-from compile_muon.runtime.account import Account, account_of
 from compile_muon.runtime.ledger import Ledger
+from compile_muon.runtime.sharded_param import ShardedParam, sharded_param_of
 from compile_muon.runtime.speculation import PATIENCE, Speculation, Speculations
 from compile_muon.runtime.sums import UnreducedSums
 from compile_muon.runtime.visits import Visits
@@ -28,14 +28,14 @@ from compile_muon.runtime.visits import Visits
 ACCUMULATE, REDUCE, SPECULATE = Purpose.ACCUMULATE, Purpose.REDUCE, Purpose.SPECULATE
 
 
-def make_account(ledger, name="w", stage=2, muon=True, world=1):
+def make_sharded_param(ledger, name="w", stage=2, muon=True, world=1):
     steps = tuple(value for triple in resolve_coefficients("jordan", 5).steps for value in triple)
     facts = MuonSpec(1, 4, 3, True, "standard", steps, 1.0, (), "float32", 1e-7, "local") if muon else None
     spec = ParamSpec(Layout((4, 3), stage, Axis("shard", world)), "float32", "float32", "float32", facts)
     param = nn.Parameter(torch.zeros(4, 3))
-    account = Account(name, param, spec, torch.zeros(4, 3), torch.tensor([0.05, 0.95]), None, ledger)
-    ledger.accounts.append(account)
-    return account
+    sharded = ShardedParam(name, param, spec, torch.zeros(4, 3), torch.tensor([0.05, 0.95]), None, ledger)
+    ledger.sharded_params.append(sharded)
+    return sharded
 
 
 class Calls:
@@ -44,15 +44,15 @@ class Calls:
     def __init__(self):
         self.numbers = itertools.count()
 
-    def visit(self, *accounts, receives=True, speculates=True, call=None):
+    def visit(self, *sharded_params, receives=True, speculates=True, call=None):
         """One visit of a frame; afterwards `.grad` is there."""
         call = next(self.numbers) if call is None else call
         found = []
-        for account in accounts:
-            account.begin_backward(call)
-            found.append(account.ledger.purpose(account, call, receives=receives, speculates=speculates))
-        for account in accounts if receives else ():
-            account.param.grad = torch.ones(4, 3)
+        for sharded in sharded_params:
+            sharded.begin_backward(call)
+            found.append(sharded.ledger.purpose(sharded, call, receives=receives, speculates=speculates))
+        for sharded in sharded_params if receives else ():
+            sharded.param.grad = torch.ones(4, 3)
         return found[0] if len(found) == 1 else found
 
 
@@ -69,7 +69,7 @@ def book(steps=1, update="auto"):
 
 
 def test_one_forward_one_backward_speculates(calls):
-    w = make_account(book())
+    w = make_sharded_param(book())
     w.visits.forward()
     assert w.ledger.balance() == 1
     assert calls.visit(w) is SPECULATE
@@ -80,14 +80,14 @@ def test_one_forward_one_backward_speculates(calls):
     ("ledger", "speculates"), [(book(update="step"), True), (book(steps=None), True), (book(), False), (book(2), True)]
 )
 def test_when_not_to_speculate(calls, ledger, speculates):
-    w = make_account(ledger)
+    w = make_sharded_param(ledger)
     w.visits.forward()
     assert calls.visit(w, speculates=speculates) is REDUCE
 
 
 @pytest.mark.parametrize(("stage", "world", "purpose"), [(1, 2, ACCUMULATE), (1, 1, REDUCE), (2, 2, REDUCE)])
 def test_the_last_micro_batch_speculates(calls, stage, world, purpose):
-    w = make_account(book(3), stage=stage, world=world)
+    w = make_sharded_param(book(3), stage=stage, world=world)
     for number in range(3):
         w.visits.forward()
         assert calls.visit(w) is (SPECULATE if number == 2 else purpose)
@@ -97,7 +97,7 @@ def test_the_last_micro_batch_speculates(calls, stage, world, purpose):
 
 def test_stage_one_reduces_whatever_may_be_the_last(calls):
     """`.grad` must be whole when a loop looks at it, whatever is still owed."""
-    w = make_account(book(), stage=1, world=2)
+    w = make_sharded_param(book(), stage=1, world=2)
     w.visits.forward()
     w.visits.forward()
     assert calls.visit(w, speculates=False) is REDUCE
@@ -105,7 +105,7 @@ def test_stage_one_reduces_whatever_may_be_the_last(calls):
 
 def test_several_visits_of_one_backward_do_not_speculate(calls):
     """Autograd sums their contributions before it writes `.grad`."""
-    w = make_account(book())
+    w = make_sharded_param(book())
     w.visits.forward()
     w.visits.forward()
     assert calls.visit(w, call=7) is SPECULATE  # the first time nobody knows
@@ -122,7 +122,7 @@ def test_several_visits_of_one_backward_do_not_speculate(calls):
 
 def test_a_forward_whose_backward_never_comes_costs_nothing(calls):
     """Validation without no_grad(), or one rank alone that counts operations."""
-    w = make_account(book())
+    w = make_sharded_param(book())
     for _ in range(3):
         w.visits.forward()
         w.visits.forward()
@@ -131,7 +131,7 @@ def test_a_forward_whose_backward_never_comes_costs_nothing(calls):
 
 
 def test_two_forwards_two_backwards_speculate(calls):
-    w = make_account(book())
+    w = make_sharded_param(book())
     w.visits.forward()
     w.visits.forward()
     assert calls.visit(w) is SPECULATE
@@ -139,14 +139,14 @@ def test_two_forwards_two_backwards_speculate(calls):
 
 
 def test_zero_grad_between_forward_and_backward_changes_nothing(calls):
-    w = make_account(book())
+    w = make_sharded_param(book())
     w.visits.forward()
     w.ledger.drop_gradients()
     assert calls.visit(w) is SPECULATE
 
 
 def test_dropped_gradients_start_the_count_anew(calls):
-    w = make_account(book(2))
+    w = make_sharded_param(book(2))
     w.visits.forward()
     assert calls.visit(w) is REDUCE
     w.param.grad = None  # model.zero_grad()
@@ -157,7 +157,7 @@ def test_dropped_gradients_start_the_count_anew(calls):
 
 
 def test_accumulate_holds_back_and_nests_and_survives_exceptions(calls):
-    w = make_account(book())
+    w = make_sharded_param(book())
     with pytest.raises(ValueError), w.ledger.accumulate():
         with w.ledger.accumulate():
             pass
@@ -170,7 +170,7 @@ def test_accumulate_holds_back_and_nests_and_survives_exceptions(calls):
 
 def test_who_says_which_is_the_last_may_have_fewer_in_the_next_step(calls):
     """Backwards inside ``accumulate()`` are not among those that a step is expected to have."""
-    w = make_account(book(None))
+    w = make_sharded_param(book(None))
     for earlier in (3, 1, 0):
         for _ in range(earlier):
             with w.ledger.accumulate():
@@ -183,7 +183,7 @@ def test_who_says_which_is_the_last_may_have_fewer_in_the_next_step(calls):
 
 
 def test_what_autograd_does_not_deliver_counts_for_nothing(calls):
-    w = make_account(book(2), stage=1, world=2)
+    w = make_sharded_param(book(2), stage=1, world=2)
     w.visits.forward()
     assert calls.visit(w, receives=False) is ACCUMULATE  # stays here, and is dropped
     assert w.visits.backwards == 0
@@ -191,7 +191,7 @@ def test_what_autograd_does_not_deliver_counts_for_nothing(calls):
 
 @pytest.mark.parametrize(("declared", "came", "then"), [(None, 3, 3), (1, 4, 4), (4, 2, 4), (2, 2, 2)])
 def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, came, then):
-    w = make_account(book(declared))
+    w = make_sharded_param(book(declared))
     for _ in range(came):
         w.visits.forward()
         calls.visit(w)
@@ -203,7 +203,7 @@ def test_how_many_backwards_the_next_step_is_expected_to_have(calls, declared, c
 
 
 def test_each_optimizer_decides_for_its_own(calls):
-    w, v = make_account(book()), make_account(book(update="step"), "v")
+    w, v = make_sharded_param(book()), make_sharded_param(book(update="step"), "v")
     w.visits.forward()
     v.visits.forward()
     assert calls.visit(w, v) == [SPECULATE, REDUCE]
@@ -215,7 +215,7 @@ def test_each_optimizer_decides_for_its_own(calls):
 def test_auto_stops_after_several_steps_in_a_row_and_resumes_only_after_clipping():
     for reason in ("edited", "clipped"):
         ledger = book()
-        w = make_account(ledger)
+        w = make_sharded_param(ledger)
         for _ in range(PATIENCE - 1):
             ledger.discarded([w], reason)
         w.speculations.used()
@@ -320,7 +320,7 @@ def test_an_edit_between_micro_batches_is_refused_by_name():
 
 
 def test_hooks_hold_nothing():
-    w = make_account(book(2), stage=1, world=2)
+    w = make_sharded_param(book(2), stage=1, world=2)
     w.watch()
     w.watch()
     assert len(w.param._backward_hooks) == len(w.param._post_accumulate_grad_hooks) == 1
@@ -330,7 +330,7 @@ def test_hooks_hold_nothing():
     assert sums.delivered is not None
     handle.remove()
     param, gone = w.param, weakref.ref(w)
-    w.ledger.accounts.clear()
+    w.ledger.sharded_params.clear()
     del w
     gc.collect()
     assert gone() is None
@@ -342,23 +342,25 @@ def test_hooks_hold_nothing():
 
 
 def test_momenta_lead_to_their_account():
-    w = make_account(book())
-    assert account_of(w.momentum) is w
-    assert account_of(w.momentum.detach()) is account_of(torch.zeros(4, 3)) is account_of(None) is None
+    w = make_sharded_param(book())
+    assert sharded_param_of(w.momentum) is w
+    assert (
+        sharded_param_of(w.momentum.detach()) is sharded_param_of(torch.zeros(4, 3)) is sharded_param_of(None) is None
+    )
     tensor = w.momentum
-    w.ledger.accounts.clear()
+    w.ledger.sharded_params.clear()
     del w
-    assert account_of(tensor) is None, "the tensor must not keep its account alive"
+    assert sharded_param_of(tensor) is None, "the tensor must not keep its sharded parameter alive"
 
 
 def test_copies_keep_their_own_account(calls):
     ledger = book()
-    w, v = make_account(ledger, "w"), make_account(ledger, "v")
+    w, v = make_sharded_param(ledger, "w"), make_sharded_param(ledger, "v")
     w.visits.forward()
     twin, other = copy.deepcopy([w, v])
-    assert account_of(twin.momentum) is twin
+    assert sharded_param_of(twin.momentum) is twin
     assert twin.ledger is other.ledger is not ledger
-    assert twin.ledger.accounts == [twin, other]
+    assert twin.ledger.sharded_params == [twin, other]
     assert (twin.ledger.balance(), ledger.balance()) == (0, 1)
     twin.visits.forward()
     assert calls.visit(twin) is REDUCE, "no optimizer would step a copy"
@@ -421,7 +423,7 @@ def test_a_backward_graph_that_raises_gives_back_what_it_took(monkeypatch):
     with pytest.raises(MemoryError):
         run(x).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), sums, strict=True))
-    assert all(account.speculations.current is None for account in optimizer.engine.step.muon)
+    assert all(sharded.speculations.current is None for sharded in optimizer.engine.step.muon)
     optimizer.step()
     assert optimizer.engine.ledger.balance() == 0
     torch._dynamo.reset()

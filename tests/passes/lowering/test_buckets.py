@@ -159,7 +159,7 @@ def test_a_machine_says_what_its_collectives_take_to_start(stage, world, tmp_pat
             if mesh:
                 mesh = {"mesh": init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))}
             ledger = MuonZero(model, stage=stage, machine=machine, **mesh).engine.ledger
-            layout, costs = ledger.accounts[0].spec.layout, ledger.costs
+            layout, costs = ledger.sharded_params[0].spec.layout, ledger.costs
             return {start: start(layout, costs) for start in (gather_start, reduce_start, exchange_start)}
 
     near, far, further = (described(*given) for given in (("h100", 8), ("h100", 64), (slow, 64)))

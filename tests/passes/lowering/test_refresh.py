@@ -30,8 +30,8 @@ def test_a_weight_is_waited_for_where_it_is_first_read(world, trace, stage):
     waits = [node for node in nodes if node.target is AWAIT_REFRESH_OP]
     assert len(waits) == 2 * LAYERS + 1
     for wait in waits:
-        replica, state = wait.args
-        readers = [node for node in replica.users if node is not wait]
+        resident, state = wait.args
+        readers = [node for node in resident.users if node is not wait]
         first = min(map(nodes.index, readers))
         between = nodes[nodes.index(wait) + 1 : first]
         assert all(node.target is AWAIT_REFRESH_OP for node in between), "others run while this one is waited for"
@@ -52,23 +52,23 @@ def test_the_op_asks_who_holds_the_state():
         count = 0
 
         def await_refresh(self, read):
-            assert read is replica
+            assert read is resident
             self.count += 1
 
         def reducing(self):
             raise AssertionError
 
-    asked, state, replica = Asked(), torch.zeros(2), torch.zeros(3)
-    AWAIT_REFRESH_OP(replica, state)  # nobody's
+    asked, state, resident = Asked(), torch.zeros(2), torch.zeros(3)
+    AWAIT_REFRESH_OP(resident, state)  # nobody's
     hold(state, asked)
-    before = replica._version
-    AWAIT_REFRESH_OP(replica, state)
+    before = resident._version
+    AWAIT_REFRESH_OP(resident, state)
     assert asked.count == 1
-    assert replica._version == before, "an edit in each forward makes autograd refuse what earlier ones saved"
+    assert resident._version == before, "an edit in each forward makes autograd refuse what earlier ones saved"
     assert holder_of(state) is asked
     del asked
     assert holder_of(state) is None, "a state must not keep its holder alive"
-    AWAIT_REFRESH_OP(replica, state)
+    AWAIT_REFRESH_OP(resident, state)
 
 
 def test_cuda_graphs_leave_out_what_asks_at_run_time() -> None:

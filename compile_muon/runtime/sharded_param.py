@@ -1,4 +1,4 @@
-"""One account per parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient."""
+"""One sharded parameter: its tensors, its visits, the sums it keeps, the speculation on its gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from compile_muon.passes.eager_traffic import traffic_of_reduction
 from compile_muon.passes.holder import hold, holder_of
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import accumulator_of, current_backward, storage_holders, will_execute
-from compile_muon.runtime.handouts import Handouts
+from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.parameter import raw_gradient
 from compile_muon.runtime.shards import contiguous_stride, edits_of, like_parameter, local_tensor
 from compile_muon.runtime.speculation import Speculations
@@ -29,13 +29,13 @@ from compile_muon.runtime.visits import Visits
 
 if TYPE_CHECKING:
     from compile_muon.runtime.ledger import Ledger
-    from compile_muon.runtime.replicas import Refresh
+    from compile_muon.runtime.resident import Refresh
 
-__all__ = ["Account", "account_of"]
+__all__ = ["ShardedParam", "sharded_param_of"]
 
 
 @dataclass(eq=False)
-class Account:
+class ShardedParam:
     """Everything the runtime knows of one parameter.
 
     Args:
@@ -45,13 +45,13 @@ class Account:
         momentum: of the shard (Muon), or an empty tensor, for AdamW and where it is not beside the parameter. Every
             marker takes it: it identifies the parameter to the graphs, which get the module's own tensors.
         momentum_buffer: the same memory as the kind of tensor ``param`` is, for the optimizer's state. Never the object
-            itself: what users save must not carry the account with it.
+            itself: what users save must not carry the sharded parameter with it.
         hyper: fp32 ``(1 - momentum, momentum)`` and the rates that its method is given, one tensor for all that share
             these.
-        replica: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
+        resident: what is resident of the weight in compute dtype (``Layout.resident``): all of it (stages 1 and 2), or
             this rank's slice; else None.
         ledger: the policy of the optimizer that owns the parameter.
-        handouts: gathered copies that eager code holds, of all parameters of the optimizer.
+        gathered: gathered copies that eager code holds, of all parameters of the optimizer.
         group: of all ranks that hold a part of the parameter or another one of the optimizer; None for one process.
         placed: mesh, placements and shape of the DTensor that its module reads; None where it reads a plain tensor.
         visits, sums, speculations: what happened to it since the last step.
@@ -59,8 +59,8 @@ class Account:
         owners: of each share of its matrices, where its method keeps states at them.
         now: ``spec`` as the step under way has it, where its method has several graphs.
         fetches: how often graphs asked for the momentum, where it is not beside the parameter.
-        refreshed_at: edits of the parameter when its replica was last gathered, or is being gathered.
-        refresh: what is gathering the replica, until it is waited for.
+        refreshed_at: edits of the parameter when its resident weight was last gathered, or is being gathered.
+        refresh: what is gathering the resident weight, until it is waited for.
         accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
         tags: names of attributes that users set on the parameter, as of the latest read outside of frames: those of
             frames carry them too.
@@ -71,9 +71,9 @@ class Account:
     spec: ParamSpec
     momentum: Tensor
     hyper: Tensor
-    replica: Tensor | None
+    resident: Tensor | None
     ledger: Ledger
-    handouts: Handouts = field(default_factory=Handouts)
+    gathered: GatheredCopies = field(default_factory=GatheredCopies)
     group: dist.ProcessGroup | None = None
     placed: tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]] | None = None
     text: str = ""
@@ -100,15 +100,15 @@ class Account:
         self.momentum_buffer = like_parameter(self.param, self.momentum.detach()) if beside else self.momentum
         hold(self.momentum, self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Account:
-        """The account of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        """The parameter of a copied module (an average of weights, say): its own tensors, under a ledger of its own."""
         self.await_refresh()
-        names = ("ledger", "param", "replica", "handouts")
+        names = ("ledger", "param", "resident", "gathered")
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         own["accumulated"] = None
         copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, _entered=None, **own)
-        copied.ledger.accounts.append(copied)
+        copied.ledger.sharded_params.append(copied)
         memo[id(self)] = copied
         return copied
 
@@ -173,10 +173,10 @@ class Account:
             self._entered = phase, joined
 
     def begin_refresh(self, refresh: Refresh) -> None:
-        """The replica will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
-        assert self.replica is not None
+        """The resident weight will be what ``refresh`` brings, and is no longer what autograd has saved of it."""
+        assert self.resident is not None
         self.refresh, self.refreshed_at = refresh, edits_of(self.param)
-        torch.autograd.graph.increment_version(self.replica)
+        torch.autograd.graph.increment_version(self.resident)
 
     def end_refresh(self) -> None:
         """It has come."""
@@ -201,15 +201,15 @@ class Account:
         return will_execute(accumulator_of(self.param))
 
     def await_refresh(self, read: Tensor | None = None) -> None:
-        """Return when the replica is that of the shards at the latest :func:`~.replicas.start_refresh`.
+        """Return when the resident weight is that of the shards at the latest :func:`~.resident.start_refresh`.
 
         Args:
-            read: the replica, or a copy, which then is written anew.
+            read: the resident weight, or a copy, which then is written anew.
         """
         if self.refresh is not None:
             self.refresh.finish()
-        if read is not None and self.replica is not None and read.data_ptr() != self.replica.data_ptr():
-            read.copy_(self.replica)
+        if read is not None and self.resident is not None and read.data_ptr() != self.resident.data_ptr():
+            read.copy_(self.resident)
 
     def fetch(self, grad: Tensor, out: Tensor) -> Tensor:
         """Write the momentum, which is elsewhere, to ``out``; a direction is made of it and ``grad``."""
@@ -252,7 +252,7 @@ class Account:
 
     def watch(self) -> None:
         """Have autograd say when it writes ``.grad``: at stage 1, where a step must know of edits without asking the
-        device, or where a replay would overwrite it. The hooks hold the account weakly."""
+        device, or where a replay would overwrite it. The hooks hold the sharded parameter weakly."""
         watched = self.spec.layout.accumulates or (self.ledger.checks_later and self.spec.muon is not None)
         watched |= self.ledger.replays_between
         if self._watched or not watched or not self.param.requires_grad:
@@ -261,13 +261,13 @@ class Account:
         reference = weakref.ref(self)
 
         def arriving(_: Tensor) -> None:
-            if account := reference():
-                account.begin_backward(current_backward())
+            if sharded := reference():
+                sharded.begin_backward(current_backward())
 
         def delivered(_: Tensor) -> None:
-            if account := reference():
-                account.keep_gradient()
-                account.sums.deliver(current_backward(), account.grad)
+            if sharded := reference():
+                sharded.keep_gradient()
+                sharded.sums.deliver(current_backward(), sharded.grad)
 
         self.param.register_hook(arriving)
         self.param.register_post_accumulate_grad_hook(delivered)
@@ -303,6 +303,6 @@ class Account:
         self.visits.close()
 
 
-def account_of(tensor: object) -> Account | None:
-    """The account whose ``momentum`` this very tensor is, or None."""
-    return cast("Account | None", holder_of(tensor))
+def sharded_param_of(tensor: object) -> ShardedParam | None:
+    """The sharded parameter whose ``momentum`` this very tensor is, or None."""
+    return cast("ShardedParam | None", holder_of(tensor))

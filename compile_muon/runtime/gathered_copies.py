@@ -11,7 +11,7 @@ So inside forwards the content is compared the first times alone, and after them
 
 A watch holds the copy's memory through an alias, and drops it with the copy. Only where something else still holds that
 memory then (``m.weight.data`` outlives ``m.weight``), it is kept until the next copy is handed out, or the next check.
-Nothing here waits for a device but :meth:`Handouts.check`, and that only while something was handed out.
+Nothing here waits for a device but :meth:`GatheredCopies.check`, and that only while something was handed out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from compile_muon.passes.fingerprint import fingerprint
 from compile_muon.passes.torch_private import storage_holders, transforming, unobserved
 from compile_muon.runtime.shards import edits_of
 
-__all__ = ["Handouts", "in_forward", "written_in_forward"]
+__all__ = ["GatheredCopies", "in_forward", "written_in_forward"]
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -93,7 +93,7 @@ class _Watch:
         return copy is not None and copy.untyped_storage()._cdata != self.alias.untyped_storage()._cdata
 
 
-class Handouts:
+class GatheredCopies:
     """The gathered copies that are out, for all parameters of one optimizer.
 
     Attributes:
@@ -110,14 +110,14 @@ class Handouts:
         self._asked: dict[str, None] = {}
         self._numbers = itertools.count()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handouts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatheredCopies:
         """Copies of the first model's weights are none of a copied model's business, once they are not edited.
 
         Raises:
             UnsupportedModelError: one was, and the copied model would not have it.
         """
         self.check(thoroughly=True)
-        return memo.setdefault(id(self), Handouts())
+        return memo.setdefault(id(self), GatheredCopies())
 
     def read(self, name: str, copy: Tensor, *, inside: bool) -> None:
         """``copy`` of the parameter ``name`` was gathered by eager code: watch it.
@@ -137,11 +137,11 @@ class Handouts:
         if inside:
             seen = self._inspected[name] = self._inspected.get(name, 0) + 1
             watch = _Watch.over(name, copy, content=seen <= _INSPECTED)
-            weakref.finalize(copy, _died, weakref.ref(self), Handouts._close_forward, watch).atexit = False
+            weakref.finalize(copy, _died, weakref.ref(self), GatheredCopies._close_forward, watch).atexit = False
             return
         number = next(self._numbers)
         self._watches[number] = _Watch.over(name, copy, content=True)
-        weakref.finalize(copy, _died, weakref.ref(self), Handouts._close, number).atexit = False
+        weakref.finalize(copy, _died, weakref.ref(self), GatheredCopies._close, number).atexit = False
 
     def asked_in_vain(self, name: str) -> None:
         """A backward was asked for the gradient of a copy of the parameter ``name``, which forward did not read."""
@@ -237,12 +237,12 @@ def _taken(noted: dict[str, Tensor | bool], names: Container[str] | None) -> lis
         return [name for name in list(noted) if (names is None or name in names) and bool(noted.pop(name))]
 
 
-def _died(owner: weakref.ref[Handouts], close: Callable[[Handouts, Any], None], of: int | _Watch) -> None:
+def _died(owner: weakref.ref[GatheredCopies], close: Callable[[GatheredCopies, Any], None], of: int | _Watch) -> None:
     """Finalizer of a copy: anywhere, at any time, so it must neither raise nor show in a graph that is being traced."""
-    handouts = owner()
-    if handouts is not None and not transforming():  # which would wrap what is compared
+    gathered = owner()
+    if gathered is not None and not transforming():  # which would wrap what is compared
         with contextlib.suppress(Exception), unobserved():
-            close(handouts, of)
+            close(gathered, of)
 
 
 def _edited_copy(names: Sequence[str]) -> UnsupportedModelError:

@@ -26,7 +26,7 @@ from compile_muon.passes.lowering.buckets import group_neighbours
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.work import Category
-from compile_muon.runtime.account import Account
+from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, has_memory
 
 __all__ = [
@@ -47,15 +47,19 @@ _ALONE_BYTES = 2**20
 _ALONE_STARTS = 0.25
 
 
-def buckets(accounts: Sequence[Account], dtype_of: Callable[[ParamSpec], str]) -> Iterator[list[Account]]:
+def buckets(
+    sharded_params: Sequence[ShardedParam], dtype_of: Callable[[ParamSpec], str]
+) -> Iterator[list[ShardedParam]]:
     """Parameters that may share a buffer: one mesh, dtype and way to be sharded.
 
     Args:
         dtype_of: the dtype they would have in the buffer.
     """
-    specs = [account.spec for account in accounts]
-    for group in group_neighbours(specs, dtype_of, accounts[0].ledger.costs if accounts else Costs(), _BUCKET_BYTES):
-        yield [accounts[index] for index in group]
+    specs = [sharded.spec for sharded in sharded_params]
+    for group in group_neighbours(
+        specs, dtype_of, sharded_params[0].ledger.costs if sharded_params else Costs(), _BUCKET_BYTES
+    ):
+        yield [sharded_params[index] for index in group]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +73,7 @@ class Gather:
         sent: what this one sends.
     """
 
-    accounts: tuple[Account, ...]
+    sharded_params: tuple[ShardedParam, ...]
     specs: tuple[ParamSpec, ...]
     alone: bool
     axis: Axis
@@ -77,40 +81,42 @@ class Gather:
     sent: Traffic
 
     @classmethod
-    def of(cls, accounts: Sequence[Account]) -> Gather:
-        specs = tuple(account.spec for account in accounts)
+    def of(cls, sharded_params: Sequence[ShardedParam]) -> Gather:
+        specs = tuple(sharded.spec for sharded in sharded_params)
         axis, widths = _last_gather(specs)
-        return cls(tuple(accounts), specs, _gathered_alone(accounts[0]), axis, tuple(widths), _traffic(specs))
+        return cls(
+            tuple(sharded_params), specs, _gathered_alone(sharded_params[0]), axis, tuple(widths), _traffic(specs)
+        )
 
 
-def gathers(accounts: Sequence[Account]) -> list[Gather]:
-    """What refreshes ``accounts``, in the order in which it starts.
+def gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
+    """What refreshes ``sharded_params``, in the order in which it starts.
 
     By what all ranks know alike: they meet in this order.
     """
-    place = {account: number for number, account in enumerate(accounts) if account.replica is not None}
-    alone = {account for account in place if _gathered_alone(account)}
-    shared = buckets([account for account in place if account not in alone], lambda spec: spec.compute_dtype)
-    found = sorted([*([account] for account in alone), *shared], key=lambda bucket: place[bucket[0]])
+    place = {sharded: number for number, sharded in enumerate(sharded_params) if sharded.resident is not None}
+    alone = {sharded for sharded in place if _gathered_alone(sharded)}
+    shared = buckets([sharded for sharded in place if sharded not in alone], lambda spec: spec.compute_dtype)
+    found = sorted([*([sharded] for sharded in alone), *shared], key=lambda bucket: place[bucket[0]])
     return [Gather.of(bucket) for bucket in found]
 
 
-def _latest_gathers(accounts: Sequence[Account]) -> list[Gather]:
+def _latest_gathers(sharded_params: Sequence[ShardedParam]) -> list[Gather]:
     """:func:`gathers` of one optimizer's, which are the same in most steps."""
-    if not accounts:
+    if not sharded_params:
         return []
-    ledger = accounts[0].ledger
-    of = [(account, account.spec) for account in accounts]
+    ledger = sharded_params[0].ledger
+    of = [(sharded, sharded.spec) for sharded in sharded_params]
     if ledger.gathers is None or ledger.gathers[0] != of:
-        ledger.gathers = of, gathers(accounts)
+        ledger.gathers = of, gathers(sharded_params)
     return ledger.gathers[1]
 
 
-def _gathered_alone(account: Account) -> bool:
-    spec, layout = account.spec, account.spec.layout
+def _gathered_alone(sharded: ShardedParam) -> bool:
+    spec, layout = sharded.spec, sharded.spec.layout
     parts = layout.shard.size * (layout.replicate.size if layout.cut_twice else 1)
     nbytes = layout.numel * decode_dtype(spec.compute_dtype).itemsize
-    start = gather_start(layout, account.ledger.costs)
+    start = gather_start(layout, sharded.ledger.costs)
     even = layout.shape[0] % parts == 0 and nbytes >= max(_ALONE_BYTES, _ALONE_STARTS * start)
     return even and not layout.pairwise and not (layout.cut_twice and layout.replicated_weight)
 
@@ -158,78 +164,78 @@ class Refresh:
     @classmethod
     def start(cls, gather: Gather, name: str) -> Refresh:
         """Start it; collective."""
-        accounts = gather.accounts
-        pieces = [account.local.detach() for account in accounts]
+        sharded_params = gather.sharded_params
+        pieces = [sharded.local.detach() for sharded in sharded_params]
         if gather.alone:
-            replica = accounts[0].replica
-            assert replica is not None
-            sending, received = pieces[0].to(replica.dtype), replica.detach()
+            resident = sharded_params[0].resident
+            assert resident is not None
+            sending, received = pieces[0].to(resident.dtype), resident.detach()
         else:
             sending = _packed(gather, pieces)
             received = sending.new_empty(gather.axis.size * sum(gather.widths))
         send = dist.all_to_all_single if gather.specs[0].layout.pairwise else dist.all_gather_into_tensor
         work = send(received, sending, group=group_named(gather.axis.group), async_op=True)
         found = cls(gather, name, work, sending, received)
-        for account in accounts:
-            account.begin_refresh(found)
+        for sharded in sharded_params:
+            sharded.begin_refresh(found)
         return found
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait, and write what came to the resident weights."""
-        ledger = self.gather.accounts[0].ledger
+        ledger = self.gather.sharded_params[0].ledger
         with ledger.range(f"{self.name} wait", Category.REFRESH.value, self.gather.sent.bytes_sent):
             self.work.wait()
             if not self.gather.alone:
                 self._unpack()
-            for account in self.gather.accounts:
-                account.end_refresh()
+            for sharded in self.gather.sharded_params:
+                sharded.end_refresh()
 
     def _unpack(self) -> None:
         world = self.gather.axis.size
         rows, through = [], []
-        for account, width in zip(self.gather.accounts, self.gather.widths, strict=True):
-            replica = account.replica
-            assert replica is not None
-            own = _own_rows(account, replica)
-            if own.stop or replica.numel() != world * width or not replica.is_contiguous():
+        for sharded, width in zip(self.gather.sharded_params, self.gather.widths, strict=True):
+            resident = sharded.resident
+            assert resident is not None
+            own = _own_rows(sharded, resident)
+            if own.stop or resident.numel() != world * width or not resident.is_contiguous():
                 rows.append(self.received.new_empty(world, width))
-                through.append((replica, rows[-1].view(-1)[: replica.numel()].view(replica.shape), own))
+                through.append((resident, rows[-1].view(-1)[: resident.numel()].view(resident.shape), own))
             else:  # none of it is the shard's own memory, and no rank's part is padded
-                rows.append(replica.detach().view(world, width))
+                rows.append(resident.detach().view(world, width))
         unpack_into(self.received, rows)
-        for replica, weight, own in through:
-            replica[: own.start].copy_(weight[: own.start])
-            replica[own.stop :].copy_(weight[own.stop :])
+        for resident, weight, own in through:
+            resident[: own.start].copy_(weight[: own.start])
+            resident[own.stop :].copy_(weight[own.stop :])
 
 
-def _own_rows(account: Account, replica: Tensor) -> slice:
-    """The rows of ``replica`` that are the shard's own memory, and may have been edited since it was sent."""
-    local, layout = account.local, account.spec.layout
-    if not local.numel() or local.dtype is not replica.dtype:
+def _own_rows(sharded: ShardedParam, resident: Tensor) -> slice:
+    """The rows of ``resident`` that are the shard's own memory, and may have been edited since it was sent."""
+    local, layout = sharded.local, sharded.spec.layout
+    if not local.numel() or local.dtype is not resident.dtype:
         return slice(0, 0)
     if not has_memory(local):  # in plans: where it would be
         first = 0 if layout.replicated_weight else layout.shard_rows(layout.shard.index)[0]
         return slice(layout.local_rows.start - first, layout.local_rows.stop - first)
-    row = layout.row_numel * replica.element_size()
-    first, rest = divmod(local.data_ptr() - replica.data_ptr(), row)
-    inside = not rest and 0 <= first < len(replica)
+    row = layout.row_numel * resident.element_size()
+    first, rest = divmod(local.data_ptr() - resident.data_ptr(), row)
+    inside = not rest and 0 <= first < len(resident)
     return slice(first, first + len(local)) if inside else slice(0, 0)
 
 
 @torch.no_grad()
-def start_refresh(accounts: Sequence[Account]) -> Traffic:
-    """Start to gather what is resident of the weights of ``accounts``; collective over their group.
+def start_refresh(sharded_params: Sequence[ShardedParam]) -> Traffic:
+    """Start to gather what is resident of the weights of ``sharded_params``; collective over their group.
 
     Returns:
         What this rank sends.
     """
     total = Traffic()
-    for account in accounts:
-        account.await_refresh()
-    for number, gather in enumerate(_latest_gathers(accounts)):
+    for sharded in sharded_params:
+        sharded.await_refresh()
+    for number, gather in enumerate(_latest_gathers(sharded_params)):
         name = f"refresh {number}"
-        with gather.accounts[0].ledger.range(f"{name} launch", Category.REFRESH.value, gather.sent.bytes_sent):
+        with gather.sharded_params[0].ledger.range(f"{name} launch", Category.REFRESH.value, gather.sent.bytes_sent):
             Refresh.start(gather, name)
         total = total + gather.sent
     return total
@@ -252,13 +258,13 @@ def _sent(widths: Sequence[int], dtype: torch.dtype, axis: Axis, pairwise: bool)
     return Traffic(sent, (("all_to_all" if pairwise else "all_gather", 1),), by_axis=((axis.name, sent),))
 
 
-def start_refresh_by_owner(accounts: Sequence[Account]) -> None:
+def start_refresh_by_owner(sharded_params: Sequence[ShardedParam]) -> None:
     """:func:`start_refresh` for parameters of one optimizer or several, each of which counts its traffic."""
-    for ledger in {id(account.ledger): account.ledger for account in accounts}.values():
-        ledger.count(start_refresh([account for account in accounts if account.ledger is ledger]))
+    for ledger in {id(sharded.ledger): sharded.ledger for sharded in sharded_params}.values():
+        ledger.count(start_refresh([sharded for sharded in sharded_params if sharded.ledger is ledger]))
 
 
-def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None:
+def keep_fresh(sharded: ShardedParam, among: Sequence[ShardedParam] | None = None) -> None:
     """Gather resident weights anew if this shard was edited since they were gathered (a loaded checkpoint, say).
 
     Args:
@@ -266,15 +272,15 @@ def keep_fresh(account: Account, among: Sequence[Account] | None = None) -> None
     Raises:
         LedgerError: ranks come with different edits: one reads weights that others have edited again since.
     """
-    if account.replica is not None and edits_of(account.param) != account.refreshed_at:
-        among = account.ledger.accounts if among is None else among
-        _compare_edits(among, account.group)
-        account.ledger.count(start_refresh(among))
+    if sharded.resident is not None and edits_of(sharded.param) != sharded.refreshed_at:
+        among = sharded.ledger.sharded_params if among is None else among
+        _compare_edits(among, sharded.group)
+        sharded.ledger.count(start_refresh(among))
 
 
-def _compare_edits(accounts: Sequence[Account], group: dist.ProcessGroup | None) -> None:
+def _compare_edits(sharded_params: Sequence[ShardedParam], group: dist.ProcessGroup | None) -> None:
     """Who reads alone waits for the others' next read, and must not get their rows of another edit."""
-    edits = {a.name: edits_of(a.param) - a.refreshed_at for a in accounts if a.replica is not None}
+    edits = {a.name: edits_of(a.param) - a.refreshed_at for a in sharded_params if a.resident is not None}
     if found := compare(edits, group):
         first, counts = next(iter(found.items()))
         raise LedgerError(
