@@ -17,7 +17,7 @@ from gpt import PRESETS
 
 from compile_muon.kernels.call_plan import MEMORY_LIMIT
 from compile_muon.kernels.coefficients import resolve_coefficients
-from compile_muon.kernels.dispatch import cheaper_form
+from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.model import Device, programs, seconds_beside, waves
 from compile_muon.kernels.gpu.tiles import Table, load_tables
 from compile_muon.planning.simulate.lists import Launched, Steps, launches
@@ -32,7 +32,7 @@ def launched_for(shapes: Iterable[tuple[int, int]], method: str, dtype: str, *, 
     restarts = coefficients.gram_restarts(getattr(torch, dtype))
     forms: dict[str, list[tuple[int, int]]] = {}
     for k, width in shapes:
-        form = cheaper_form(k, width, 5, len(restarts), symmetric=True) if method == "auto" else method
+        form = chosen_form(method, k, width, 5, len(restarts), symmetric=True)
         forms.setdefault(form, []).append((k, width))
     found: list[Launched] = []
     for form, mine in forms.items():

@@ -26,7 +26,7 @@ from turns import capture, release, seconds
 
 from compile_muon.kernels import newton_schulz_list
 from compile_muon.kernels.coefficients import resolve_coefficients
-from compile_muon.kernels.dispatch import cheaper_form
+from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.operations import gram_flops, standard_flops
 
 SIDE = 8192  # of the product that percent are of
@@ -53,7 +53,7 @@ def needed(shapes: Sequence[tuple[int, int]], method: str, dtype: str) -> float:
     total = 0.0
     for shape in shapes:
         k, l = sorted(shape)  # noqa: E741
-        form = cheaper_form(k, l, STEPS, restarts, symmetric=True) if method == "auto" else method
+        form = chosen_form(method, k, l, STEPS, restarts, symmetric=True)
         if form == "standard":
             total += standard_flops(k, l, STEPS, symmetric=True)
         else:

@@ -27,10 +27,9 @@ from compile_muon.model.roles import planned_roles
 from compile_muon.model.sharding import shard_model
 from compile_muon.model.support import check_modules, check_supported
 from compile_muon.model.views import with_views
-from compile_muon.offload import home_of, with_fetches
+from compile_muon.offload import offloaded_states, with_fetches
 from compile_muon.passes.methods import MatrixMethod
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.owner_states import deal_owners
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import new_hyper
 from compile_muon.sequence import SharedSequences, plan_sequence
@@ -115,9 +114,9 @@ def assemble(
     groups = plan_groups(config, assignments, model)
     # In a simulated group ("fake", for dry runs of large worlds) no other rank ever answers.
     compares = group is not None and backend_of(group, device) != "fake"
-    home = home_of(config, groups, assignments, model, group, device, compares=compares)
-    if home is not None:
-        assignments = with_fetches(config, assignments, home.away)
+    offloaded = offloaded_states(config, groups, assignments, model, group, device, compares=compares)
+    if offloaded is not None:
+        assignments = with_fetches(config, assignments, offloaded.away)
     stages = None
     if norm_group is not None:
         has_muon = config.algorithm == "adamw" or any(row.matrix for row in assignments.values())
@@ -133,7 +132,7 @@ def assemble(
     ledger = Ledger(zero.gradient_accumulation_steps, zero.update)
     ledger.status = RankStatus(group, device)
     shared = None if cut is None else SharedSequences(cut, compares=compares)
-    features: list[Extension] = [each for each in (stages, home, shared) if each is not None]
+    features: list[Extension] = [each for each in (stages, offloaded, shared) if each is not None]
     lender = hooks_of([*features, *extensions]).lender
     ledger.sharded_params = shard_model(
         model, assignments, config, ranks, roles, ledger, hypers, device, lender, spread
@@ -147,8 +146,6 @@ def assemble(
     features += extensions
     ledger.hooks = hooks_of(features)
     ledger.checks_later = zero.checks_read == "next_step" and ledger.hooks.peers.alone
-    if trained := [sharded for sharded in ledger.sharded_params if sharded.param.requires_grad]:
-        deal_owners(trained)
     if values is not None:
         values.fill(model, device)
     ownership = Ownership(model, ledger.sharded_params)

@@ -58,47 +58,15 @@ class MuonZero(Optimizer):
 
     Args:
         model: module with all parameters on one device; becomes sharded. Not yet wrapped by DDP or FSDP.
-        lr, momentum, nesterov, weight_decay: of the Muon group (momentum is an EMA factor, decay is decoupled).
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW's groups.
-        adamw_decay_vectors: whether norms, biases and other vectors decay; else they are in a group of their own.
-        adjust_lr: "original", "match_rms_adamw" or "spectral" scaling of ``lr`` by the matrix shape, or a number in
-            place of the 0.2 of the second; None for the method's own.
-        momentum_dtype: what momenta are kept in: "bfloat16", "8bit", or None for as the master weights.
-        qk_clip, qk_clip_alpha: MuonClip: heads whose largest logit is over ``qk_clip`` are scaled down to it in a step,
-            queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
-        method, auxiliary: what trains the matrices, and what all else: names out of
-            :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball", "dion2",
-            "muonbp", "soap"; "adamw", "lion").
-        rates: of methods, by name, that have no argument here: ``{"beta2": 0.95, "cautious_decay": True}``.
-        groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
-            mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
-            ones must then be in one).
-        ns_steps, ns_coefficients, ns_method, ns_dtype, ns_eps, ns_backend, ns_memory_limit: how Newton-Schulz runs;
-            ``ns_steps`` None for as many steps as the coefficients have.
-        stage: 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters.
-        offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
-            :class:`~compile_muon.config.OffloadConfig`; None for beside the parameters.
-        shard_state_over: "shard" or "all" axes of the mesh, for master weights, gradients and optimizer state.
-        offload_param: "cpu" for shards of weights in host memory, from which stage 3 gathers; None for on the device.
-        communicators: "separate" for gathers, reductions and Newton-Schulz, "shared", or "auto": separate on NCCL.
-        update: "backward" makes Muon's directions inside compiled backward graphs, as speculations that ``step()`` uses
-            only while ``.grad`` is the gradient they were made from; "step" makes them in the step graph; "auto"
-            speculates until that fails several steps in a row.
-        gradient_accumulation_steps: backwards per step; None when unknown, for as many as the last step had.
-        gradient_clipping: global norm, or None.
-        nonfinite: "error" or "skip" on inf or nan gradients.
-        max_skipped_steps: how many steps in a row "skip" may leave out before NonFiniteError is raised.
-        checks: whether errors come "in_step", for which it waits for the device, or with the "next_step"; None for the
-            latter with ``nonfinite="skip"``. Nothing non-finite is written either way.
-        check_replicas: every how many steps ranks compare what all hold a copy of, None for never.
-        param_dtype, reduce_dtype: dtypes of weights in the model and of gradients on the wire.
-        master_dtype: of the parameters themselves and all optimizer state; None for float32 where the model is in half
-            precision.
-        muon_params: predicate ``f(name, param)`` or name patterns of the Muon matrices.
-        machine: name or file of the machine that buckets and owners are chosen for; default: by the type of the device.
-        muon_views: what of a parameter is a matrix by itself, by name pattern: ``{"heads": 8}`` or ``{"split": [8, 2,
-            2]}`` of its rows, with ``"dim": 1`` of its columns; ``param.muon_view`` says the same.
-        per_head_muon, split_fused: read heads, and fused projections, in the model's attention modules and MLPs.
+        lr, momentum, nesterov, weight_decay, adjust_lr, momentum_dtype, qk_clip, qk_clip_alpha: of Muon, fields of
+            :class:`~compile_muon.config.MuonConfig`; with ``ns_`` how Newton-Schulz runs,
+            :class:`~compile_muon.config.NSConfig`, with ``adamw_`` of AdamW, :class:`~compile_muon.config.AdamWConfig`.
+        stage, shard_state_over, offload, offload_param, communicators, param_dtype, reduce_dtype, master_dtype: what is
+            sharded, and where and in which dtypes it is, fields of :class:`~compile_muon.config.ZeroConfig`.
+        update, gradient_accumulation_steps, gradient_clipping, nonfinite, max_skipped_steps, checks, check_replicas: of
+            a step, fields of the same.
+        method, auxiliary, rates, groups, muon_params, muon_views, per_head_muon, split_fused, machine: which parameter
+            gets what, fields of :class:`compile_muon.Config`. docs/reference/configuration.md has a table of all.
         mesh: ``DeviceMesh`` of one dimension, or of some of ``("replicate", "shard", "expert", "tensor")`` in this
             order; default: all ranks of the default process group.
         norm_group: of pipeline stages, each a MuonZero over its part of the model: a group (or 1-D ``DeviceMesh``) of

@@ -38,5 +38,5 @@ class Roles(griffe.Extension):
             obj.docstring.value = self._ROLE.sub(self._markdown, obj.docstring.value)
 
     def _markdown(self, found: re.Match[str]) -> str:
-        known = self.known.get(found[1].removeprefix("compile_muon."))
+        known = self.known.get(found[1].rpartition(".")[2])
         return f"`{found[1]}`" if known is None else f"[`{found[1]}`][{known}]"

@@ -21,7 +21,7 @@ __all__ = [
     "BACKENDS",
     "FORMS",
     "admissible_form",
-    "cheaper_form",
+    "chosen_form",
     "check_backend",
     "orthogonalize",
     "resolve_dtype",
@@ -102,17 +102,20 @@ def admissible_form(method: str, dtype: torch.dtype, coefficients: CoefficientSe
     return "standard" if method == "auto" and not coefficients.gram_is_accurate(dtype) else method
 
 
-def cheaper_form(rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
-    """Whichever form takes fewer operations: gram above an aspect ratio of 1.5, or from 4/3 on with symmetric products
-    halved, where as many operations are fewer launches.
+def chosen_form(method: str, rows: int, cols: int, steps: int, restarts: int, *, symmetric: bool = False) -> str:
+    """``method``, or for "auto" whichever form takes fewer operations: gram above an aspect ratio of 1.5, or from 4/3
+    on with symmetric products halved, where as many operations are fewer launches.
 
     Args:
+        method: "auto", "standard" or "gram".
         rows, cols: of the matrix, in either order.
         steps, restarts: how many; fewer restarts than one after every step.
         symmetric: symmetric products are computed by one triangle.
     Returns:
         "standard" or "gram".
     """
+    if method != "auto":
+        return method
     k, l = min(rows, cols), max(rows, cols)  # noqa: E741
     gram = gram_flops(k, l, steps, restarts, symmetric=symmetric)
     standard = standard_flops(k, l, steps, symmetric=symmetric)
@@ -219,10 +222,9 @@ def _partly_on_quack(xs: Sequence[Tensor], plan: Plan, plans: Sequence[Plan | No
 
 
 def _with_method(x: Tensor, plan: Plan, *, symmetric: bool) -> Plan:
-    if plan.method != "auto":
-        return plan
     rows, cols = x.shape[-2:]
-    return replace(plan, method=cheaper_form(rows, cols, len(plan.steps), len(plan.restarts), symmetric=symmetric))
+    form = chosen_form(plan.method, rows, cols, len(plan.steps), len(plan.restarts), symmetric=symmetric)
+    return replace(plan, method=form)
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .call_plan import AUTO_LIMIT, MEMORY_LIMIT, Plan
-from .dispatch import DTYPES, cheaper_form, orthogonalize
+from .dispatch import DTYPES, chosen_form, orthogonalize
 from .operations import gram_flops, standard_flops
 
 __all__ = ["OpArguments", "arguments", "newton_schulz_op", "plan_of"]
@@ -85,9 +85,8 @@ def newton_schulz_flops(
 
 def _matrix_flops(m: int, n: int, steps: int, method: str, restarts: int) -> int:
     k, l = min(m, n), max(m, n)  # noqa: E741
-    if method == "auto":
-        method = cheaper_form(m, n, steps, restarts)
-    return gram_flops(k, l, steps, restarts) if method == "gram" else standard_flops(k, l, steps)
+    gram = chosen_form(method, m, n, steps, restarts) == "gram"
+    return gram_flops(k, l, steps, restarts) if gram else standard_flops(k, l, steps)
 
 
 def arguments(plan: Plan) -> OpArguments:

@@ -23,8 +23,8 @@ from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.owner_states import each_matrix, every_shape, states_kept
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor
-from compile_muon.storage.boxes import TensorFacts
 from compile_muon.storage.disk import memory_in_file
+from compile_muon.storage.tensor_file import TensorFacts
 from compile_muon.weights.named_tensors import named_state
 
 __all__ = ["Contents", "HostCopies", "contents_of", "described", "empty_like", "fit"]

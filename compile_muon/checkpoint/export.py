@@ -14,7 +14,8 @@ from compile_muon.checkpoint.manifest import Manifest
 from compile_muon.errors import CheckpointError
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.storage.boxes import read_tensors
-from compile_muon.weights.files import FILE, TensorFile, batches, nbytes, ordered
+from compile_muon.storage.tensor_file import TensorFile, nbytes, ordered
+from compile_muon.weights.files import FILE, batches
 
 __all__ = ["export"]
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from compile_muon.errors import CheckpointError
 from compile_muon.storage.disk import open_within, write_bytes
+from compile_muon.storage.tensor_file import write_whole
 
 __all__ = ["Values"]
 
@@ -92,7 +93,7 @@ class Values:
         write_bytes(files[0], json.dumps(self.encoded, allow_nan=False).encode())
         if self.tensors:
             files.append(base.with_suffix(".safetensors"))
-            write_bytes(files[1], save(self.tensors))
+            write_whole(files[1], self.tensors)
         return files
 
     @classmethod

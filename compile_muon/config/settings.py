@@ -157,7 +157,7 @@ class MuonConfig(Checked):
 
     Attributes:
         lr: learning rate before :func:`compile_muon.model.assignment.lr_scale`.
-        momentum: EMA factor.
+        momentum: EMA factor of gradients.
         nesterov: whether the direction looks one momentum step ahead.
         weight_decay: decoupled, multiplied by the unadjusted lr.
         adjust_lr: "original" | "match_rms_adamw" | "spectral", a number in place of the 0.2 of "match_rms_adamw", or
@@ -189,8 +189,9 @@ class AdamWConfig(Checked):
     """The half of the optimizer that is no matrices; fields mean what they mean in ``torch.optim.AdamW``.
 
     Attributes:
+        lr, betas, eps, weight_decay: as there.
         decay_vectors: whether norms, biases and other vectors decay, too, as every parameter does in torch and
-            DeepSpeed.
+            DeepSpeed; else they are in a group of their own.
     """
 
     lr: float | torch.Tensor = setting(3e-4, check_rate)
@@ -232,7 +233,8 @@ class ZeroConfig(Checked):
             where the model is in half precision, and else what the model is in.
         shard_state_over: of a mesh with replicas, what master weights, gradients and optimizer state are cut over:
             "shard", so that each replica holds all of them (HSDP), or "all" ranks (HFSDP).
-        offload: where optimizer state is between steps, None for beside the parameters.
+        offload: where optimizer state is between steps: "cpu", ``{"device": "nvme", "nvme_path": ...}``, or an
+            :class:`OffloadConfig`; None for beside the parameters.
         offload_param: "cpu" for shards of weights in host memory, from which stage 3 gathers; None for on the device.
         communicators: whether weights, gradients and Newton-Schulz travel by communicators of their own: "separate",
             "shared", or "auto": separate on NCCL, which serves one collective of a communicator after another.
@@ -387,11 +389,14 @@ class Config(Checked):
         expert_parallel: whether experts of a Transformers model are spread over ranks.
         machine: name or file of the machine that the cost model decides for, the same on every rank; None for "h100" on
             GPUs and "cpu" on CPUs.
-        method, auxiliary: names out of :data:`compile_muon.passes.methods.METHODS`: what trains the matrices, and what
-            all else.
-        rates: of methods, by name, where they are no fields of ``muon`` and ``adamw``.
-        groups: parameters with a method or rates of their own.
-        muon_views: what of a parameter is a matrix by itself, by pattern: ``{"heads": 8}``, ``{"split": [8, 2, 2]}``.
+        method, auxiliary: names out of :data:`compile_muon.passes.methods.METHODS`: what trains the matrices ("muon",
+            "normuon", "soap", ...), and what all else ("adamw", "lion").
+        rates: of methods, by name, where they are no fields of ``muon`` and ``adamw``: ``{"beta2": 0.95}``.
+        groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
+            mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
+            ones must then be in one).
+        muon_views: what of a parameter is a matrix by itself, by pattern: ``{"heads": 8}``, ``{"split": [8, 2, 2]}`` of
+            its rows, with ``"dim": 1`` of its columns; ``param.muon_view`` says the same.
         per_head_muon: so for each head of the attention modules that are known by their names.
         split_fused: so for fused queries, keys and values, and for fused gates.
         scheduler: how the rates of both halves change from step to step, or None.

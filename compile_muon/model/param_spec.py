@@ -10,7 +10,7 @@ from torch import Tensor
 from compile_muon.config import Config
 from compile_muon.errors import ConfigError, UnsupportedModelError
 from compile_muon.kernels.call_plan import AUTO_LIMIT
-from compile_muon.kernels.dispatch import cheaper_form, symmetric_kernels
+from compile_muon.kernels.dispatch import chosen_form, symmetric_kernels
 from compile_muon.kernels.newton_schulz import make_plan
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.mesh import DENSE, Mesh, Role
@@ -44,16 +44,13 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
     except ValueError as error:
         # The kernels name their arguments as we do, less the prefix.
         raise ConfigError(re.sub(r"\b(backend|coefficients|dtype|method|steps)(?==)", r"ns_\1", str(error))) from error
-    form = plan.method
-    if form == "auto":
-        symmetric = symmetric_kernels(plan.dtype, device, ns.backend)
-        form = cheaper_form(*most, len(plan.steps), len(plan.restarts), symmetric=symmetric)
+    symmetric = plan.method == "auto" and symmetric_kernels(plan.dtype, device, ns.backend)
     return MuonSpec(
         batch=batch,
         rows=rows,
         cols=cols,
         nesterov=config.muon.nesterov,
-        form=form,
+        method=chosen_form(plan.method, *most, len(plan.steps), len(plan.restarts), symmetric=symmetric),
         coefficients=tuple(value for triple in plan.steps for value in triple),
         safety=plan.safety,
         restarts=plan.restarts,

@@ -30,6 +30,7 @@ from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
 from compile_muon.runtime.lender import Lender
 from compile_muon.runtime.other_holders import replace
+from compile_muon.runtime.owner_states import owners_of
 from compile_muon.runtime.parameter import ShardedParameter, sharded_parameter
 from compile_muon.runtime.pinned import on_host
 from compile_muon.runtime.sharded_param import ShardedParam
@@ -170,17 +171,18 @@ def shard_model(
     costs = costs_for(config.machine, device.type)
     ledger.costs = costs.shared_by(1 if mesh is None else mesh.size)
     specs = {n: describe(param, assignments[n], config, mesh, device, roles[n]) for n, param in named.items()}
+    owners = owners_of(specs, ledger.costs)
     if mesh is not None:
         with ledger.status.at("the sharding of the model"):
             algorithms = {name: assignment.algorithm for name, assignment in assignments.items()}
             agree(model, config, costs, specs, algorithms, mesh, ledger.status.heartbeat)
-            lender.reserve(specs, ledger.costs)
+            lender.reserve(specs, owners)
             if spread is not None:
                 spread.apply(mesh.given["expert"])
                 named = dict(model.named_parameters())
             _broadcast(model, specs, mesh.everyone)
     else:
-        lender.reserve(specs, ledger.costs)
+        lender.reserve(specs, owners)
     sharded_params: dict[nn.Parameter, ShardedParam] = {}
     gathered, told = GatheredCopies(), set[str]()
     for name, param in named.items():
@@ -196,8 +198,9 @@ def shard_model(
         momentum = torch.zeros_like(local, dtype=dtype) if beside else local.new_empty(0, dtype=dtype)
         group = None if mesh is None else mesh.everyone
         sharded_params[param] = ShardedParam(
-            name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, placed=roles[name].placed
-        )
+            name, new, spec, momentum, hypers[name], resident, ledger, gathered, group, roles[name].placed,
+            owners=owners.get(name, ()),
+        )  # fmt: skip
     install_readers(model, sharded_params)
     _drop_gradients(list(sharded_params.values()), sharded_params)
     replace({sharded.name: param for param, sharded in sharded_params.items() if param is not sharded.param})

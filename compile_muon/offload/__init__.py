@@ -1,10 +1,12 @@
 """Optimizer state that is not beside its parameter: in host memory, in a file, or in fewer bits.
 
-``choice`` says which, ``store`` keeps buckets of it, ``arena`` has a few of them on the device, ``codecs`` says in how
-many bits, and ``home`` lends it to graphs and steps.
+``choice`` says which, ``layout`` which of it is lent together, ``store`` keeps it, ``device_buffers`` has a few buckets
+of it on the device, ``codecs`` says in how many bits, ``transaction`` goes back where a disk fails, and ``state`` lends
+it to graphs and steps.
 """
 
-from compile_muon.offload.choice import home_of, with_fetches
-from compile_muon.offload.home import Home, keeps_momentum_alone
+from compile_muon.offload.choice import offloaded_states, with_fetches
+from compile_muon.offload.layout import keeps_momentum_alone
+from compile_muon.offload.state import OffloadedStates
 
-__all__ = ["Home", "home_of", "keeps_momentum_alone", "with_fetches"]
+__all__ = ["OffloadedStates", "keeps_momentum_alone", "offloaded_states", "with_fetches"]

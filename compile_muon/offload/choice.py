@@ -15,14 +15,14 @@ from compile_muon.config import Config
 from compile_muon.errors import config_error
 from compile_muon.model.assignment import Assignment
 from compile_muon.model.groups import Group
-from compile_muon.offload.home import Home
+from compile_muon.offload.state import OffloadedStates
 from compile_muon.passes.methods import ElementMethod, MatrixMethod, matrix_method
 from compile_muon.runtime.shards import local_tensor
 
-__all__ = ["home_of", "with_fetches"]
+__all__ = ["offloaded_states", "with_fetches"]
 
 
-def home_of(
+def offloaded_states(
     config: Config,
     groups: Sequence[Group],
     assignments: Mapping[str, Assignment],
@@ -31,7 +31,7 @@ def home_of(
     device: torch.device,
     *,
     compares: bool,
-) -> Home | None:
+) -> OffloadedStates | None:
     """What keeps states that are offloaded, or in another dtype; None where none is.
 
     Args:
@@ -45,7 +45,7 @@ def home_of(
     # Neither a disk nor another rank is in a plan.
     real = compares if group is not None else fake is None
     away = _states_away(config, groups, assignments, model)
-    return Home(groups, config, away, group, device, real=real, fake=fake)
+    return OffloadedStates(groups, config, away, group, device, real=real, fake=fake)
 
 
 def _states_away(

@@ -17,10 +17,10 @@ from torch import Tensor
 from compile_muon.errors import config_error
 from compile_muon.passes.spec import ParamSpec, decode_dtype
 
-__all__ = ["CODECS", "Codec", "Kept"]
+__all__ = ["CODECS", "MOMENTUM", "Codec", "Kept"]
 
 BLOCK = 256
-_NAME = "momentum_buffer"
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Codec:
 
     def kept(self, columns: int) -> tuple[Kept, ...]:
         """What a momentum with rows of so many elements is kept in."""
-        return (Kept(_NAME),)
+        return (Kept(MOMENTUM),)
 
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The momentum; may be the same memory."""
-        return kept[_NAME]
+        return kept[MOMENTUM]
 
     def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
         """Keep it.
@@ -96,17 +96,17 @@ class BFloat16(_Rounded):
     name = "bfloat16"
 
     def kept(self, columns: int) -> tuple[Kept, ...]:
-        return (Kept(_NAME, dtype=torch.bfloat16),)
+        return (Kept(MOMENTUM, dtype=torch.bfloat16),)
 
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        return kept[_NAME].to(dtype)
+        return kept[MOMENTUM].to(dtype)
 
     def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
         generator = torch.Generator(momentum.device).manual_seed(zlib.crc32(name.encode()) + step)
         chance = torch.empty(momentum.shape, dtype=torch.int32, device=momentum.device)
         chance.random_(1 << 16, generator=generator)
         bits = momentum.float().view(torch.int32) + chance  # what is cut off carries into what stays
-        kept[_NAME].copy_((bits & -(1 << 16)).view(torch.float32))
+        kept[MOMENTUM].copy_((bits & -(1 << 16)).view(torch.float32))
 
 
 class EightBits(_Rounded):
@@ -129,17 +129,17 @@ class EightBits(_Rounded):
             raise config_error("momentum_dtype", self.name, problem, 'use "bfloat16"')
 
     def kept(self, columns: int) -> tuple[Kept, ...]:
-        return (Kept(_NAME, dtype=torch.uint8), Kept("momentum_scale", -(-columns // BLOCK), torch.float32))
+        return (Kept(MOMENTUM, dtype=torch.uint8), Kept("momentum_scale", -(-columns // BLOCK), torch.float32))
 
     def decode(self, kept: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        codes, scale = kept[_NAME], kept["momentum_scale"]
+        codes, scale = kept[MOMENTUM], kept["momentum_scale"]
         columns = _columns(codes, scale)
         values = self._table[codes.int()].to(dtype)
         blocks = _blocks(values, scale, columns) * scale.to(dtype).view(-1, scale.shape[-1], 1)
         return blocks.flatten(1)[:, :columns].reshape(codes.shape)
 
     def encode(self, momentum: Tensor, kept: Mapping[str, Tensor], name: str, step: int) -> None:
-        codes, scale = kept[_NAME], kept["momentum_scale"]
+        codes, scale = kept[MOMENTUM], kept["momentum_scale"]
         columns = _columns(codes, scale)
         blocks = _blocks(momentum.float(), scale, columns)
         largest = blocks.abs().amax(-1, keepdim=True)

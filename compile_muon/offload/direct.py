@@ -44,10 +44,10 @@ class DirectStore(FileStore):
         super().__init__(folder, buckets, buffers=buffers, enter=partial(_enter, device))
         self._direct = _opened(self._file)
 
-    def abort(self) -> None:
+    def discard(self) -> None:
         """As of :class:`FileStore`, once the device is done with buffers that nobody gave back."""
         torch.cuda.synchronize(self.device)
-        super().abort()
+        super().discard()
 
     def _buffer(self, nbytes: int, *, pin: bool) -> Tensor:
         memory = torch.empty(nbytes + ALIGNED, dtype=torch.uint8, device=self.device)

@@ -135,11 +135,8 @@ class Store:
     def commit(self, buckets: Collection[Bucket]) -> None:
         """What these were closed with, and is kept, is current from now on; what others were closed with is not."""
 
-    def abort(self) -> None:
-        """Forget what was closed since the last commit; memory does not fail."""
-
     def discard(self) -> None:
-        """Forget what is in buffers: someone wrote to :meth:`current`."""
+        """Forget what was closed since the last commit, and what is in buffers: someone wrote to :meth:`current`."""
 
     def forget(self, bucket: Bucket) -> None:
         """Someone writes to :meth:`current` of this one, which nobody works on."""
@@ -360,7 +357,7 @@ class FileStore(Store):
                 if held.bucket in buckets:
                     held.bucket, held.ahead = None, False  # read before
 
-    def abort(self) -> None:
+    def discard(self) -> None:
         """What was written is not current, and never will be."""
         with self._lock:
             for held in self._held:
@@ -373,10 +370,6 @@ class FileStore(Store):
     def current(self, slot: Slot) -> Tensor:
         """As mapped from the file."""
         return self._mapped[slot][self._places[self._first[slot]].generation]
-
-    def discard(self) -> None:
-        """Forget what is in memory: someone wrote to what is mapped."""
-        self.abort()
 
     def forget(self, bucket: Bucket) -> None:
         """What was read of it ahead."""

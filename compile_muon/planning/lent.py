@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compile_muon.offload.home import Home
+from compile_muon.offload.state import OffloadedStates
 from compile_muon.offload.store import Bucket, Slot
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.holder import FETCH
@@ -27,8 +27,8 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     Args:
         states: name of the parameter by the position of its state among the inputs.
     """
-    home = optimizer.engine.lender
-    if not isinstance(home, Home):
+    lender = optimizer.engine.lender
+    if not isinstance(lender, OffloadedStates):
         return {}
     done = Move.CLOSE if _writes(optimizer) else Move.LEAVE
     sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
@@ -36,7 +36,7 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
     found: dict[Node, Moves] = {}
     for node in gm.graph.find_nodes(op="call_function", target=FETCH):
         sharded = sharded_params[states[inputs[node.args[0]]]]
-        if moves := [move for bucket in home.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
+        if moves := [move for bucket in lender.fetched(sharded) for move in ((Move.OPEN, bucket), (done, bucket))]:
             found[node] = moves
     return found
 
@@ -45,14 +45,14 @@ def fetches(gm: GraphModule, states: Mapping[int, str], optimizer: MuonZero) -> 
 def noting_lends(optimizer: MuonZero, graph: EagerGraph) -> Iterator[None]:
     """What the commit in this block is lent is noted in ``graph``."""
     steps = optimizer.engine.step
-    home = steps.lender
-    if isinstance(home, Home):
+    lender = steps.lender
+    if isinstance(lender, OffloadedStates):
         # Where the device decides whether to write, no momentum has been moved for good.
         written = _writes(optimizer) and not optimizer.engine.ledger.checks_later
-        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and home.fetched(a))
-        steps.lender = cast("Lender", _Noted(home, graph, fetched, on_disk=_writes(optimizer)))
+        fetched = frozenset(a for a in steps.muon if written and a.param.grad is not None and lender.fetched(a))
+        steps.lender = cast("Lender", _Noted(lender, graph, fetched, on_disk=_writes(optimizer)))
     yield
-    steps.lender = home
+    steps.lender = lender
 
 
 def _writes(optimizer: MuonZero) -> bool:
@@ -62,17 +62,19 @@ def _writes(optimizer: MuonZero) -> bool:
 
 
 class _Noted:
-    """Lends what ``home`` does to a commit that ``graph`` records.
+    """Lends what ``lender`` does to a commit that ``graph`` records.
 
     Args:
         fetched: whose momentum was written when it was fetched.
         on_disk: whether states are in a file.
     """
 
-    def __init__(self, home: Home, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool) -> None:
+    def __init__(
+        self, lender: OffloadedStates, graph: EagerGraph, fetched: frozenset[ShardedParam], *, on_disk: bool
+    ) -> None:
         self._on_disk = on_disk
-        self._home, self._graph, self._fetched = home, graph, fetched
-        self._ferried: dict[str, Bucket] = {}
+        self._lender, self._graph, self._fetched = lender, graph, fetched
+        self._crossed: dict[str, Bucket] = {}
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
@@ -82,9 +84,9 @@ class _Noted:
         self, sharded_params: Sequence[ShardedParam], what: Lent, step: int, *, moved: Collection[ShardedParam] = ()
     ) -> Iterator[tuple[list[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
-        for own, states in self._home.lend(sharded_params, what, step, moved=moved):
-            buckets, read_only = self._home.lent
-            if self._home.computes(own[0]):
+        for own, states in self._lender.lend(sharded_params, what, step, moved=moved):
+            buckets, read_only = self._lender.lent
+            if self._lender.computes(own[0]):
                 buckets = self._crossing(own, buckets)
             self._graph.move([(Move.OPEN, bucket) for bucket in buckets])
             yield own, states
@@ -95,14 +97,14 @@ class _Noted:
         no link and count as if they did."""
         numels = [sharded.local.numel() for sharded in own]
         slots = [Slot(a.name, (n,), a.local_grad.dtype) for a, n in zip(own, numels, strict=True)]
-        return [self._ferried.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
+        return [self._crossed.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
-        with self._home.writing(found_inf):
+        with self._lender.writing(found_inf):
             yield
         self._graph.move([(Move.COMMIT, None)])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._home, name)
+        return getattr(self._lender, name)

@@ -13,7 +13,6 @@ from torch import Tensor
 from compile_muon.errors import LedgerError
 
 if TYPE_CHECKING:
-    from compile_muon.passes.costs import Costs
     from compile_muon.passes.spec import ParamSpec
     from compile_muon.runtime.sharded_param import ShardedParam
 
@@ -52,12 +51,12 @@ class Lender:
 
     beside = True
 
-    def reserve(self, specs: Mapping[str, ParamSpec], costs: Costs) -> None:
+    def reserve(self, specs: Mapping[str, ParamSpec], owners: Mapping[str, tuple[int, ...]]) -> None:
         """Make room for what will be kept here, ahead of the first change of the model; on every rank.
 
         Args:
             specs: of all parameters, by name.
-            costs: what the machine costs, which deals matrices to their owners.
+            owners: of the matrices of those with states at owners, by name.
         """
 
     def keep_master(self, name: str, master: Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,9 +38,10 @@ from torch.futures import Future
 
 from compile_muon.errors import CheckpointError, MuonZeroError, listed
 from compile_muon.passes.spec import encode_dtype
-from compile_muon.storage.disk import new_file, new_mode, open_plain, open_within
+from compile_muon.storage.disk import open_plain, open_within
+from compile_muon.storage.tensor_file import TensorFacts, write_whole
 
-__all__ = ["Box", "Reader", "TensorFacts", "converted", "read_boxes", "read_tensors", "write_tensors"]
+__all__ = ["Box", "Reader", "converted", "read_boxes", "read_tensors", "write_tensors"]
 
 #: where torch's writer keeps the first index of each shard, in a header's metadata
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
@@ -58,8 +58,6 @@ class _Writer(HuggingFaceStorageWriter):
         self.written: set[str] = set()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        from safetensors import TensorSpec, serialize_file  # importing compile_muon stays lean
-
         done: Future[list[WriteResult]] = Future()
         done.set_result([])  # read by nobody where no metadata file is written
         if not plan.items:
@@ -71,18 +69,9 @@ class _Writer(HuggingFaceStorageWriter):
             assert item.tensor_data is not None
             tensors[item.index.fqn] = tensor
             offsets[item.index.fqn] = {_OFFSETS: item.tensor_data.chunk.offsets}
-        specs = {
-            name: TensorSpec(dtype=encode_dtype(t.dtype), shape=t.shape, data_ptr=t.data_ptr(), data_len=t.nbytes)
-            for name, t in tensors.items()
-        }
         name = f"shard-{plan.storage_data['shard_index']:05}-model-00001-of-00001.safetensors"
-        path = os.path.join(self.path, name)
-        new_file(Path(path)).close()  # nobody's is written over, nor through a link
-        # As torch's reader expects it.
-        serialize_file(specs, path, {_INFO: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"})
-        os.chmod(path, new_mode(Path(self.path)))
-        with open_plain(Path(path)) as file:
-            os.fsync(file.fileno())
+        # As torch's reader expects it; nobody's is written over, nor through a link.
+        write_whole(Path(self.path) / name, tensors, {_INFO: json.dumps(offsets), "DCP_VERSION": "1.0"})
         self.written = {name}
         return done
 
@@ -116,14 +105,6 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessG
     with _our_errors():
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
     return [folder / name for name in sorted(writer.written)]
-
-
-@dataclass(frozen=True)
-class TensorFacts:
-    """Shape and dtype (torch's name without ``torch.``) of a whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)

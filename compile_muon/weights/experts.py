@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from compile_muon.errors import listed
-from compile_muon.storage.boxes import Box, TensorFacts
+from compile_muon.storage.boxes import Box
+from compile_muon.storage.tensor_file import TensorFacts
 
 __all__ = ["Block", "Experts", "Origins", "boxes", "origins_of"]
 

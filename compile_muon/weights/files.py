@@ -1,38 +1,24 @@
-"""Hugging Face's layout on the disk: safetensors files, written tensor by tensor; how they are named; an index.
-
-safetensors writes a file from a dictionary of whole tensors, and torch's HuggingFaceStorageWriter builds a rank's file
-in memory, wants a folder that all ranks share, and cannot consolidate integer buffers (``torch.finfo`` of int64, torch
-2.13). Only the header is made here: https://huggingface.co/docs/safetensors, a length of 8 bytes, JSON padded with
-spaces to a multiple of 8, the data.
-"""
+"""Hugging Face's layout on the disk: how files of tensors are named, an index of them, and what is in a folder."""
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
 from compile_muon.errors import CheckpointError, config_error
-from compile_muon.passes.spec import decode_dtype
-from compile_muon.storage.boxes import Box, Reader, TensorFacts, read_boxes
-from compile_muon.storage.disk import new_file, open_plain, sync_folder, write_bytes
+from compile_muon.storage.boxes import Box, Reader, read_boxes
+from compile_muon.storage.disk import open_plain, sync_folder, write_bytes
+from compile_muon.storage.tensor_file import TensorFacts, nbytes
 
 __all__ = [
     "FILE",
     "INDEX",
-    "TensorFile",
     "TensorFolder",
     "batches",
-    "nbytes",
-    "ordered",
     "parse_size",
     "place",
     "split",
@@ -45,76 +31,6 @@ T = TypeVar("T")
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
-
-
-def nbytes(facts: TensorFacts) -> int:
-    """Of a tensor in a file."""
-    return math.prod(facts.shape) * decode_dtype(facts.dtype).itemsize
-
-
-@functools.cache
-def _code(dtype: str) -> str:
-    """What safetensors calls a dtype, from its own mouth."""
-    from safetensors.torch import save  # importing compile_muon stays lean
-
-    example = save({"x": torch.empty(0, dtype=decode_dtype(dtype))})
-    return json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])["x"]["dtype"]
-
-
-def ordered(facts: Mapping[str, TensorFacts]) -> list[str]:
-    """Names as they stand in a file: wide dtypes first, so that each tensor lies at a multiple of its item size."""
-    return sorted(facts, key=lambda name: (-decode_dtype(facts[name].dtype).itemsize, name))
-
-
-def header(facts: Mapping[str, TensorFacts]) -> tuple[bytes, int]:
-    """The start of a file with these tensors in their order, and the size of the whole."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, fact in facts.items():
-        start, end = end, end + nbytes(fact)
-        entries[name] = {"dtype": _code(fact.dtype), "shape": list(fact.shape), "data_offsets": (start, end)}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + end
-
-
-class TensorFile:
-    """A new file that takes its tensors' bytes one after the other, in the order of ``facts``.
-
-    Args:
-        path: a plain file there is replaced; a link or folder is an error.
-    Attributes:
-        size: bytes of the whole.
-    """
-
-    def __init__(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
-        start, self.size = header(facts)
-        self._file = new_file(path, replace=True)  # close() and abandon() close it
-        self._file.write(start)
-
-    def write(self, piece: Tensor) -> None:
-        """Append bytes: 1-D uint8 on the CPU."""
-        self._file.write(piece.numpy().data)
-
-    def close(self) -> None:
-        """Have all of it on the disk.
-
-        Raises:
-            CheckpointError: it is not as long as its header says.
-        """
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        written = self._file.tell()
-        self._file.close()
-        if written != self.size:
-            raise CheckpointError(f"{self._file.name}: has {written} bytes instead of {self.size}")
-
-    def abandon(self) -> None:
-        """Close it as it is."""
-        self._file.close()
-
-
-# ------------------------------------------------------------------------------------------ names and sizes
 
 
 def parse_size(size: int | str) -> int:

@@ -46,7 +46,10 @@ def method_of(name: str) -> Method:
     Raises:
         KeyError: there is none.
     """
-    return {method.name: method for method in METHODS}[name]
+    for method in METHODS:
+        if method.name == name:
+            return method
+    raise KeyError(name)
 
 
 def rates_of_methods() -> dict[str, Rate]:
@@ -65,4 +68,7 @@ def matrix_method(name: str) -> MatrixMethod:
     Raises:
         KeyError: there is none.
     """
-    return {method.name: method for method in METHODS if isinstance(method, MatrixMethod)}[name]
+    method = method_of(name)
+    if not isinstance(method, MatrixMethod):
+        raise KeyError(name)
+    return method

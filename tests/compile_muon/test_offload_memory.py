@@ -93,9 +93,9 @@ def training(folder: str) -> None:
     before = of_the_process("RssShmem")  # where buffers are
     optimizer = trained_within(folder, allowed)
     assert optimizer is not None
-    home: Any = optimizer.engine.lender
-    assert home.bytes_away == STATE and home.bytes_in_buffers == 2 * MB  # no state of one parameter fits
-    assert 0 < of_the_process("RssShmem") - before <= home.bytes_in_buffers
+    states: Any = optimizer.engine.lender
+    assert states.bytes_away == STATE and states.bytes_in_buffers == 2 * MB  # no state of one parameter fits
+    assert 0 < of_the_process("RssShmem") - before <= states.bytes_in_buffers
 
 
 def checkpoints(folder: str) -> None:

@@ -359,7 +359,7 @@ CORE = ("backend", "optimizer", *(f"runtime/{name}" for name in (
 )))  # fmt: skip
 _FEATURES = {"qk", "muonclip", "logit", "logits", "attention", "attentions", "heads"}  # MuonClip
 _FEATURES |= {"pipeline", "stages", "pipelinestages", "sequence", "sequences", "sharedsequences", "sequenceplan"}
-_FEATURES |= {"offload", "offloaded", "home", "disk", "nvme", "ferry", "arena"}
+_FEATURES |= {"offload", "offloaded", "disk", "nvme", "transaction"}
 #: what users write and read of the optimizer, which hands it on
 _PUBLIC = {"qk_clip", "qk_clip_alpha", "offload", "offload_param", "sequence_place"}
 

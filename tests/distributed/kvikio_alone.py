@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from compile_muon.offload import direct, home
+from compile_muon.offload import direct, state
 
 PAGE = 4096
 
@@ -89,5 +89,5 @@ def serving() -> Iterator[None]:
     def on_disk(*args: Any, pin: bool, **more: Any) -> direct.DirectStore:
         return direct.DirectStore(*args, **more)
 
-    with installed(gpu=torch.cuda.is_available()), mock.patch.object(home, "on_disk", on_disk):
+    with installed(gpu=torch.cuda.is_available()), mock.patch.object(state, "on_disk", on_disk):
         yield

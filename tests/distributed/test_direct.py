@@ -18,7 +18,7 @@ from kvikio_alone import CuFile, installed
 
 from compile_muon.errors import OffloadError
 from compile_muon.offload import direct
-from compile_muon.offload.arena import Arena
+from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.offload.store import Bucket, FileStore, Slot, Store
 
 HOST, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -48,7 +48,7 @@ def test_what_the_device_writes_is_current_once_it_is_committed(disk: tuple[dire
     store.commit([one])
     assert (store.current(slot) == 1).all() and (store.current(other.slots[0]) == 0).all()
     written(store, one, 2.0)
-    store.abort()
+    store.discard()
     assert (store.current(slot) == 1).all() and (store.open(one)[slot] == 1).all()
     store.leave(one)
     store.current(slot).fill_(3)
@@ -81,7 +81,7 @@ def test_a_file_that_ends_early_is_an_error(disk: tuple[direct.DirectStore, list
 def test_buffers_that_nobody_gave_back_are_waited_for(disk: tuple[direct.DirectStore, list[Bucket]]) -> None:
     store, (bucket, _) = disk
     store.open(bucket)
-    store.abort()
+    store.discard()
     torch.cuda.synchronize.assert_called_once_with(HOST)  # type: ignore[attr-defined]
 
 
@@ -113,12 +113,12 @@ def test_work_on_a_gpu_is_waited_for_and_nothing_is_copied(where: torch.device) 
     store = mock.Mock(device=where)
     stream = mock.Mock()
     with mock.patch.object(torch.accelerator, "current_stream", return_value=stream):
-        arena = Arena(store, made, where, buffers=1, real=True)
-        arena.leave(made[0])
-        arena.close(made[0])
+        pool = DeviceBuffers([(store, made, where)], count=1, real=True)
+        pool.leave(made[0])
+        pool.close(made[0])
     ready = stream.record_event.return_value.synchronize if where is GPU else None
     assert store.mock_calls == [mock.call.leave(made[0], ready), mock.call.close(made[0], ready)]
-    assert arena.open(made[0]) is store.open.return_value
+    assert pool.open(made[0]) is store.open.return_value
 
 
 # ---------------------------------------------------------------------------------------------------- when it serves

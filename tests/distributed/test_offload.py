@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_muon
 from compile_muon.errors import OffloadError
 from compile_muon.offload import store
-from compile_muon.offload.arena import Arena
+from compile_muon.offload.device_buffers import DeviceBuffers
 from compile_muon.passes.methods import adamw
 from compile_muon.runtime import step as runtime_step
 from compile_muon.runtime.shards import local_tensor
@@ -126,10 +126,10 @@ def beside_the_resident_run(where: str, folder: str, ratio: float = 1.0, **given
             assert place is None or {p.dtype for p in pair[0].parameters()} >= {given.get("param_dtype", torch.float32)}
             run(*pair, range(4), **loop)
         if place is not None and given.get("tall"):
-            home: Any = pair[1].engine.lender
-            assert (len(home._chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
+            states: Any = pair[1].engine.lender
+            assert (len(states._layout.chunks_of["table.weight"]) > 1) == (what["adamw_on"] == "device")
             momenta = what["momentum"] and not what["masters"] and ratio == 1.0
-            assert (len(home._chunks_of.get("tall.weight", [])) > 1) == momenta
+            assert (len(states._layout.chunks_of.get("tall.weight", [])) > 1) == momenta
         found.append(everything(*pair))
         if not given.get("tall"):  # momenta that are fetched share fewer exchanges, which are padded
             found[-1]["bytes"] = torch.tensor(pair[1].traffic.bytes_sent)
@@ -244,20 +244,20 @@ def asked_for_first() -> list[str]:
     run(called, optimizer, range(2))
     begun: set[store.Bucket] = set()
     found, opened = [], []
-    start, opening = Arena.start, Arena.open
+    start, opening = DeviceBuffers.start, DeviceBuffers.open
 
-    def started(self: Arena, bucket: store.Bucket) -> bool:
+    def started(self: DeviceBuffers, bucket: store.Bucket) -> bool:
         begun.add(bucket)
         return start(self, bucket)
 
-    def asked(self: Arena, bucket: store.Bucket) -> Any:
+    def asked(self: DeviceBuffers, bucket: store.Bucket) -> Any:
         if bucket not in begun and bucket not in opened[-1:]:
             found.append(bucket.slots[0].name)
         begun.discard(bucket)
         opened.append(bucket)
         return opening(self, bucket)
 
-    with mock.patch.object(Arena, "start", started), mock.patch.object(Arena, "open", asked):
+    with mock.patch.object(DeviceBuffers, "start", started), mock.patch.object(DeviceBuffers, "open", asked):
         run(called, optimizer, range(2, 4))
     assert len({*opened}) > 4
     return [name for name in found if name.startswith("momentum")][1:]  # the first was begun ahead of these steps
@@ -410,7 +410,8 @@ def _through_a_fault(
     before = everything(model, optimizer)
     loss(model, data(2, 0, world_and_rank()[1])).backward()
     kept: Any = optimizer.engine.lender
-    disk = CuFile if what.startswith("raw") else next(type(x) for x in kept._stores if isinstance(x, store.FileStore))
+    stores = kept._buffers.stores
+    disk = CuFile if what.startswith("raw") else next(type(x) for x in stores if isinstance(x, store.FileStore))
     call, reason = getattr(disk, what), os.strerror(number)
     if world_and_rank()[1] == rank:
         call = failing(call, after, RuntimeError(reason) if disk is CuFile else OSError(number, reason))

@@ -8,7 +8,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from compile_muon.kernels import COEFFICIENTS, newton_schulz, newton_schulz_list, resolve_dtype
 from compile_muon.kernels.coefficients import resolve_coefficients
-from compile_muon.kernels.dispatch import admissible_form, cheaper_form
+from compile_muon.kernels.dispatch import admissible_form, chosen_form
 
 JORDAN = (3.4445, -4.7750, 2.0315)
 SETS = list(COEFFICIENTS)
@@ -294,9 +294,9 @@ def test_auto_takes_gram_above_an_aspect_ratio_of_one_and_a_half(name, dtype):
     if name == "polar_express" and dtype == torch.bfloat16:
         pytest.skip("less accurate, see below")
     chosen = COEFFICIENTS[name]
-    assert cheaper_form(100, 150, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "standard"
-    assert cheaper_form(100, 151, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
-    assert cheaper_form(151, 100, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
+    assert chosen_form("auto", 100, 150, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "standard"
+    assert chosen_form("auto", 100, 151, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
+    assert chosen_form("auto", 151, 100, len(chosen.steps), len(chosen.gram_restarts(dtype))) == "gram"
 
 
 @pytest.mark.parametrize("restarts", [(), (2,), (1, 3), (2, 4)])
@@ -307,10 +307,10 @@ def test_where_gram_is_cheaper_does_not_depend_on_restarts(restarts):
         (133, True, "standard"),
         (134, True, "gram"),
     ):
-        assert cheaper_form(100, cols, 5, len(restarts), symmetric=symmetric) == method
-    assert cheaper_form(100, 133, 5, len(restarts), symmetric=True) == "standard"
-    assert cheaper_form(300, 400, 5, len(restarts), symmetric=True) == "gram"  # as many operations
-    assert cheaper_form(200, 300, 5, len(restarts)) == "standard"
+        assert chosen_form("auto", 100, cols, 5, len(restarts), symmetric=symmetric) == method
+    assert chosen_form("auto", 100, 133, 5, len(restarts), symmetric=True) == "standard"
+    assert chosen_form("auto", 300, 400, 5, len(restarts), symmetric=True) == "gram"  # as many operations
+    assert chosen_form("auto", 200, 300, 5, len(restarts)) == "standard"
 
 
 def test_auto_is_standard_where_gram_is_less_accurate():

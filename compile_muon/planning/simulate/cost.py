@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from compile_muon.kernels import quack
 from compile_muon.kernels.batching import Stack, batch_bytes, chunked
 from compile_muon.kernels.call_plan import AUTO_LIMIT, MEMORY_LIMIT
-from compile_muon.kernels.dispatch import cheaper_form
+from compile_muon.kernels.dispatch import chosen_form
 from compile_muon.kernels.gpu.arena import SMALL, list_bytes, work_bytes
 from compile_muon.kernels.gpu.model import Result
 from compile_muon.kernels.gpu.model import seconds as launch_seconds
@@ -283,9 +283,7 @@ class _Call:
 
     def form(self, rows: int, cols: int) -> str:
         """ "standard" or "gram", of matrices of a shape."""
-        if self.method != "auto":
-            return self.method
-        return cheaper_form(rows, cols, len(self.triples), len(self.restarts), symmetric=self.symmetric)
+        return chosen_form(self.method, rows, cols, len(self.triples), len(self.restarts), symmetric=self.symmetric)
 
 
 def _matrices_seconds(node: Node, machine: Machine, times: int, batch: int, rows: int, cols: int) -> float:

@@ -1095,6 +1095,21 @@ def test_public_things_have_docstrings():
         assert not inspect.getdoc(kind).startswith(f"{kind.__name__}(")  # dataclass makes one up
 
 
+def described(kind):
+    """The names that a docstring lists."""
+    return {
+        name for row in re.findall(r"^    ([\w, ]+): ", inspect.getdoc(kind), re.MULTILINE) for name in row.split(", ")
+    }
+
+
+def test_an_argument_is_described_where_its_setting_is_and_named_where_it_is_given():
+    """Of MuonZero's docstring, which sends readers there."""
+    named = described(MuonZero)
+    for argument, (owner, field) in ARGUMENTS.items():
+        assert field in described(owner), (owner, field)
+        assert argument in named or argument.startswith(("ns_", "adamw_")), argument
+
+
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import compile_muon
 from compile_muon import CheckpointError
-from compile_muon.storage.boxes import Reader, TensorFacts, converted, read_tensors
+from compile_muon.storage.boxes import Reader, converted, read_tensors
+from compile_muon.storage.tensor_file import TensorFacts
 from compile_muon.weights.files import FILE, INDEX
 
 WHOLE = torch.arange(32.0).reshape(8, 4)

@@ -1,4 +1,4 @@
-"""The way to a step that the host computes: gradients and weights come to it by the bucket, weights go back."""
+"""AdamW on the host: gradients and weights come to it by the bucket, weights go back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_muon.runtime.commit import weight_of
 from compile_muon.runtime.lender import GRADIENT, WEIGHT
 from compile_muon.runtime.sharded_param import ShardedParam
 
-__all__ = ["Ferry"]
+__all__ = ["HostStep"]
 
 
 class _Coming(NamedTuple):
@@ -30,8 +30,9 @@ class _Coming(NamedTuple):
     arrived: torch.Event | None = None
 
 
-class Ferry:
-    """Gradients and weights of one optimizer between its device and pinned host memory, on streams of their own.
+class HostStep:
+    """A step that the host computes: gradients and weights of one optimizer between its device and pinned host memory,
+    on streams of their own.
 
     Args:
         device: that has them. Where it is the host itself, nothing travels.
@@ -42,20 +43,24 @@ class Ferry:
         self._streams = device.type != "cpu" and real
         if self._streams:
             self._out, self._in = torch.Stream(device), torch.Stream(device)
+        self._coming: Iterator[dict[ShardedParam, dict[str, Tensor]]]
 
-    def across(
-        self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None
-    ) -> Iterator[dict[ShardedParam, dict[str, Tensor]]]:
-        """Gradients of each bucket's parameters, which are final, and weights without a master on the host.
-
-        The first are on their way when this returns, and each bucket while the host works on the one before. It waits
-        for each to arrive, and with the first for the device, which is then done with the gradients.
+    def begin(self, buckets: Sequence[Sequence[ShardedParam]], found_inf: Tensor | None) -> None:
+        """Gradients of the first bucket, which are final, and weights without a master on the host set out.
 
         Args:
+            buckets: parameters whose gradients travel together.
             found_inf: 1.0 on the device for a step that writes nothing: then nothing is given.
         """
         self.follow()
-        return self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
+        self._coming = self._arrivals(buckets, self._depart(buckets[0] if buckets else (), found_inf))
+
+    def next(self) -> dict[ShardedParam, dict[str, Tensor]] | None:
+        """What came of the next bucket, while the one behind it is on its way; None if the step writes nothing.
+
+        It waits for that to arrive, and with the first for the device, which is then done with the gradients.
+        """
+        return next(self._coming, None)
 
     def _arrivals(
         self, buckets: Sequence[Sequence[ShardedParam]], coming: _Coming

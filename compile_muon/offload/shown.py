@@ -1,0 +1,132 @@
+"""What is away, where users and checkpoints look for it: in the optimizer's state, which they may write to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from compile_muon.agreement.together import host_mesh
+from compile_muon.offload.device_buffers import DeviceBuffers
+from compile_muon.offload.layout import Layout
+from compile_muon.runtime.lender import MASTER
+from compile_muon.runtime.owner_states import states_kept
+from compile_muon.runtime.sharded_param import ShardedParam
+from compile_muon.runtime.shards import as_state, local_tensor
+
+__all__ = ["Shown"]
+
+
+class Shown:
+    """The states of an optimizer that are away.
+
+    Args:
+        optimizer: that has them.
+        sharded_params: of the parameters.
+        layout, buffers: of the states.
+        device: that computes.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sharded_params: Iterable[ShardedParam],
+        layout: Layout,
+        buffers: DeviceBuffers,
+        device: torch.device,
+    ) -> None:
+        self._optimizer, self._sharded_params, self._layout, self._buffers = (
+            optimizer,
+            list(sharded_params),
+            layout,
+            buffers,
+        )
+        self._device = device
+        self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in self._sharded_params}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}
+
+    def show(self) -> None:
+        """What is kept stands there."""
+        for sharded, found in self._tensors.items():
+            for name, slot in self._layout.kept[sharded.name].slots.items():
+                tensor = self._buffers.current(slot)
+                if name not in found or local_tensor(found[name]) is not tensor:
+                    found[name] = self._state(sharded, name, tensor)
+            slots = self._optimizer.state[sharded.param]
+            slots.update(found)
+            if self._device.type != "cpu" and not isinstance(slots, _Settled):
+                self._optimizer.state[sharded.param] = _Settled(self._buffers.settle, slots)
+        self.seen()
+
+    def _state(self, sharded: ShardedParam, name: str, tensor: Tensor) -> Tensor:
+        if name in (state.name for state in states_kept(sharded)):
+            return tensor
+        mesh = None
+        if isinstance(sharded.param, DTensor) and self._device.type != "cpu" and tensor.device != self._device:
+            mesh = host_mesh(sharded.param.device_mesh, self._meshes)
+        return as_state(sharded, tensor, "element" if tensor.shape == sharded.local.shape else "row", mesh)
+
+    def take_back(self) -> bool:
+        """Write what users put there, as they may, to what is kept; whether there was any."""
+        moved = False
+        for sharded, shown in self._tensors.items():
+            slots = self._optimizer.state[sharded.param]
+            found = {**slots}
+            for name, tensor in shown.items():
+                if found.get(name) is tensor:
+                    continue
+                self._buffers.settle()
+                # What was taken out begins anew, a master weight as what its parameter is.
+                anew = sharded.local.detach() if name == MASTER else torch.zeros_like(local_tensor(tensor))
+                local_tensor(tensor).copy_(local_tensor(found.get(name, anew)))
+                slots[name] = tensor
+                moved = True
+        return moved
+
+    def seen(self) -> None:
+        """What was written there until now is known of."""
+        self._seen = self._edits()
+
+    @property
+    def edited(self) -> bool:
+        """Whether someone wrote to it since."""
+        return self._edits() != self._seen
+
+    def _edits(self) -> list[int]:
+        return [local_tensor(tensor)._version for shown in self._tensors.values() for tensor in shown.values()]
+
+
+class _Settled(dict[str, Tensor]):
+    """The states of one parameter, which a GPU may still be copying to the host: whoever reads one waits for that.
+
+    A copy of it, as in ``{**slots}``, is of the tensors as they are.
+    """
+
+    def __init__(self, settle: Callable[[], None], slots: Mapping[str, Tensor]) -> None:
+        super().__init__(slots)
+        self._settle = settle
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._settle()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._settle()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._settle()
+        return super().items()
+
+    def values(self) -> Any:
+        self._settle()
+        return super().values()
+
+    def __reduce__(self) -> tuple[type[dict[str, Tensor]], tuple[dict[str, Tensor]]]:
+        self._settle()
+        return dict, ({**self},)
