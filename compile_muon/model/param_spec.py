@@ -50,7 +50,7 @@ def muon_spec(assignment: Assignment, config: Config, device: torch.device, layo
         rows=rows,
         cols=cols,
         nesterov=config.muon.nesterov,
-        method=chosen_form(plan.method, *most, len(plan.steps), len(plan.restarts), symmetric=symmetric),
+        form=chosen_form(plan.method, *most, len(plan.steps), len(plan.restarts), symmetric=symmetric),
         coefficients=tuple(value for triple in plan.steps for value in triple),
         safety=plan.safety,
         restarts=plan.restarts,
