@@ -1,6 +1,6 @@
 """GPUDirect Storage through kvikio: a disk reads into the memory of a GPU and writes from it, past the host's.
 
-cuFile does not order itself with kernels: the arena says when what was queued on a buffer is done, and threads of the
+cuFile does not order itself with kernels: the pool of buffers says when what was queued on a buffer is done, and threads of the
 store wait for that. kvikio orders its calls behind the default stream besides, which is more than is needed.
 """
 
