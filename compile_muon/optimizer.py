@@ -68,7 +68,7 @@ class MuonZero(Optimizer):
             queries by the power ``qk_clip_alpha`` and keys by the rest. For compiled models.
         method, auxiliary: what trains the matrices, and what all else: names out of
             :data:`compile_muon.passes.methods.METHODS` ("muon", "normuon", "adamuon", "muonh", "heavy_ball", "dion2",
-            "muonbp", "soap"; "adamw", "lion").
+            "muonbp", "soap", "muown"; "adamw", "lion").
         rates: of methods, by name, that have no argument here: ``{"beta2": 0.95, "cautious_decay": True}``.
         groups: parameters with a method or rates of their own: ``{pattern: {"method": ..., "lr": ...}}``, or a list of
             mappings with ``params`` (patterns, a predicate, or parameters as ``torch.optim`` takes them; all trained
