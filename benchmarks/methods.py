@@ -36,8 +36,10 @@ def train(method: str, rate: float, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = GPT(SHAPE)
     # AdaMuon's own scale is a fifth of sqrt(width), Muon's is 1: the same grid serves both by one scale.
+    # Muown's gains have the same rate as its directions, which its own scale is made for.
+    scale = None if method == "muown" else "original"
     optimizer = compile_muon.MuonZero(
-        model, lr=rate, adamw_lr=3e-3, weight_decay=0.01, adjust_lr="original", method=method, stage=0, update="step"
+        model, lr=rate, adamw_lr=3e-3, weight_decay=0.01, adjust_lr=scale, method=method, stage=0, update="step"
     )
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
     return losses_of(model, SHAPE, optimizer, steps, 1, schedule)

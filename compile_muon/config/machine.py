@@ -23,7 +23,7 @@ _REQUIRED = ("memory_bandwidth", "kernel_seconds", "rates", "links")
 _PLANNED = (
     *("name", "device", "memory_bytes", "attention_fraction", "attention_rates"),
     *("function_seconds", "host_seconds", "late_seconds", "host_bandwidth", "disk_bandwidth", "sources"),
-    *("architecture", "processors", "collective_processors"),
+    *("host_memory_bandwidth", "architecture", "processors", "collective_processors"),
 )
 
 Reader = Callable[[str, object], Any]

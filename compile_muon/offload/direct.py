@@ -1,7 +1,8 @@
 """GPUDirect Storage through kvikio: a disk reads into the memory of a GPU and writes from it, past the host's.
 
-cuFile does not order itself with kernels: the pool of buffers says when what was queued on a buffer is done, and threads of the
-store wait for that. kvikio orders its calls behind the default stream besides, which is more than is needed.
+cuFile does not order itself with kernels: the pool of buffers says when what was queued on a buffer is done, and
+threads of the store wait for that. kvikio orders its calls behind the default stream besides, which is more than is
+needed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,13 @@ class Captured:
             move for played in self.graphs for node in played.gm.graph.nodes for move in played.moves.get(node, ())
         ]
         disk = (machine.disk_bandwidth or math.inf) if self.offload.device == "nvme" else 0.0
-        return Lending(moves, buffers=self.offload.buffer_count, host=machine.host_bandwidth, disk=disk)
+        return Lending(
+            moves,
+            buffers=self.offload.buffer_count,
+            host=machine.host_bandwidth,
+            disk=disk,
+            memory=machine.host_memory_bandwidth,
+        )
 
 
 def capture_step(

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compile_muon.offload.state import OffloadedStates
-from compile_muon.offload.store import Bucket, Slot
 from compile_muon.optimizer import MuonZero
 from compile_muon.passes.holder import FETCH
+from compile_muon.passes.spec import decode_dtype
 from compile_muon.planning.eager_graph import EagerGraph
-from compile_muon.planning.simulate.lending import Move, Moves
+from compile_muon.planning.simulate.lending import Move, Moves, OnHost
 from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.sharded_param import ShardedParam
 
@@ -61,6 +61,19 @@ def _writes(optimizer: MuonZero) -> bool:
     return offload is not None and offload.device == "nvme"
 
 
+def _on_host(sharded_params: Sequence[ShardedParam]) -> OnHost:
+    """Gradients come, with weights that have no master there, and weights go back. AdamW reads four numbers of each
+    element and writes three of them; what is rounded is read and written once more."""
+    to_host = to_device = streamed = 0
+    for sharded in sharded_params:
+        numel, wide = sharded.local.numel(), decode_dtype(sharded.spec.state_dtype).itemsize
+        grad, weight = (numel * x.dtype.itemsize for x in (sharded.local_grad, sharded.local))
+        to_host += grad + (0 if sharded.spec.master else weight)
+        to_device += weight
+        streamed += 7 * numel * wide + sum(x + numel * wide for x in (grad, weight) if x != numel * wide)
+    return OnHost(to_host, to_device, streamed)
+
+
 class _Noted:
     """Lends what ``lender`` does to a commit that ``graph`` records.
 
@@ -74,7 +87,6 @@ class _Noted:
     ) -> None:
         self._on_disk = on_disk
         self._lender, self._graph, self._fetched = lender, graph, fetched
-        self._crossed: dict[str, Bucket] = {}
 
     def moved(self, fetches: Mapping[ShardedParam, int]) -> frozenset[ShardedParam]:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
@@ -86,18 +98,13 @@ class _Noted:
         """See :class:`~compile_muon.runtime.lender.Lender`."""
         for own, states in self._lender.lend(sharded_params, what, step, moved=moved):
             buckets, read_only = self._lender.lent
+            computed: Moves = ()
             if self._lender.computes(own[0]):
-                buckets = self._crossing(own, buckets)
-            self._graph.move([(Move.OPEN, bucket) for bucket in buckets])
+                # States of a file cross no link, and count as if they did.
+                buckets, computed = buckets if self._on_disk else [], [(Move.COMPUTE, _on_host(own))]
+            self._graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
             yield own, states
             self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
-
-    def _crossing(self, own: Sequence[ShardedParam], buckets: list[Bucket]) -> list[Bucket]:
-        """What travels where the host computes: gradients, and weights as large; of a file its states, too, which cross
-        no link and count as if they did."""
-        numels = [sharded.local.numel() for sharded in own]
-        slots = [Slot(a.name, (n,), a.local_grad.dtype) for a, n in zip(own, numels, strict=True)]
-        return [self._crossed.setdefault(own[0].name, Bucket(slots)), *(buckets if self._on_disk else ())]
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:

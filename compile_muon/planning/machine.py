@@ -53,6 +53,7 @@ class Machine(Costs):
         late_seconds: how much later than this rank the last one issues a collective, where ranks that compute share
             cores: it has just lost its own. Who waits does so until then; meanwhile no core and no link is taken.
         host_bandwidth: bytes/s between a rank's device and pinned host memory, each way; 0 where they are the same.
+        host_memory_bandwidth: bytes/s of host memory that AdamW on a rank's cores reads and writes; 0 for no time.
         disk_bandwidth: bytes/s that a rank reads from its disk and writes to it, both together; 0 where it has none.
         architecture: of GPUs, as ``kernels/gpu/tiles.json`` names it ("sm_90"): Newton-Schulz by the model of its
             launches there; empty for products as all others.
@@ -70,6 +71,7 @@ class Machine(Costs):
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     late_seconds: float = 0.0
     host_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
     disk_bandwidth: float = 0.0
     architecture: str = ""
     processors: int = 0
@@ -173,6 +175,7 @@ _READERS: dict[str, reading.Reader] = {
     "host_seconds": _host,
     "late_seconds": check_real,
     "host_bandwidth": check_real,
+    "host_memory_bandwidth": check_real,
     "disk_bandwidth": check_real,
     "architecture": _architecture,
     "processors": lambda path, value: check_integer(path, value, 0),

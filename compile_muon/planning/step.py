@@ -27,6 +27,7 @@ from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.facts import agreement, asked, told
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.projected import Projected, project
 from compile_muon.runtime.resident import Refresh, gathers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of
@@ -63,7 +64,13 @@ def step_graphs(
         survey, surveyed = _survey(optimizer, {name: directions[name] for name in ready})
         found = [surveyed]
         late = [sharded for sharded in muon if sharded.name not in ready]
+        projected: dict[str, Projected] = {}
         if late:
+            with EagerGraph() as graph:
+                states = [optimizer.state[sharded.param] for sharded in late]
+                projected = project(late, [sharded.local_grad for sharded in late], states)
+            if projected:
+                found.append(_played(graph.done(), "projection"))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))
             kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
             StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)
@@ -77,8 +84,9 @@ def step_graphs(
             for slot, value in state.items():
                 if not value.ndim:  # a count, which its method reads: fake tensors know what they are made of
                     state[slot] = torch.tensor(0.0)
+        made = Directions({sharded.name: directions[sharded.name] for sharded in muon}, projected=projected)
         with EagerGraph() as graph, noting_lends(optimizer, graph):
-            commit(optimizer.engine.step, Directions({sharded.name: directions[sharded.name] for sharded in muon}), {})
+            commit(optimizer.engine.step, made, {})
         written = replace(_played(graph.done(), "commit"), parameters=len(trained), moves=graph.moves)
         found.append(replace(written, fused=_fused(optimizer)))
         return [*found, _refresh(trained)]

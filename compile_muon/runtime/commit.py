@@ -1,7 +1,7 @@
 """The writes of a step: momenta, states of methods, matrices and all else. What is read here has been checked before.
 
-A method that needs sums over whole matrices gets them in one all-reduce for all its matrices, which the host does not
-wait for.
+A method that needs sums over whole matrices gets them in one all-reduce for all its matrices, and what is largest in
+them in another, neither of which the host waits for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from compile_muon.kernels import Averages, muon_apply
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, State, matrix_method
 from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
-from compile_muon.passes.torch_private import group_named
 from compile_muon.passes.views import Part, View
 from compile_muon.runtime.directions import Directions
 from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lent
 from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.projected import Projected, over_whole_rows
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import columns_shape, local_tensor
 from compile_muon.runtime.trained import Trained
@@ -67,7 +67,8 @@ def commit(
                 own_rates = {**own_rates, STEP.name: own[0].hyper[2 + method.given.index(STEP.name)]}
             adjust_lr = None if method.adjust_lr is None else trained.config.muon.adjust_lr or method.adjust_lr
             scale = _unscaled if adjust_lr is None else partial(trained.scale, adjust_lr)
-            matrices.append(Matrices(method, own_rates, found, scale, new))
+            projected = {a: made.projected.pop(a.name) for a in own if a.name in made.projected}
+            matrices.append(Matrices(method, own_rates, found, scale, new, projected))
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     lender, ledger = trained.lender, trained.ledger
@@ -143,6 +144,7 @@ class Matrices:
         directions: of the shards of those with a gradient, in any floating dtype.
         scale: factor on the learning rate, of the rows and columns of a matrix.
         states: new ones at owners, of those that have some here.
+        projected: what stands for gradients, of methods that project them.
     """
 
     method: MatrixMethod
@@ -150,6 +152,7 @@ class Matrices:
     directions: Mapping[ShardedParam, Tensor]
     scale: Callable[[int, int], float]
     states: Mapping[ShardedParam, Sequence[Tensor]] = field(default_factory=dict)
+    projected: Mapping[ShardedParam, Projected] = field(default_factory=dict)
 
     @property
     def plain(self) -> bool:
@@ -191,11 +194,11 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
     """
     found: list[tuple[_Part, Piece, After]] = []
     parts = [
-        _Part(group, sharded, part)
+        _Part(group, sharded, part, place)
         for group in groups
         if not group.plain
         for sharded in group.directions
-        for part in sharded.now.parts
+        for place, part in enumerate(sharded.now.parts)
     ]
     everywhere: dict[ShardedParam, Mapping[str, Tensor]] = {}
     summed: dict[ShardedParam, list[tuple[_Part, Tensor | None]]] = {}
@@ -220,7 +223,8 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
             if not momenta:
                 continue
             with _unless(found_inf, list(momenta.values())):
-                grads = [gradient_of(sharded, of[sharded]) for sharded in momenta]
+                given = {sharded: projected.gradient for sharded, projected in group.projected.items()}
+                grads = [given[a] if a in given else gradient_of(a, of[a]) for a in momenta]
                 directions = [group.directions[sharded] for sharded in momenta]
                 advance(group.method, list(momenta.values()), grads, directions, group.rates)
     return Prepared(groups, beside, found, everywhere)
@@ -340,6 +344,7 @@ class _Part(NamedTuple):
     group: Matrices
     sharded: ShardedParam
     part: Part
+    place: int
 
     def state(self, state: State, states: Mapping[str, Tensor]) -> Tensor:
         """As :class:`~compile_muon.passes.methods.Piece` has it, the same memory."""
@@ -373,40 +378,37 @@ class _Part(NamedTuple):
         wide = torch.promote_types(decode_dtype(self.sharded.spec.state_dtype), torch.float32)
         return self.part.of(self.group.directions[self.sharded]).to(wide)
 
-    def row_sums(self) -> Tensor | None:
+    def row_sums(self, weight: Tensor) -> Tensor | None:
         """Of this rank's columns, where the method asks for some."""
         if self.group.method.row_sums is None:
             return None
         direction = self.direction
-        return self.group.method.row_sums(direction, self.part.of(self.sharded.local.detach()).to(direction.dtype))
+        return self.group.method.row_sums(direction, self.part.of(weight).to(direction.dtype))
 
     def piece(self, states: Mapping[str, Tensor], sums: Tensor | None) -> Piece:
-        direction = self.direction
+        direction, weight = self.direction, weight_of(self.sharded, states)
+        if sums is None:
+            sums = self.row_sums(weight)
+        projected = self.group.projected.get(self.sharded)
         return Piece(
             direction=direction,
-            weight=self.part.of(weight_of(self.sharded, states)).to(direction.dtype),
+            weight=self.part.of(weight).to(direction.dtype),
             grad=self.part.of(gradient_of(self.sharded)),
             states={s.name: self.state(s, states) for s in self.group.method.states if not s.at_owner},
             sums=sums,
             rates=self.group.rates,
             rows=self.part.rows,
             cols=self.part.cols,
+            scale=self.group.scale(self.part.rows, self.part.cols),
+            projected=None if projected is None else projected.sums[self.place],
         )
 
 
 def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
-    """The sums over rows that methods ask for; where ranks have parts of the same rows, summed over these ranks, for
-    all that share a group at once."""
-    sums = [part.row_sums() for part in parts]
-    shared: dict[str, list[Tensor]] = {}
-    for part, own in zip(parts, sums, strict=True):
-        if own is not None and part.sharded.spec.cut_in_columns:
-            shared.setdefault(part.sharded.spec.layout.tensor.group, []).append(own)
-    for group, several in shared.items():
-        joined = torch.cat([x.reshape(-1) for x in several])
-        dist.all_reduce(joined, group=group_named(group))
-        for x, whole in zip(several, joined.split([x.numel() for x in several]), strict=True):
-            x.copy_(whole.view(x.shape))
+    """The sums over rows that methods ask for where ranks have parts of the same rows, summed over these ranks; None
+    where a rank has whole ones."""
+    sums = [part.row_sums(part.sharded.local.detach()) if part.sharded.spec.cut_in_columns else None for part in parts]
+    over_whole_rows([(part.sharded, own) for part, own in zip(parts, sums, strict=True)])
     return sums
 
 
@@ -432,10 +434,11 @@ def _after(
 
 class _Totals(NamedTuple):
     """Facts of the whole matrices of one parameter, ``[matrices, k]``, and of their columns, ``[matrices, k, cols]``
-    (``[1, k, cols]`` where a view cuts columns)."""
+    (``[1, k, cols]`` where a view cuts columns); and what is largest of the matrices, ``[matrices, k]``."""
 
     facts: Tensor
     columns: Tensor
+    maxima: Tensor
 
 
 def _totals(
@@ -449,16 +452,23 @@ def _totals(
     if not summed:
         return {}
     shapes: list[tuple[int, ...]] = []
-    for sharded in summed:
-        method = matrix_method(sharded.spec.muon_settings.method)
+    methods = [matrix_method(sharded.spec.muon_settings.method) for sharded in summed]
+    for sharded, method in zip(summed, methods, strict=True):
         shapes += (sharded.now.matrix_count, method.facts), columns_shape(sharded.now, method.columns)
     sizes = [math.prod(shape) for shape in shapes]
-    dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns) if x is not None]
+    dtypes = [x.dtype for _, after in own for x in (after.facts, after.columns, after.maxima) if x is not None]
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     # Whoever has no rows of a matrix, or no gradient, brings zeros: every rank as many numbers.
     vector = torch.zeros(sum(sizes), dtype=dtype, device=summed[0].local.device)
     views = iter([own.view(shape) for own, shape in zip(vector.split(sizes), shapes, strict=True)])
-    found = {sharded: _Totals(next(views), next(views)) for sharded in summed}
+    counts = [sharded.now.matrix_count * method.maxima for sharded, method in zip(summed, methods, strict=True)]
+    # Whoever has nothing of a matrix has nothing that is larger than anything.
+    largest = vector.new_full((sum(counts),), -math.inf)
+    tops = [
+        own.view(sharded.now.matrix_count, method.maxima)
+        for own, sharded, method in zip(largest.split(counts), summed, methods, strict=True)
+    ]
+    found = {sharded: _Totals(next(views), next(views), top) for sharded, top in zip(summed, tops, strict=True)}
     for part, after in own:
         # What several ranks hold would be counted once for each.
         copies = 1 if everyone is None else part.sharded.spec.layout.copies
@@ -467,8 +477,13 @@ def _totals(
             rows.add_(after.facts / copies)
         if after.columns is not None:
             part.columns(found[part.sharded].columns).add_(after.columns / copies)
+        if after.maxima is not None:
+            top = found[part.sharded].maxima[part.part.first : part.part.first + len(after.maxima)]
+            torch.maximum(top, after.maxima.to(top.dtype), out=top)
     if everyone is not None:
         dist.all_reduce(vector, group=everyone)
+        if largest.numel():
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=everyone)
     return found
 
 
@@ -487,6 +502,7 @@ def _factors(group: Matrices, piece: Piece, totals: _Totals | None) -> tuple[Any
     if totals is not None:
         wide = piece.direction.dtype
         facts, piece = totals.facts.to(wide), replace(piece, columns=totals.columns.to(wide))
+        piece = replace(piece, maxima=totals.maxima.to(wide))
     keep, move, *states = group.method.finish(facts, keep, move, piece)
     return keep, move, states[0] if states else {}
 
@@ -512,6 +528,7 @@ def _advance_everywhere(
     counts = [count for count, *_ in shapes]
     columns = [None] * len(shapes) if totals is None else cut(totals.columns)
     facts = [None] * len(shapes) if totals is None else totals.facts.split(counts)
+    maxima = [None] * len(shapes) if totals is None else totals.maxima.split(counts)
     pieces: dict[str, Sequence[Tensor]] = {}
     for name, state in held.items():
         if each[name] == "parameter":
@@ -525,8 +542,8 @@ def _advance_everywhere(
         empty = sharded.local.new_empty((count, 0, cols), dtype=wide)
         states = {name: own[place] for name, own in pieces.items()}
         piece = Piece(empty, empty, empty, states, None, group.rates, rows, cols)
-        own_facts, own_columns = facts[place], columns[place]
-        own = None if own_facts is None or own_columns is None else _Totals(own_facts, own_columns)
+        several = facts[place], columns[place], maxima[place]
+        own = None if totals is None else _Totals(*(x for x in several if x is not None))
         _, _, found = _factors(group, piece, own)
         for name, old in states.items():
             new[name].append(found.get(name, old).to(old.dtype).reshape(old.shape))
@@ -554,8 +571,12 @@ def _write(
     group = part.group
     with _in_rows(weight) as rows, _unless(found_inf, [rows]):
         piece = replace(piece, weight=part.part.of(rows).to(piece.direction.dtype))
-        own = None if totals is None else _Totals(totals.facts[part.numbers], part.columns(totals.columns))
+        own = None
+        if totals is not None:
+            facts, maxima = (x[part.numbers] for x in (totals.facts, totals.maxima))
+            own = _Totals(facts, part.columns(totals.columns), maxima)
         keep, move, _ = _factors(group, piece, own)
+        keep = keep if after.keep is None else after.keep
         keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (keep, move))
         if group.rates.get("cautious_decay", False):
             keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)

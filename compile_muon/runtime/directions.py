@@ -13,6 +13,7 @@ from compile_muon.runtime.decision import Decision
 from compile_muon.runtime.facts import Begun
 from compile_muon.runtime.finite import directions_not_finite
 from compile_muon.runtime.owner_states import states_at_owner
+from compile_muon.runtime.projected import Projected, project
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.trained import Trained
 
@@ -26,11 +27,13 @@ class Directions:
     Args:
         found: by name, each of its shard's shape in the dtype of Newton-Schulz.
         states: at owners, the new ones of each that has some here.
+        projected: what stands for the gradients of those whose methods project them.
         traffic: what was sent for those made here.
     """
 
     found: dict[str, Tensor]
     states: dict[str, Sequence[Tensor]] = field(default_factory=dict)
+    projected: dict[str, Projected] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -57,6 +60,13 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             for place, sharded in enumerate(sharded_params)
             if sharded.owners
         }
+        projected = project(
+            sharded_params, grads, [trained.optimizer.state[sharded.param] for sharded in sharded_params]
+        )
+        grads = [
+            projected[sharded.name].gradient if sharded.name in projected else grad
+            for sharded, grad in zip(sharded_params, grads, strict=True)
+        ]
         results, states, traffic = trained.step_graphs.orthogonalize(
             sharded_params, grads, kept, trained.ledger.options
         )
@@ -64,9 +74,10 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
     begun.survey.add("direction", [sharded.name for sharded in sharded_params], wrong)
     graded = [place for place, sharded in enumerate(sharded_params) if sharded.grad is not None]
     found |= {sharded_params[place].name: results[place] for place in graded}
-    return Directions(
-        found, {sharded_params[place].name: states[place] for place in graded if place in states}, traffic
-    )
+    new: dict[str, Sequence[Tensor]] = {
+        sharded_params[place].name: states[place] for place in graded if place in states
+    }
+    return Directions(found, new, projected, traffic)
 
 
 def _states(trained: Trained, sharded: ShardedParam) -> list[Tensor]:

@@ -20,6 +20,8 @@ from compile_muon.config import FrameOptions
 from compile_muon.passes import GraphKind, PassContext
 from compile_muon.passes.collectives import Traffic
 from compile_muon.passes.markers import Orthogonalize, OrthogonalizeWith
+from compile_muon.passes.methods import matrix_method
+from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import compile_fx_inner, fresh_context
 from compile_muon.runtime.frame import Codegen, Lowered, Lowering, eager_codegen, lower_and_compile
 from compile_muon.runtime.sharded_param import ShardedParam
@@ -46,7 +48,7 @@ def _build(
         inputs.append(node.meta["val"])
         return node
 
-    grads = [placeholder(f"grad_{i}", a.local.detach()) for i, a in enumerate(sharded_params)]
+    grads = [placeholder(f"grad_{i}", _like_gradient(sharded)) for i, sharded in enumerate(sharded_params)]
     momenta = [placeholder(f"momentum_{i}", a.momentum) for i, a in enumerate(sharded_params)]
     hypers = {id(hyper): placeholder(f"hyper_{i}", hyper) for i, hyper in enumerate(_hypers(sharded_params))}
     kept = {i: [placeholder(f"state_{i}_{k}", x) for k, x in enumerate(own)] for i, own in states.items()}
@@ -61,6 +63,13 @@ def _build(
         directions.append(direction)
     graph.output((*directions, *new))
     return GraphModule(torch.nn.Module(), graph), inputs
+
+
+def _like_gradient(sharded: ShardedParam) -> Tensor:
+    """A gradient that is projected has the dtype of states."""
+    local = sharded.local.detach()
+    projected = matrix_method(sharded.spec.muon_settings.method).project is not None
+    return local.to(decode_dtype(sharded.spec.state_dtype)) if projected else local
 
 
 def _hypers(sharded_params: Sequence[ShardedParam]) -> list[Tensor]:

@@ -7,10 +7,11 @@ from .adamw import ADAMW
 from .dion2 import DION2
 from .heavy_ball import HEAVY_BALL
 from .lion import LION
-from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State
+from .method import STEP, After, ElementMethod, Made, MatrixMethod, Method, Piece, Rate, Seen, State, largest
 from .muon import MUON
 from .muonbp import MUONBP
 from .muonh import MUONH
+from .muown import MUOWN
 from .normuon import NORMUON
 from .soap import SOAP
 
@@ -25,6 +26,7 @@ __all__ = [
     "Rate",
     "Seen",
     "State",
+    "largest",
     "matrix_method",
     "method_names",
     "method_of",
@@ -32,7 +34,7 @@ __all__ = [
     "state_labels",
 ]
 
-METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, DION2, MUONBP, SOAP, ADAMW, LION)
+METHODS: tuple[Method, ...] = (MUON, NORMUON, ADAMUON, MUONH, HEAVY_BALL, DION2, MUONBP, SOAP, MUOWN, ADAMW, LION)
 
 
 def method_names(kind: type[Method] = Method) -> list[str]:

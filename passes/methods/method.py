@@ -32,6 +32,7 @@ __all__ = [
     "Seen",
     "State",
     "averaged",
+    "largest",
 ]
 
 
@@ -152,8 +153,12 @@ class Piece:
         grad: the gradient, the same, in its own dtype.
         states: by name, before the step: ``[n, r, c]`` of each element, ``[n, r, 1]``, ``[n, 1, c]``, ``[n, 1, 1]``,
             and ``[]`` of the parameter. Those of elements and rows are for ``after`` alone.
-        sums: ``[n, r, k]``, what :attr:`MatrixMethod.row_sums` gives, over whole rows.
+        sums: ``[n, r, k]``, what :attr:`MatrixMethod.row_sums` gives, over whole rows; in ``project``, of
+            ``project_sums``.
         columns: in ``finish``, ``[n, k, c]``: :attr:`After.columns` of whole matrices.
+        maxima: in ``finish``, ``[n, k]``: :attr:`After.maxima` of whole matrices.
+        projected: in ``after``, ``[n, r, k]``: what :attr:`MatrixMethod.project_sums` gave, over whole rows.
+        scale: of the learning rate, by the shape of a matrix.
         rates: of the group; ``step`` is a tensor, 0-dim fp32.
         rows, cols: of a whole matrix.
     """
@@ -167,6 +172,9 @@ class Piece:
     rows: int
     cols: int
     columns: Tensor | None = None
+    maxima: Tensor | None = None
+    projected: Tensor | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -178,12 +186,23 @@ class After:
         states: by name, the new ones; what is not named stays.
         facts: ``[n, k]``, sums over the elements of the piece: the engine adds up those of all pieces of a matrix.
         columns: ``[n, k, c]``, sums over the rows of the piece, likewise.
+        maxima: ``[n, k]``, what is largest in the piece (:func:`largest`): the engine takes the largest of all pieces.
+        keep: ``[n, r, 1]``, what rows of the weight are multiplied by instead of ``keep``; None for that.
     """
 
     direction: Tensor
     states: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Tensor | None = None
     columns: Tensor | None = None
+    maxima: Tensor | None = None
+    keep: Tensor | None = None
+
+
+def largest(entries: Tensor) -> Tensor:
+    """``[n, r, c] -> [n, 1]``, the largest entry of each of a piece, for :attr:`After.maxima`; -inf where a rank has
+    none."""
+    flat = entries.flatten(1)
+    return torch.cat([flat, flat.new_full((len(flat), 1), -math.inf)], dim=1).amax(1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -239,6 +258,11 @@ class MatrixMethod(Method):
         before: ``(grad, momentum, (1 - beta, beta), nesterov, dtype) -> update``, of a shard, traced and pure; beta is
             the group's ``momentum``. None for the moving average, or without this rate the gradient: then no momentum
             is kept, and ``before`` is given an empty one.
+        project: ``piece -> [n, r, c]``, what stands for the gradient in ``before`` and in the momentum, of a piece that
+            has no rates, whose direction is the gradient, and whose states are those of rows; pure. Directions are made
+            in ``step()`` alone then. Of a weight that is a rounded copy it sees the copy, which gradients are of.
+        project_sums: ``(grad, weight) -> [n, r, k]``, sums over the columns of a piece, which ``project`` finds summed
+            over whole rows.
         advance: ``(momenta, grads, directions, rates)``: what a step makes of the momenta, in place; None for the
             moving average. Directions are those of ``whole``.
         whole: ``(matrices, newton_schulz, seen) -> directions`` at the rank that has the matrices whole, ``[rows,
@@ -251,7 +275,7 @@ class MatrixMethod(Method):
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
-        facts, columns: how many facts of a matrix, and of a column, ``after`` gives.
+        facts, columns, maxima: how many facts of a matrix, and of a column, and how many maxima ``after`` gives.
         finish: ``(facts, keep, move, piece) -> (keep, move)`` or ``(keep, move, states)``: the factors, each ``[n]`` or
             ``[n, 1, c]``, once facts are those of whole matrices, ``[n, k]`` in fp32 (None without); ``keep`` and
             ``move`` are those above. States are new ones that are everywhere: of what is the same on every rank, so not
@@ -260,6 +284,8 @@ class MatrixMethod(Method):
 
     adjust_lr: str | None = "original"
     before: Before | None = None
+    project: Callable[[Piece], Tensor] | None = None
+    project_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     advance: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Mapping[str, Any]], None] | None = None
     whole: Callable[[list[Tensor], NewtonSchulz, list[Seen]], Sequence[Tensor | Made]] | None = None
     phase: Callable[[Mapping[str, Any]], Any] | None = None
@@ -269,13 +295,14 @@ class MatrixMethod(Method):
     after: Callable[[Piece], After] | None = None
     facts: int = 0
     columns: int = 0
+    maxima: int = 0
     finish: Callable[[Any, Any, Any, Piece], tuple[Any, Any] | tuple[Any, Any, Mapping[str, Tensor]]] | None = None
 
     def __post_init__(self) -> None:
         if self.owned and (self.whole is None or self.joined is not None):
             raise ValueError(f"{self.name}: states at owners want whole=, which writes them, and no joined=")
-        if (self.columns or self.everywhere) and self.finish is None:
-            raise ValueError(f"{self.name}: columns, and states of each col, matrix or parameter, want finish=")
+        if (self.columns or self.maxima or self.everywhere) and self.finish is None:
+            raise ValueError(f"{self.name}: columns, maxima, and states of each col, matrix or parameter, want finish=")
 
     @functools.cached_property
     def owned(self) -> tuple[State, ...]:
@@ -289,8 +316,8 @@ class MatrixMethod(Method):
 
     @property
     def in_step(self) -> bool:
-        """Whether directions are made by ``step()`` alone: backward has neither states of owners nor a phase."""
-        return bool(self.owned) or self.phase is not None or self.joined is not None
+        """Whether directions are made by ``step()`` alone: backward has no phase and no states but the momentum."""
+        return bool(self.owned or self.phase or self.joined or self.project)
 
     @functools.cached_property
     def given(self) -> tuple[str, ...]:

@@ -44,7 +44,8 @@ def _begun(gram: Tensor) -> Tensor:
         return gram
     # A library that is given NaN raises, on one rank; what is not finite must show in the survey of all.
     usable = gram.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    # Of torch.eye, decomposed, eager code has no kernel from 256 rows on (torch 2.13: an arange of uint16).
+    one = torch.ones_like(gram[..., 0, :]).diag_embed()
     return torch.linalg.eigh(torch.where(usable, gram, one)).eigenvectors.flip(-1)
 
 

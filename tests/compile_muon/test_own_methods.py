@@ -107,6 +107,17 @@ def test_a_schedule_cycles_what_the_groups_have_and_says_what_they_miss() -> Non
             lr_scheduler.OneCycleLR(optimizer, **cycle)
 
 
+def test_soap_begins_bases_of_more_than_255_rows_in_eager_code() -> None:
+    layer = nn.Linear(8, 300, bias=False)
+    optimizer = MuonZero(nn.Sequential(nn.Embedding(4, 8), layer, nn.Linear(300, 4)), method="soap", update="step")
+    held = optimizer.param_groups[0]["params"][0]
+    assert held.shape == (300, 8)
+    held.grad = torch.ones_like(held)
+    optimizer.step()
+    basis = local_tensor(optimizer.state[held]["left_basis"])[0]
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(300), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_a_matrix_method_without_a_momentum_orthogonalizes_gradients(offload: str | None) -> None:
     with known(SPECTRAL):

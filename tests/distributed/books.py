@@ -135,6 +135,26 @@ def dion2(
     return weight
 
 
+def muown(
+    ns: NewtonSchulz, weight: Tensor, gradients: list[Tensor], *, lr: float, decay: float, momentum: float
+) -> Tensor:
+    """arXiv 2605.10797, and ``muown.py`` of Emerging-Optimizers."""
+    b1, b2 = 0.9, 0.95
+    gain = length = weight.norm(dim=1, keepdim=True).clamp(min=1e-12)
+    momenta, m, v = torch.zeros_like(weight), torch.zeros_like(gain), torch.zeros_like(gain)
+    for t, g in enumerate(gradients, 1):
+        unit = weight / gain
+        along = (g * unit).sum(1, keepdim=True)
+        momenta = momentum * momenta + (1 - momentum) * gain / length * (g - unit * along)
+        direction = unit * length - lr * 0.2 * math.sqrt(max(weight.shape)) * ns(momenta[None])[0]
+        m, v = b1 * m + (1 - b1) * along, b2 * v + (1 - b2) * along**2
+        gain = gain - lr * m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
+        gain = gain * (1 - lr * decay)
+        length = direction.norm(dim=1, keepdim=True)
+        weight = gain * direction / length
+    return weight
+
+
 #: by method; heavy ball has another momentum (:class:`reference.Reference`)
 BOOKS: dict[str, Callable[..., Tensor]] = {
     "muon": muon,

@@ -15,7 +15,7 @@ from test_owner_methods import SHAPES, STEPS, TOLERANCE, Exact, gradients, made,
 from torch import Tensor
 
 from compile_muon.passes import methods
-from compile_muon.passes.methods import After, Made, MatrixMethod, Piece, Rate, Seen, State
+from compile_muon.passes.methods import After, Made, MatrixMethod, Piece, Rate, Seen, State, largest
 from compile_muon.passes.methods.method import DECAY as DECAYS
 from compile_muon.passes.methods.method import LR as RATE
 from compile_muon.passes.methods.method import MOMENTUM as AVERAGED
@@ -72,16 +72,47 @@ COLUMNS = MatrixMethod(
 )
 
 
+def by_rows(direction: Tensor, weight: Tensor) -> Tensor:
+    return weight.square().sum(-1, keepdim=True)
+
+
+def with_maxima(piece: Piece) -> After:
+    assert piece.sums is not None
+    entry, row = largest(piece.weight.abs()), largest(piece.sums.sqrt())
+    return After(piece.direction, maxima=torch.cat([entry, row], -1))
+
+
+def bounded(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any, dict[str, Tensor]]:
+    """No further than the largest entry is large, and slower by the largest row there ever was."""
+    assert piece.maxima is not None
+    entry, row = piece.maxima.unbind(-1)
+    most = torch.maximum(piece.states["most"].flatten(), row)
+    return keep, move * entry / (1 + most), {"most": most[:, None, None]}
+
+
+LARGEST = MatrixMethod(
+    "largest",
+    "this test",
+    (RATE, AVERAGED, *DECAYS),
+    (State("most", "largest norm of a row", "matrix"),),
+    row_sums=by_rows,
+    after=with_maxima,
+    maxima=2,
+    finish=bounded,
+)
+
+
 def expected(method: str, steps: int = STEPS) -> dict[str, Tensor]:
     found = {}
     for place, (name, weight) in enumerate(Exact().named_parameters()):
         if name == "vector":
             continue
         w = weight.detach().reshape(-1, *weight.shape[-2:])
-        blocks = [w] if name != "square" or method != "columns" else list(w.split(4, 2))  # two matrices of 4 columns
+        blocks = [w] if name != "square" or method == "tilted" else list(w.split(4, 2))  # two matrices of 4 columns
         for number, own in enumerate(blocks):
             m, states = torch.zeros_like(own), [0.0 * own @ own.mT, 0.0 * own.mT @ own]
             v, norm = torch.zeros_like(own[:, :1]), torch.zeros_like(own[:, :1, :1])
+            most = norm
             for step in range(1, steps + 1):
                 g = gradients(step - 1)[place].reshape(w.shape)
                 g = g if len(blocks) == 1 else g.split(4, 2)[number]
@@ -94,6 +125,10 @@ def expected(method: str, steps: int = STEPS) -> dict[str, Tensor]:
                     own = keep * own - move * newton_schulz(left @ u @ right if step % 3 == 0 else u)
                     continue
                 d = newton_schulz(u)
+                if method == "largest":
+                    most = torch.maximum(most, own.norm(dim=2).amax(1)[:, None, None])
+                    own = keep * own - move * own.abs().amax((1, 2))[:, None, None] / (1 + most) * d
+                    continue
                 v = 0.75 * v + 0.25 * d.square().mean(1, keepdim=True)
                 norm = 0.5 * norm + 0.5 * d.norm(dim=(1, 2), keepdim=True)
                 own = keep * own - move / step * norm * d / (v.sqrt() + 0.1)
@@ -104,10 +139,11 @@ def expected(method: str, steps: int = STEPS) -> dict[str, Tensor]:
 
 def known() -> Any:
     """The line that a method takes."""
-    return mock.patch.object(methods, "METHODS", (*methods.METHODS, TILTED, COLUMNS))
+    return mock.patch.object(methods, "METHODS", (*methods.METHODS, TILTED, COLUMNS, LARGEST))
 
 
-VIEWS = {"columns": {"square": {"heads": 2, "dim": 1}}, "tilted": {}}
+HALVES = {"square": {"heads": 2, "dim": 1}}
+VIEWS = {"columns": HALVES, "largest": HALVES, "tilted": {}}
 
 
 def at_every_stage(method: str) -> dict[str, dict[str, float]]:
@@ -120,7 +156,7 @@ def at_every_stage(method: str) -> dict[str, dict[str, float]]:
                 own = {name: relative_error(weights[name], weight) for name, weight in expected(method).items()}
                 found[f"{stage} {update}"] = own
                 graphs = len(optimizer.engine.step.step_graphs)
-                assert graphs == (0 if update == "backward" and method == "columns" else 1), graphs  # of all steps
+                assert graphs == (0 if update == "backward" and method != "tilted" else 1), graphs  # of all steps
                 torch._dynamo.reset()
         if method == "tilted":
             found["graphs"] = in_graphs(method)
@@ -140,8 +176,13 @@ def in_graphs(method: str) -> dict[str, float]:
     return {name: relative_error(weights[name], weight) for name, weight in expected(method).items()}
 
 
-@pytest.mark.parametrize("method", ["tilted", "columns"])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [
+        *(("tilted", 2), ("columns", 2), ("largest", 1), ("largest", 2)),
+        *(pytest.param(name, 3, marks=pytest.mark.full) for name in VIEWS),
+    ],
+)
 def test_a_record_and_a_line_are_a_method(ranks: Callable[[int], Ranks], method: str, world: int) -> None:
     for found in ranks(world).run(at_every_stage, method=method):
         for case, own in found.items():

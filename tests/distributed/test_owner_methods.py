@@ -17,7 +17,8 @@ import torch
 from harness import Ranks
 from reference import DECAY, LR, MOMENTUM, full, newton_schulz, relative_error, world_and_rank
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
@@ -48,9 +49,9 @@ def gradients(step: int) -> list[Tensor]:
     return [torch.randint(-16, 17, shape, generator=generator) / 8 for shape in SHAPES.values()]
 
 
-def given(step: int) -> list[Tensor]:
-    """This rank's, which differ."""
-    world, rank = world_and_rank()
+def given(step: int, sharing: int = 1) -> list[Tensor]:
+    """This rank's, which differ but for those that share batches."""
+    world, rank = (number // sharing for number in world_and_rank())
     return [own + own.sign() * (2 * rank - world + 1) for own in gradients(step)]
 
 
@@ -59,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "soap": {"rates": {"basis_every": 3}},
     "muonbp": {"rates": {"period": 3, "block_lr_factor": 0.5}, "muon_views": HEADS},
     "dion2": {"rates": {"fraction": 0.4}},
+    "muown": {},
 }
 
 
@@ -73,6 +75,8 @@ def by_the_book(way: str, steps: int = STEPS) -> dict[str, Tensor]:
             grads = [grad[number] for grad in grads] if weight.ndim == 3 else grads
             if way == "soap":
                 several.append(books.soap(own, grads, lr=LR, decay=DECAY, every=3))
+            elif way == "muown":
+                several.append(books.muown(newton_schulz, own, grads, lr=LR, decay=DECAY, momentum=MOMENTUM))
             elif way == "dion2":
                 several.append(books.dion2(newton_schulz, own, grads, lr=LR, decay=DECAY, keep=MOMENTUM, fraction=0.4))
             else:
@@ -86,20 +90,21 @@ def by_the_book(way: str, steps: int = STEPS) -> dict[str, Tensor]:
     return found
 
 
-def made(way: str, **settings: Any) -> tuple[Exact, compile_muon.MuonZero]:
-    model = Exact()
+def made(way: str, model: Exact | None = None, **settings: Any) -> tuple[Exact, compile_muon.MuonZero]:
+    model = model or Exact()
     given = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY, "ns_dtype": "float32", "method": way}
     return model, compile_muon.MuonZero(model, **{**given, **SETTINGS.get(way, {}), **settings})
 
 
 def train(
     model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False,
-    **options: Any,
+    sharing: int = 1, **options: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The weights behind these steps.
 
     Args:
         spoiled: with a step more on the way, whose gradients are inf on the last rank.
+        sharing: ranks that have the same batches.
         options: of the backend.
     """
     run: Any = torch.compile(model, backend="muon_zero", options={"codegen": "eager", **options}) if compiled else model
@@ -109,7 +114,7 @@ def train(
             run(*(own * (math.inf if rank == world - 1 else 1) for own in given(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        run(*given(step)).backward()
+        run(*given(step, sharing)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: full(param).detach().clone() for name, param in model.named_parameters()}
@@ -164,6 +169,66 @@ def saved(
     if world_and_rank()[1] == 0:
         torch.save(state, file)
     return weights
+
+
+# ------------------------------------------------------------------------------------------------------ tensor slices
+
+SLICES = {"wide": 1, "tall": 0, "square": 1, "stack": 2, "vector": 0}
+
+
+class Sliced(Exact):
+    """The same with slices of rows and of columns, as parallelize_module makes them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        for name, param in list(self.named_parameters()):
+            placed = distribute_tensor(param.detach(), mesh, [Shard(SLICES[name])])
+            self.register_parameter(name, nn.Parameter(placed))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        own = [distribute_tensor(x, self.mesh, [Shard(dim)]) for x, dim in zip(given, SLICES.values(), strict=True)]
+        total = super().forward(*own)
+        assert isinstance(total, DTensor)
+        return total.full_tensor()
+
+
+def on_slices(way: str) -> dict[str, dict[str, float]]:
+    found, world = {}, world_and_rank()[0]
+    sizes = (world // 2, 2)
+    for stage in (0, 3):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        model = Sliced(mesh["tensor"])
+        _, optimizer = made(way, model, mesh=mesh, stage=stage, update="step")
+        weights = train(model, optimizer, range(STEPS), sharing=2)
+        own = by_the_book(way)
+        found[f"stage {stage}"] = {name: relative_error(weights[name], weight) for name, weight in own.items()}
+    return found
+
+
+@pytest.mark.parametrize("way", SETTINGS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_slices_of_rows_and_columns(ranks: Callable[[int], Ranks], way: str, world: int) -> None:
+    for found in ranks(world).run(on_slices, way=way):
+        for case, own in found.items():
+            assert all(error <= TOLERANCE for error in own.values()), (case, own)
+
+
+def test_gains_are_of_what_weights_are() -> None:
+    """Loaded behind the optimizer, and scaled between two steps as MuonClip does: no step takes that back."""
+    model, optimizer = made("muown", stage=0, update="step")
+    plain = {name: param.detach().clone() * 3 for name, param in Exact().named_parameters()}
+    model.load_state_dict(plain)
+    first = train(model, optimizer, range(1))
+    settings = {"lr": LR, "decay": DECAY, "momentum": MOMENTUM}
+    book = books.muown(newton_schulz, plain["wide"], [gradients(0)[0]], **settings)
+    assert relative_error(first["wide"], book) <= TOLERANCE
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+        optimizer.param_groups[0]["lr"] = 0.0
+    halved = train(model, optimizer, range(1, 2))
+    assert relative_error(halved["wide"], first["wide"] / 2) <= TOLERANCE
 
 
 @pytest.mark.parametrize("way", SETTINGS)

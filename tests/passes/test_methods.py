@@ -132,7 +132,9 @@ def piece_of(method: MatrixMethod, shape: tuple[int, int, int]) -> Piece:
     states = {state.name: random(*sizes[state.each]).abs() for state in method.states if not state.at_owner}
     now = {**numbers(method, 3), "step": torch.tensor(3.0)}
     sums = None if method.row_sums is None else method.row_sums(random(n, r, c), random(n, r, c))
-    return Piece(random(n, r, c), random(n, r, c), random(n, r, c), states, sums, now, r, c)
+    projected = None if method.project_sums is None else method.project_sums(random(n, r, c), random(n, r, c))
+    found = Piece(random(n, r, c), random(n, r, c), random(n, r, c), states, sums, now, r, c)
+    return replace(found, projected=projected)
 
 
 def problems(method: Method) -> list[str]:
@@ -167,6 +169,10 @@ def problems(method: Method) -> list[str]:
             found.append("whole: steps of one phase have several graphs")
         plain = [random(*shape) for shape in SHAPES]
         found += twice("whole", method.whole, plain, lambda xs: [x.clone() for x in xs], seen_of(method, 3))
+    if method.project is not None:
+        for shape in SHAPES:
+            piece = piece_of(method, shape)
+            found += twice("project", method.project, replace(piece, sums=piece.projected))
     if method.after is not None:
         found += [p for shape in SHAPES for p in twice("after", method.after, piece_of(method, shape))]
     if method.finish is not None:

@@ -58,6 +58,7 @@ def fit(measured: Measured, name: str) -> Machine:
         collectives=kinds,
         cores=measured.cores,
         host_bandwidth=_away("host", seen),
+        host_memory_bandwidth=_away("adamw", seen),
         disk_bandwidth=_away("disk", seen) * (min(measured.node, measured.cores) if measured.cores else 1),
         sources={"all": f"python -m compile_muon calibrate, {measured.node} ranks of one machine"},
     )
@@ -81,7 +82,7 @@ def completed(machine: Machine, base: Machine) -> Machine:
     """
     alone = not machine.links[0].bandwidths and machine.links[0].bandwidth <= 1.0
     fields = ["fill_entries", "architecture", "processors", "collective_processors"]
-    fields += ["host_seconds", "host_bandwidth", "disk_bandwidth"]
+    fields += ["host_seconds", "host_bandwidth", "host_memory_bandwidth", "disk_bandwidth"]
     kept = {name: getattr(base, name) for name in fields if not getattr(machine, name)}
     if alone:
         kept |= {name: getattr(base, name) for name in ("links", "start_seconds", "protocols", "collectives")}

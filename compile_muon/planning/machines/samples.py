@@ -163,10 +163,11 @@ class LateSample(Sample):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferSample(Sample):
-    """``nbytes`` from host memory to a device, or from a disk to memory, and as many back beside them.
+    """``nbytes`` from host memory to a device, or from a disk to memory, and as many back beside them; or of host
+    memory that AdamW reads and writes.
 
     Args:
-        way: "host" or "disk".
+        way: "host", "disk" or "adamw".
         ranks: that do so at a time.
     """
 
@@ -177,16 +178,18 @@ class TransferSample(Sample):
     group = "offload"
 
     def __str__(self) -> str:
-        return f"{self.nbytes:,} bytes to the {self.way} and back, {self.ranks} ranks"
+        where = "of AdamW on the host" if self.way == "adamw" else f"to the {self.way} and back"
+        return f"{self.nbytes:,} bytes {where}, {self.ranks} ranks"
 
     def predicted(self, machine: Machine) -> float:
         own = machine.shared_by(self.ranks)
-        return self.served / (own.host_bandwidth if self.way == "host" else own.disk_bandwidth)
+        rates = {"host": own.host_bandwidth, "disk": own.disk_bandwidth, "adamw": own.host_memory_bandwidth}
+        return self.served / rates[self.way]
 
     @property
     def served(self) -> int:
         """Bytes that the busier side serves: a disk those of both ways."""
-        return self.nbytes if self.way == "host" else 2 * self.nbytes
+        return 2 * self.nbytes if self.way == "disk" else self.nbytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from compile_muon.offload.store import Bucket, FileStore, Slot
+from compile_muon.passes.methods.adamw import ADAMW
 from compile_muon.planning.machines.samples import TransferSample
 
 __all__ = ["transfers"]
@@ -31,7 +32,9 @@ def transfers(
     Raises:
         OffloadError: the disk has no room, or the folder is not there.
     """
-    ways: dict[str, Callable[[int], Callable[[], object]]] = {"host": _host_link} if device == "cuda" else {}
+    ways: dict[str, Callable[[int], Callable[[], object]]] = {}
+    if device == "cuda":  # on CPUs both are what kernels do
+        ways |= {"host": _host_link, "adamw": _host_adamw}
     if disk is not None:
         ways["disk"] = partial(_disk, folder=disk)
     for (number, nbytes), (way, copying) in itertools.product(enumerate(sizes), ways.items()):
@@ -53,6 +56,16 @@ def _host_link(nbytes: int) -> Callable[[], object]:
             current.wait_stream(stream)
 
     return run
+
+
+def _host_adamw(nbytes: int) -> Callable[[], object]:
+    """As ``adamw_on="cpu"`` has it: of 28 bytes of an element 16 are read, and 12 written."""
+    numel = nbytes // 28
+    params, grads, first, second = (torch.full((numel,), 1e-2) for _ in range(4))
+    states: list[MutableMapping[str, torch.Tensor]] = [{"step": torch.ones(()), "exp_avg": first, "exp_avg_sq": second}]
+    rates = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    assert ADAMW.on_host is not None
+    return partial(ADAMW.on_host, [params], [grads], states, rates, None)
 
 
 def _disk(nbytes: int, folder: Path) -> Callable[[], object]:

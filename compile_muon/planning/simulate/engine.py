@@ -33,7 +33,7 @@ from compile_muon.planning.machine import Machine
 from compile_muon.planning.simulate.cost import kernel_kind, kernel_seconds, launches, newton_schulz_beside
 from compile_muon.planning.simulate.fusion import kernels, moved_bytes
 from compile_muon.planning.simulate.gpu_kernels import Kernel, fused_step, gpu_kernels
-from compile_muon.planning.simulate.lending import Lending, Move, Moves
+from compile_muon.planning.simulate.lending import Lending, Move, Moves, OnHost
 from compile_muon.planning.simulate.memory import Held, Memory
 
 __all__ = ["COMPUTE", "HOST", "LENT", "Event", "Played", "Timeline", "simulate", "to_chrome_trace"]
@@ -436,7 +436,7 @@ class _Player:
             self.exposed[_cause(work_of(node))] += end - self.now
             self.now = end
 
-    def _move(self, move: Move, bucket: Bucket | None, kind: GraphKind) -> None:
+    def _move(self, move: Move, bucket: Bucket | OnHost | None, kind: GraphKind) -> None:
         if self.lending is None:
             return
         ready = self.lending.play(move, bucket, self.now)

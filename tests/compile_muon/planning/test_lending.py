@@ -25,25 +25,25 @@ from compile_muon.passes.costs import Link
 from compile_muon.planning import capture_step
 from compile_muon.planning.machine import Machine, load_machine
 from compile_muon.planning.simulate import Played, simulate
-from compile_muon.planning.simulate.lending import Lending, Move
+from compile_muon.planning.simulate.lending import Lending, Move, OnHost
 
 PAGE = 4096
-OPEN, LEAVE, CLOSE, COMMIT = Move
+OPEN, LEAVE, CLOSE, COMMIT, COMPUTE = Move
 
 
 def bucket(pages: int) -> store.Bucket:
     return store.Bucket([store.Slot("", (pages * PAGE,), torch.uint8)])
 
 
-def waited(script, *, buffers: int = 8, host: float = 1.0, disk: float = 0.0) -> float:
+def waited(script, *, buffers: int = 8, host: float = 1.0, disk: float = 0.0, memory: float = 0.0) -> float:
     """Seconds of a step, in the midst of others like it, that are waited for: the mean, since they may alternate.
 
     Args:
         script: moves, and seconds of compute between them.
-        host, disk: pages/s.
+        host, disk, memory: pages/s.
     """
     moves = [one for one in script if isinstance(one, tuple)]
-    lending = Lending(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE)
+    lending = Lending(moves, buffers=buffers, host=host * PAGE, disk=disk * PAGE, memory=memory * PAGE)
     found = []
     for _ in range(16):
         now = waits = 0.0
@@ -62,6 +62,16 @@ def used(buckets, last: Move, compute: float = 0.0):
 
 
 END = (COMMIT, None)
+
+
+def test_a_step_that_the_host_computes_is_behind_gradients_and_ahead_of_weights() -> None:
+    """Gradients of 2 pages a bucket, 4 seconds of the host, weights of 1 page: those of the second and third leave
+    while the host works, so that all but the first gradients and the last weights is the host's."""
+    step = (COMPUTE, OnHost(2 * PAGE, PAGE, 8 * PAGE))
+    assert waited([3.0, step, END], memory=2.0) == 2 + 4 + 1
+    assert waited([3.0, step, step, step, END], memory=2.0) == 2 + 3 * 4 + 1
+    assert waited([3.0, step, step, END], memory=8.0) == 2 + 2 + 1 + 1  # the link: two gradients, a step, weights
+    assert waited([3.0, step, END]) == 2 + 1  # a machine that knows nothing of the host
 
 
 def test_what_a_bucket_takes_there_and_back_is_waited_for_beyond_what_is_computed_meanwhile() -> None:

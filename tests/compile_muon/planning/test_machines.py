@@ -227,12 +227,13 @@ def test_the_fit_finds_what_made_the_samples() -> None:
 
 def test_a_disk_serves_both_ways_together_and_a_link_each() -> None:
     given = [
-        TransferSample(way=way, nbytes=6 * 10**8, ranks=2, seconds=3.0, held_out=False) for way in ("host", "disk")
+        TransferSample(way=way, nbytes=6 * 10**8, ranks=2, seconds=3.0, held_out=False)
+        for way in ("host", "disk", "adamw")
     ]
     found = fit(Measured("cpu", 1e-6, 2, 4, 10**10, (*of_the_truth(), *given)), "found")
-    assert found.host_bandwidth == 2e8
+    assert found.host_bandwidth == found.host_memory_bandwidth == 2e8
     assert found.shared_by(2).disk_bandwidth == 4e8
-    assert [sample.predicted(found) for sample in given] == [3.0, 3.0]
+    assert [sample.predicted(found) for sample in given] == [3.0, 3.0, 3.0]
 
 
 def test_the_fit_does_not_see_what_is_held_out() -> None:

@@ -518,14 +518,17 @@ def test_the_smallest_offload_that_fits_is_named() -> None:
 
 
 def test_gradients_and_weights_travel_to_a_host_that_computes_adamw_in_place_of_moments() -> None:
-    def moved(**offload: Any) -> tuple[int, int]:
+    def planned(memory: float = 0.0, **offload: Any) -> Any:
         asked = question(world=2, offload={"device": "cpu", "momentum": False, "buffer_bytes": 2**16, **offload})
-        slow = replace(asked.machine, host_bandwidth=1e8)
-        return make_plan(replace(asked, machine=slow)).worlds[0].candidates[1].offload_moved
+        slow = replace(asked.machine, host_bandwidth=1e8, host_memory_bandwidth=memory)
+        return make_plan(replace(asked, machine=slow)).worlds[0].candidates[1]
 
-    (came, went), (weights, gradients) = moved(), moved(adamw_on="cpu")
-    assert weights == gradients and went == came
-    assert gradients == pytest.approx(went / 2, rel=0.2)  # 4 bytes of 8, in whole pages
+    there, timed = planned(), planned(1e3, adamw_on="cpu")
+    (came, went), (weights, gradients) = there.offload_moved, timed.offload_moved
+    assert gradients == 2 * weights and went == came  # weights have no master there, and come too
+    assert 0 < weights < came / 2  # 4 bytes of 8, and these in whole pages
+    # The host's memory is what takes time: 28 bytes an element, of which 4 are its weight.
+    assert timed.offload_waits["step"] == pytest.approx(7 * weights / 1e3, rel=0.05)
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

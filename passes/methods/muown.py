@@ -1,0 +1,100 @@
+"""Muown: a gain of each row, trained by Adam, beside its direction, trained by Muon.
+
+    W = g V / |V|,   u = W / g,   dg = <G, u>,   dV = (g / |V|) (G - dg u)      by rows
+    M <- b M + (1 - b) dV,   V <- V - lr scale NewtonSchulz(M)
+    g <- (1 - lr weight_decay) (g - lr Adam(dg)),   W <- g V / |V|
+
+As in NVIDIA's Emerging-Optimizers, without Nesterov's look ahead. V is not kept: it is ``u`` times its norm. A gain
+begins as the norm of its row in the first step, whatever was loaded until then, and follows what else is written to
+weights (MuonClip, a load): its size is that of the row, kept is its sign.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import DECAY, LR, MOMENTUM, STEP, After, MatrixMethod, Piece, Rate, State, averaged
+
+__all__ = ["MUOWN"]
+
+#: of a norm that is divided by
+_LEAST = 1e-12
+
+
+def _before(
+    grad: Tensor, momentum: Tensor, beta: tuple[Tensor, Tensor], nesterov: bool, out_dtype: torch.dtype
+) -> Tensor:
+    return averaged(grad, momentum, beta, False, out_dtype)
+
+
+def _gain(squares: Tensor, piece: Piece) -> Tensor:
+    """Of rows with these sums of squares."""
+    size = squares.sqrt().clamp(min=_LEAST)
+    return torch.where(piece.states["gain"] < 0, -size, size)
+
+
+def _norm(gain: Tensor, piece: Piece) -> Tensor:
+    """Of a row of V, which begins as the row of W."""
+    kept = piece.states["direction_norm"].to(gain.dtype)
+    return torch.where(kept == 0, gain, kept)
+
+
+def _project_sums(grad: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([(grad * weight).sum(-1), weight.square().sum(-1)], dim=-1)
+
+
+def _project(piece: Piece) -> Tensor:
+    assert piece.sums is not None
+    along, squares = piece.sums.split(1, dim=-1)
+    gain = _gain(squares, piece)
+    return gain / _norm(gain, piece) * (piece.grad - piece.weight * (along / gain.square()))
+
+
+def _row_sums(direction: Tensor, weight: Tensor) -> Tensor:
+    return torch.stack([weight.square().sum(-1), (weight * direction).sum(-1), direction.square().sum(-1)], dim=-1)
+
+
+def _after(piece: Piece) -> After:
+    assert piece.sums is not None and piece.projected is not None
+    squares, along, length = piece.sums.split(1, dim=-1)
+    graded, seen = piece.projected.to(piece.direction.dtype).split(1, dim=-1)
+    rates, states, gain = piece.rates, piece.states, _gain(squares, piece)
+    lr, near, far = rates["lr"], rates["beta1"], rates["beta2"]
+    slope = graded / _gain(seen, piece)
+    mean = states["gain_first_moment"].to(slope.dtype).lerp(slope, 1 - near)
+    square = states["gain_second_moment"].to(slope.dtype).lerp(slope.square(), 1 - far)
+    unbiased = mean / (1 - near ** rates["step"])
+    step = unbiased / ((square / (1 - far ** rates["step"])).sqrt() + rates["eps"])
+    new = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
+    ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V is W times the one, and moves by the other
+    norm = (squares * ratio.square() + 2 * ratio * move * along + length * move**2).clamp(min=_LEAST**2).sqrt()
+    kept = {"gain": new, "direction_norm": norm, "gain_first_moment": mean, "gain_second_moment": square}
+    return After(piece.direction * (new / norm), kept, keep=ratio * new / norm)
+
+
+MUOWN = MatrixMethod(
+    "muown",
+    "arXiv 2605.10797, github.com/NVIDIA-NeMo/Emerging-Optimizers",
+    (
+        LR,
+        MOMENTUM,
+        DECAY[0],
+        STEP,
+        Rate("beta1", 0.9, below=1.0),
+        Rate("beta2", 0.95, below=1.0),
+        Rate("eps", 1e-8, positive=True),
+    ),
+    (
+        State("gain", "gain of rows", each="row"),
+        State("direction_norm", "norm of rows of directions", each="row"),
+        State("gain_first_moment", "first moment of gains", each="row"),
+        State("gain_second_moment", "second moment of gains", each="row"),
+    ),
+    adjust_lr="match_rms_adamw",
+    before=_before,
+    project=_project,
+    project_sums=_project_sums,
+    row_sums=_row_sums,
+    after=_after,
+)
