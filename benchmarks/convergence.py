@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, VOCABULARY, Shape, training
+from pictures import write_svg
 from rich.console import Console
 from text import Text, batches
 from torch import Tensor
@@ -240,7 +241,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     figure.axes[0].set_ylabel(f"held-out loss (nats a {record['token']})")
     figure.axes[0].legend()
     figure.suptitle(f"GPT of {record['parameters'] / 1e6:.1f} M parameters, {record['device']}", fontsize=10)
-    figure.savefig(path, dpi=130)
+    write_svg(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -308,8 +309,8 @@ def main(argv: list[str] | None = None) -> int:
         record["rows"] = compare(record["runs"], preset.points)
         console.print(f"seed {seed}: {record['rows'][-1]}")
         keep()
-    draw(record, options.json.with_suffix(".png"))
-    console.print(f"\n{tables(record)}\n\n{record['seconds']} s in all; {options.json} and .png", markup=False)
+    draw(record, options.json.with_suffix(".svg"))
+    console.print(f"\n{tables(record)}\n\n{record['seconds']} s in all; {options.json} and .svg", markup=False)
     return 0
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from gpt import GPT, Shape, losses_of, muon_names
+from pictures import write_svg
 from rich.console import Console
 from rich.table import Table
 from torch.optim.lr_scheduler import LambdaLR
@@ -149,7 +150,7 @@ def draw(rows: list[dict], title: str, path: Path) -> None:
     axis.set_title(title, fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    write_svg(figure, path)
     plt.close(figure)
 
 
@@ -161,12 +162,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--only", nargs="+", choices=list(map(str, CHOICES)), default=list(map(str, CHOICES)))
     parser.add_argument("--json", type=Path, default=_RESULTS / "ns_training.json")
-    parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
+    parser.add_argument("--svg", type=Path, help="default: the JSON file's name with .svg")
     options = parser.parse_args(argv)
     for name in ("seeds", "steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}, but must be at least 1")
-    options.png = options.png or options.json.with_suffix(".png")
+    options.svg = options.svg or options.json.with_suffix(".svg")
     return options
 
 
@@ -202,8 +203,8 @@ def main(argv: list[str] | None = None) -> int:
             options.json.write_text(json.dumps(about | {"rows": summarize(runs), "runs": runs}, indent=1) + "\n")
     rows = summarize(runs)
     print_report(console, rows, title)
-    draw(rows, title, options.png)
-    console.print(f"losses: {options.json}\nchart:  {options.png}", soft_wrap=True)
+    draw(rows, title, options.svg)
+    console.print(f"losses: {options.json}\nchart:  {options.svg}", soft_wrap=True)
     return 0
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from gpt import GPT, PRESETS
+from pictures import write_svg
 from plan_h100 import RESULTS
 from plan_h100 import measured as timed
 from torch import nn
@@ -151,7 +152,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: Path) -> None:
     """A panel for each model, a line for each number of GPUs."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -178,8 +178,7 @@ def picture(rows: Sequence[Mapping[str, Any]], point: Mapping[str, Any], path: P
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
     panels[0].set_ylabel("% added to AdamW's step")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "compile_muon"}):
-        figure.savefig(path, metadata={"Date": None})
+    write_svg(figure, path)
 
 
 def main() -> None:

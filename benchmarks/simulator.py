@@ -28,6 +28,7 @@ import torch
 from contenders import Plan, our_config
 from gpt import GPT, Shape, read_corpus, sample_batch
 from links import BURST, UNLIMITED, bytes_per_second
+from pictures import write_svg
 from rich.console import Console
 from rich.table import Table
 
@@ -169,7 +170,7 @@ def draw(found: Sequence[Case], path: Path) -> None:
             axes.scatter(x, y, s=22, marker=marker, color=colour, label=label)
     axes.set(xscale="log", yscale="log", xlabel="measured, s (median)", ylabel="simulated, s", xlim=ends)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    write_svg(figure, path)
 
 
 def main() -> None:
@@ -209,7 +210,7 @@ def main() -> None:
         used = {machine.name: machine.to_json() for machine in machines}
         record = {"machines": used, "cases": [asdict(case) | {"error": case.error} for case in found]}
         given.out.write_text(json.dumps(record, indent=1) + "\n")
-        draw(found, given.out.with_suffix(".png"))
+        draw(found, given.out.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,15 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["underway"]
+__all__ = ["is_first_rank", "underway"]
 
 _log = logging.getLogger("compile_muon")
 _PAUSES = (5.0, 15.0, 30.0, 60.0)  # seconds ahead of each line; the last repeats
+
+
+def is_first_rank() -> bool:
+    """Whether this process shows what is shown once for all ranks."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 @contextmanager
@@ -27,7 +32,7 @@ def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
         what: "compiling a frame (blocks.4)".
         pauses: seconds ahead of each line.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+    if not is_first_rank():
         yield
         return
     done, began = threading.Event(), time.monotonic()

@@ -1,8 +1,8 @@
 """docs/reference/messages.md, the list of errors and warnings, from the sources: `python docs/errors.py` renews it.
 
-A message is what a call to an exception's class, to `config_error` or to `warn_user` is given, and what is given to a
-function that makes an error and is raised. What is inserted at run time is "…". Names are followed to what the function
-assigns to them, so that of a message in two forms both are listed.
+A message is what a call to an exception's class, to `config_error`, to `warn_user` or to a logger's `warning` is given,
+and what is given to a function that makes an error and is raised. What is inserted at run time is "…". Names are
+followed to what the function assigns to them, so that of a message in two forms both are listed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _kind(call: ast.Call) -> str:
     name = _name(call.func)
     if name == "config_error":
         return "ConfigError"
-    if name in ("warn_user", "warn"):
+    if name in ("warn_user", "warn", "warning"):
         return WARNING
     return name if re.fullmatch(r"_?[A-Z]\w*(Error|Warning|Attention)", name) else ""
 

@@ -1,6 +1,6 @@
 """Every torch API used here that is not public, in one place.
 
-Checked on torch 2.11 to 2.15; ``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
+``tests/passes/test_torch_private.py`` says which of these moved when one does. Nothing
 here patches torch beyond the ``with`` block of a documented ``config.patch``.
 """
 
@@ -98,9 +98,6 @@ def lacks_compiler(error: BaseException) -> Exception | None:
 
 
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
-
-#: versions these wrappers were checked on
-CHECKED_VERSIONS = ("2.11", "2.15")
 
 
 def compile_fx(gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

@@ -279,15 +279,15 @@ class Checkpointer:
             warn_user(f"{place}: {_list(problems, 'all else was loaded')}")
         if loader is not None and manifest.world != ranks.world:
             warn_user(
-                f"{place}: was saved by {manifest.world} ranks and loaded on {ranks.world}: the loader of a rank goes "
-                "on where that of the same rank was, and where there was none, as rank 0's did"
+                f"{place}: world size {manifest.world} when saved, {ranks.world} now: the loader of a rank goes on "
+                "where the loader of the same rank was; a rank that is new goes on where rank 0's loader was"
             )
         if generators is not None:
             set_random_state(generators)
         else:
             warn_user(
-                f"{place}: was saved by {manifest.world} ranks: rank {ranks.rank} keeps its random numbers, and of "
-                "what else differs between ranks gets rank 0's",
+                f"{place}: holds no random-number state of this rank (world size when saved: {manifest.world}); the "
+                "rank keeps its own, and gets rank 0's copy of everything else that differs between ranks",
                 own=True,
             )
         return extra

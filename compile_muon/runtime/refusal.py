@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 from compile_muon.agreement.compare import gather_objects, ranks_named
-from compile_muon.errors import LedgerError, NonFiniteError, listed, warn_user
+from compile_muon.errors import LedgerError, NonFiniteError, listed
 from compile_muon.passes.norms import not_finite
+from compile_muon.progress import is_first_rank
+from compile_muon.runtime.ledger import Counters, Ledger
 from compile_muon.runtime.step_agreement import Agreement
 from compile_muon.runtime.survey import Survey
 from compile_muon.runtime.trained import Trained
 
-__all__ = ["check_agreement", "refused"]
+__all__ = ["SHOWN", "check_agreement", "refused"]
 
+#: how many skipped steps have a line each
+SHOWN = 5
+_log = logging.getLogger("compile_muon")
 #: of a gradient's norm, whose square is finite in fp32
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)
 
@@ -79,12 +86,23 @@ def refused(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, la
             f"{problem}; {counters.skipped_in_a_row} steps in a row were skipped (max_skipped_steps): training "
             "does not recover by itself, go back to a checkpoint"
         )
-    if counters.skipped == 1:
-        warn_user(
-            f"{problem}; the step was skipped, and so will others be without a word "
-            "(optimizer.totals()['skipped_steps'] counts them)"
-        )
+    if is_first_rank():
+        _tell(trained.ledger, problem)
     return True
+
+
+def _tell(ledger: Ledger, problem: str) -> None:
+    """A line for each of the first skipped steps; the number of all when the optimizer goes, or the interpreter."""
+    skipped = ledger.counters.skipped
+    if skipped == 1:
+        weakref.finalize(ledger, _tell_number, ledger.counters)
+    if skipped <= SHOWN:
+        quiet = "; later ones are only counted (optimizer.totals()['skipped_steps'])" if skipped == SHOWN else ""
+        _log.warning(f"{problem}; the step was skipped{quiet}")
+
+
+def _tell_number(counters: Counters) -> None:
+    _log.warning(f"steps skipped for inf or nan (nonfinite='skip'): {counters.skipped}")
 
 
 def _named(trained: Trained, survey: Survey, wrong: dict[str, list[str]], *, later: bool) -> str:

@@ -122,7 +122,8 @@ def test_what_is_missing_is_a_line_of_the_report() -> None:
         ("1.13.0+cu117", Verdict.FAIL),
         ("2.11.0+cu128", Verdict.NOTE),
         ("2.13.0", Verdict.OK),
-        ("2.14.0.dev20260101", Verdict.NOTE),
+        ("2.15.1", Verdict.OK),
+        ("2.16.0.dev20260101", Verdict.NOTE),
         ("3.0.0", Verdict.NOTE),
     ],
 )
@@ -142,6 +143,22 @@ def test_versions_are_those_that_the_project_asks_for() -> None:
         found = doctor.asked_of(name)
         assert sorted(found.split(",")) == sorted(line.removeprefix(name).split(",")), name
     assert {"sympy", "rich", "safetensors", "numpy"} <= {check.name for check in doctor.diagnose()}
+
+
+def test_pages_name_the_same_versions_of_torch() -> None:
+    """README, the policy and the limits name no torch beyond those that the doctor calls tested, and both ends."""
+    ends = [doctor.OLDEST_TORCH, doctor.NEWEST_TESTED_TORCH]
+    constrained = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.M)
+    assert constrained
+    for page, row in (
+        ("README.md", r"^\| CPU, .*"),
+        ("docs/reference/policy.md", r"^\| torch \|.*"),
+        ("docs/reference/limits.md", r"^- torch .*"),
+    ):
+        rows = "\n".join(re.findall(row, (ROOT / page).read_text(), re.M))
+        named = {tuple(map(int, version.split("."))) for version in re.findall(r"\b2\.\d\d\b", rows)}
+        assert [min(named), max(named)] == ends, page
+        assert page.endswith("limits.md") or tuple(map(int, constrained[1].split("."))) in named, page
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
+from unittest import TestCase
 
 import pytest
 import torch
 from torch import nn
 
 from compile_muon import ConfigError, MuonZero, MuonZeroError, NonFiniteError, UnsupportedModelError
+from compile_muon.runtime.refusal import SHOWN
 from compile_muon.runtime.sharded_param import sharded_param_of
 
 EAGER = {"codegen": "eager"}
@@ -319,20 +320,20 @@ def test_a_discarded_direction_made_anew_is_checked_too(monkeypatch):
     lab.assert_unchanged(before)
 
 
-def test_skipped_steps_are_counted_told_once_and_not_for_ever():
-    lab = Lab(nonfinite="skip", max_skipped_steps=4, checks="in_step")
+def test_skipped_steps_have_a_line_each_at_first_and_a_number_at_the_end():
+    lab = Lab(nonfinite="skip", max_skipped_steps=SHOWN + 3, checks="in_step")
     before = lab.frozen()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
+    with TestCase().assertLogs("compile_muon") as told:
+        for _ in range(SHOWN + 2):
             poison(lab, "head.bias")
             lab.optimizer.step()
             lab.optimizer.zero_grad()
-    assert lab.optimizer.totals()["skipped_steps"] == 3
-    told = [str(w.message) for w in caught if "skipped" in str(w.message)]
-    assert len(told) == 1 and "gradient of head.bias" in told[0]
+    assert lab.optimizer.totals()["skipped_steps"] == SHOWN + 2
+    lines = [record.getMessage() for record in told.records]
+    assert len(lines) == SHOWN and all("gradient of head.bias" in line and "was skipped" in line for line in lines)
+    assert ["only counted" in line for line in lines] == [False] * (SHOWN - 1) + [True]
     poison(lab, "head.bias")
-    with pytest.raises(NonFiniteError, match=r"4 steps in a row were skipped \(max_skipped_steps\)"):
+    with pytest.raises(NonFiniteError, match=rf"{SHOWN + 3} steps in a row were skipped \(max_skipped_steps\)"):
         lab.optimizer.step()
     lab.assert_unchanged(before)
     lab.optimizer.zero_grad()
@@ -340,6 +341,10 @@ def test_skipped_steps_are_counted_told_once_and_not_for_ever():
     lab.optimizer.step()  # one good step and the count starts anew
     poison(lab, "head.bias")
     lab.optimizer.step()
+    with TestCase().assertLogs("compile_muon") as told:
+        del lab
+        gc.collect()
+    assert told.records[0].getMessage() == f"steps skipped for inf or nan (nonfinite='skip'): {SHOWN + 4}"
 
 
 @pytest.mark.parametrize("update", ["backward", "step"])

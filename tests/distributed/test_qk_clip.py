@@ -362,9 +362,8 @@ def test_what_is_recomputed_is_noted_once_and_a_skipped_step_leaves_nothing(insi
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     loss(run, loud).backward()
     dict(model.named_parameters())["head.weight"].grad.fill_(math.nan)
-    with pytest.warns(UserWarning, match="was skipped"):
-        optimizer.step()
-        assert optimizer.totals()["skipped_steps"] == 1
+    optimizer.step()
+    assert optimizer.totals()["skipped_steps"] == 1
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     optimizer.zero_grad()
     expected = float(largest(model, quiet).max())
