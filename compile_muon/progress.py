@@ -42,6 +42,7 @@ def underway(what: str, pauses: tuple[float, ...] = _PAUSES) -> Iterator[None]:
         yield
     finally:
         done.set()
+        watcher.join()
 
 
 def _watch(what: str, began: float, done: threading.Event, pauses: tuple[float, ...]) -> None:
