@@ -50,10 +50,10 @@ class Case:
 
     @property
     def waits(self) -> int:
-        """Of the host for the device in a steady step: for the numbers that it reads there, and for each of AdamW's two
-        buckets of gradients where it works on them."""
+        """Of the host for the device in a steady step: for the numbers that it reads there, and for each of the three
+        buckets of gradients where AdamW works on it."""
         if self.params.get("offload", {}).get("adamw_on") == "cpu":
-            return 2
+            return 3
         return 0 if self.params.get("checks") == "next_step" else 1
 
     def config(self) -> dict[str, Any]:
