@@ -102,13 +102,11 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
     optimizer.engine.step.own_momenta()
     found, lender = Contents(), optimizer.engine.lender
     algorithm: dict[int, str] = {}
-    sharded_params = {sharded.name: sharded for sharded in optimizer.engine.params}
-    sharded = {id(sharded.param): name for name, sharded in sharded_params.items()}
-    at_owner = {name: {state.name: state for state in states_kept(sharded)} for name, sharded in sharded_params.items()}
+    sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
     for group in optimizer.param_groups:
         algorithm |= {id(param): group["algorithm"] for param in group["params"]}
         found.groups[group["name"]] = values_of(group)
-        found.members[group["name"]] = [sharded[id(param)] for param in group["params"]]
+        found.members[group["name"]] = [sharded_params[id(param)].name for param in group["params"]]
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     tensors, found.aliases, found.module_state = named_state(model)
     for name, value in tensors.items():
@@ -118,7 +116,8 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                 "place; give it to save() among the extra values"
             )
         found.tensors[f"model/{name}"] = value.detach()
-        if id(value) in sharded:
+        if (sharded := sharded_params.get(id(value))) is not None:
+            at_owner = {state.name: state for state in states_kept(sharded)}
             found.algorithms[name] = algorithm.get(id(value), "frozen")
             for slot, state in optimizer.state.get(cast("nn.Parameter", value), {}).items():
                 # A master is the weight in a checkpoint, wherever the run that goes on from it keeps that.
@@ -127,16 +126,16 @@ def contents_of(model: nn.Module, optimizer: MuonZero) -> Contents:
                     raise CheckpointError(
                         f"optimizer.state[{name}][{slot!r}] = {state!r}: is no tensor; make it one, or take it out"
                     )
-                if (kind := at_owner.get(sharded[id(value)], {}).get(slot)) is not None:
-                    _put_matrices(found, key, sharded_params[sharded[id(value)]], kind, state.detach())
+                if (kind := at_owner.get(slot)) is not None:
+                    _put_matrices(found, key, sharded, kind, state.detach())
                     continue
                 found.tensors[key] = state.detach()
-                if (folder := lender.folder_of(sharded[id(value)], slot)) is not None:
+                if (folder := lender.folder_of(sharded.name, slot)) is not None:
                     found.folders[key] = folder
         else:
             found.buffers.append(f"model/{name}")
     held = {id(value) for value in tensors.values()}
-    if foreign := [name for key, name in sharded.items() if key not in held]:
+    if foreign := [sharded.name for key, sharded in sharded_params.items() if key not in held]:
         raise CheckpointError(
             f"model: does not hold {listed(foreign)}, which the optimizer trains; give the model that the optimizer "
             "was made with, outside of full_parameters()"

@@ -28,9 +28,6 @@ __all__ = ["full_optimizer_state", "load_full_optimizer_state"]
 def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]]:
     """Parameter, slot, tensor; the same on every rank. Of states at owners there is a slot for each matrix."""
     sharded_params = {id(sharded.param): sharded for sharded in optimizer.engine.params}
-    at_owner = {
-        name: {state.name: state for state in states_kept(a)} for a in sharded_params.values() for name in [a.name]
-    }
     numbers = {a.name: matrices_here(a) for a in sharded_params.values() if a.owners}
     holders = {
         (name, number): rank
@@ -41,8 +38,9 @@ def _slots(optimizer: MuonZero, ranks: Ranks) -> Iterator[tuple[str, str, Entry]
     for group in optimizer.param_groups:
         for param in group["params"]:
             sharded = sharded_params[id(param)]
+            at_owner = {state.name: state for state in states_kept(sharded)}
             for slot, value in optimizer.state[param].items():
-                if (state := at_owner[sharded.name].get(slot)) is not None:
+                if (state := at_owner.get(slot)) is not None:
                     mine = dict(each_matrix(sharded, state, value))
                     for number, shape in every_shape(sharded, state).items():
                         own = mine.get(number, torch.empty(shape, dtype=value.dtype, device="meta"))

@@ -40,14 +40,8 @@ class Shown:
         buffers: DeviceBuffers,
         device: torch.device,
     ) -> None:
-        self._optimizer, self._sharded_params, self._layout, self._buffers = (
-            optimizer,
-            list(sharded_params),
-            layout,
-            buffers,
-        )
-        self._device = device
-        self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in self._sharded_params}
+        self._optimizer, self._layout, self._buffers, self._device = optimizer, layout, buffers, device
+        self._tensors: dict[ShardedParam, dict[str, Tensor]] = {sharded: {} for sharded in sharded_params}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def show(self) -> None:

@@ -67,8 +67,7 @@ def step_graphs(
         projected: dict[str, Projected] = {}
         if late:
             with EagerGraph() as graph:
-                states = [optimizer.state[sharded.param] for sharded in late]
-                projected = project(late, [sharded.local_grad for sharded in late], states)
+                projected = project(late, [sharded.local_grad for sharded in late], optimizer.state)
             if projected:
                 found.append(_played(graph.done(), "projection"))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))

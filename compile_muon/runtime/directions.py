@@ -60,9 +60,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             for place, sharded in enumerate(sharded_params)
             if sharded.owners
         }
-        projected = project(
-            sharded_params, grads, [trained.optimizer.state[sharded.param] for sharded in sharded_params]
-        )
+        projected = project(sharded_params, grads, trained.optimizer.state)
         grads = [
             projected[sharded.name].gradient if sharded.name in projected else grad
             for sharded, grad in zip(sharded_params, grads, strict=True)

@@ -46,29 +46,28 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, Tensor | None]]) -> None:
 
 
 def project(
-    sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]
+    sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
 ) -> dict[str, Projected]:
     """Of those whose methods ask for it, by name; nothing is modified. The weight is the one that gradients are of.
 
     Args:
         sharded_params: of matrices, the same on every rank.
         grads: of their shards, zeros where there is none.
-        states: the optimizer's of each, those of rows beside the parameter.
+        states: the optimizer's, by parameter; those of rows are beside it.
     """
     found: dict[str, Projected] = {}
     pieces: list[tuple[ShardedParam, Tensor, Piece]] = []
-    for sharded, grad, slots in zip(sharded_params, grads, states, strict=True):
-        muon, dtype = sharded.spec.muon_settings, decode_dtype(sharded.spec.state_dtype)
-        method = matrix_method(muon.method)
+    for sharded, grad in zip(sharded_params, grads, strict=True):
+        method = matrix_method(sharded.spec.muon_settings.method)
         if method.project is None:
             continue
+        slots, dtype = states[sharded.param], decode_dtype(sharded.spec.state_dtype)
         wide = torch.promote_types(dtype, torch.float32)
         grad, weight = (x.to(grad.device, wide).contiguous() for x in (grad, sharded.local.detach()))
         result = torch.empty_like(grad, dtype=dtype)
         rows = {s.name: local_tensor(slots[s.name]).to(grad.device) for s in method.states if s.each == "row"}
-        parts = sharded.now.parts
         own = []
-        for part in parts:
+        for part in sharded.now.parts:
             gradient, near = part.of(grad), part.of(weight)
             sums = None if method.project_sums is None else method.project_sums(gradient, near)
             kept = {name: part.of_rows(state) for name, state in rows.items()}

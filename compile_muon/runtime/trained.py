@@ -79,9 +79,8 @@ class Trained:
 
     def _know(self, sharded_params: Sequence[ShardedParam]) -> None:
         known = {*self.sharded_params.values(), *sharded_params}
-        trained = [
-            sharded for sharded in self.ledger.sharded_params if sharded in known
-        ]  # in the same order on every rank
+        # in the same order on every rank
+        trained = [sharded for sharded in self.ledger.sharded_params if sharded in known]
         self.sharded_params = {sharded.param: sharded for sharded in trained}
         self.muon = [sharded for sharded in trained if sharded.spec.muon is not None]
         self.rest = [sharded for sharded in trained if sharded.spec.muon is None]
