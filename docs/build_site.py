@@ -67,9 +67,13 @@ def _index(found: dict[str, str]) -> None:
     """Have the search find settings by their names, ahead of the sections that speak of them."""
     index = json.loads((SITE / "search.json").read_text(encoding="utf-8"))
     where = SETTINGS.replace(".md", ".html")
-    for name, said in found.items():
-        item = {"location": f"{where}#{name}", "level": 2, "title": name, "text": said}
-        index["items"].append(item | {"path": ["Reference", "Configuration"], "tags": []})
+    above = ("Reference", "Configuration")
+    items = [
+        {"location": f"{where}#{name}", "level": 2, "title": name, "text": said, "path": [*above, name], "tags": []}
+        for name, said in found.items()
+    ]
+    # Titles, paths and texts that match count; of items that match alike the first is shown first.
+    index["items"] = items + index["items"]
     (SITE / "search.json").write_text(json.dumps(index), encoding="utf-8")
     (SITE / "search.js").write_text(f"var __index = {json.dumps(index)};", encoding="utf-8")  # for pages on a disk
 

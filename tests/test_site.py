@@ -19,6 +19,8 @@ SITE = ROOT / "build" / "site"
 SETTINGS = {
     "zero_optimization.stage": "zero_optimization.stage",
     "checks": "checks",
+    "momentum": "momentum",  # a heading and many sentences of other pages, too
+    "update": "update",
     "muon_lr": "optimizer.params.muon_lr",
 }
 
