@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .pipeline import tensor_value
+from .share import share_values
 from .torch_private import decomposition_table, fake_mode_of
 from .work import Work, note_work
 
@@ -85,6 +86,11 @@ def inline(
         traced = make_fx(lambda *t: tuple(function(*t)), decomposition_table=decomposition_table())(*values)
     traced.graph.eliminate_dead_code()
     env: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    first: dict[Node, Node] = {}
+    for placeholder, source in env.items():
+        if (kept := first.setdefault(source, placeholder)) is not placeholder:
+            placeholder.replace_all_uses_with(kept)
+    share_values(traced.graph)
     with gm.graph.inserting_before(before):
         for node in traced.graph.nodes:
             if node.op in ("placeholder", "output"):
