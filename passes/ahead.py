@@ -10,16 +10,17 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compile_muon.kernels.dispatch import orthogonalize, triton_kernels
 from compile_muon.kernels.ops import plan_of
 from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kernel
+from compile_muon.passes.momentum import MOMENTUM_UPDATES, updates_by_kernel
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
 
 __all__ = ["kernels_ahead", "kernels_of"]
@@ -43,14 +44,15 @@ def kernels_of(gm: GraphModule) -> list[Any]:
     jobs: dict[str, Any] = {}
     for operator, runs in _OPERATORS.items():
         for call in gm.graph.find_nodes(op="call_function", target=operator):
-            values = [node.meta["val"] for node in call.args[0]]
+            arguments = tree_map_only(Node, lambda node: node.meta["val"], call.args)
+            values = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
             sizes = [size for value in values for size in (*value.shape, *value.stride())]
             if values and values[0].device.type == "cuda" and all(isinstance(size, int) for size in sizes):
-                jobs |= {job.key: job for job in _jobs(values, partial(runs, arguments=call.args[1:]))}
+                jobs |= {job.key: job for job in _jobs(values[0].device, arguments, runs)}
     return list(jobs.values())
 
 
-def _jobs(values: list[Tensor], runs: Callable[[list[Tensor]], object]) -> list[Any]:
+def _jobs(device: torch.device, arguments: tuple[Any, ...], runs: Callable[..., object]) -> list[Any]:
     if triton_kernels() is None:
         return []
     import triton
@@ -58,18 +60,19 @@ def _jobs(values: list[Tensor], runs: Callable[[list[Tensor]], object]) -> list[
     from compile_muon.kernels.gpu.jobs import jobs_of
     from compile_muon.kernels.gpu.launch import noting
 
-    device = values[0].device
+    def on_meta(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
     with noting(device) as launches, without_modes():
-        runs([torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in values])
+        runs(*tree_map_only(Tensor, on_meta, arguments))
     return jobs_of(launches, triton.runtime.driver.active.get_current_target(), triton_cache(device))
 
 
 #: and what launches their kernels, of tensors on "meta"
 _OPERATORS: Mapping[Any, Callable[..., object]] = {
-    torch.ops.muon_zero.newton_schulz.default: lambda xs, arguments: orthogonalize(
-        xs,
-        plan_of(arguments),
-        [x.new_empty(x.shape[:-1], dtype=torch.float32) for x in xs] if arguments[-1] else [],
+    torch.ops.muon_zero.newton_schulz.default: lambda xs, *arguments: orthogonalize(
+        xs, plan_of(arguments), arguments[-1]
     ),
-    FINGERPRINT_OF_ROWS: lambda xs, arguments: finish_by_kernel(xs),
+    FINGERPRINT_OF_ROWS: finish_by_kernel,
+    MOMENTUM_UPDATES: updates_by_kernel,
 }

@@ -34,11 +34,22 @@ from compile_muon.kernels.apply import may_launch
 
 from .norms import squares
 
-__all__ = ["EXAMINE", "FINGERPRINT", "FINGERPRINT_OF_ROWS", "by_aten", "fingerprint", "finish_by_kernel", "row_sums"]
+__all__ = [
+    "EXAMINE",
+    "FINGERPRINT",
+    "FORMULA",
+    "FINGERPRINT_OF_ROWS",
+    "ROW_SUMS",
+    "by_aten",
+    "fingerprint",
+    "finish_by_kernel",
+    "row_sums",
+]
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define("fingerprint(Tensor[] xs) -> Tensor")
 _LIBRARY.define("fingerprint_of_rows(Tensor[] sums) -> Tensor")
+_LIBRARY.define("row_sums(Tensor x) -> Tensor")
 _LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
 
 #: entries that a row has at least, and those of a row of a vector
@@ -56,7 +67,7 @@ def _signed(word: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FACTOR = _signed(0xBF58476D1CE4E5B9)
 #: the formula's numbers, as the kernels take them
-_FORMULA = {"golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
+FORMULA = {"golden": _GOLDEN % 2**64, "factor": _FACTOR % 2**64}
 
 
 def _integers(x: Tensor) -> Tensor:
@@ -127,7 +138,7 @@ def _fingerprint(xs: Sequence[Tensor]) -> Tensor:
         from compile_muon.kernels.gpu import fingerprint as gpu
 
         if all(map(gpu.takes, xs)):
-            return gpu.fingerprint(list(map(_as_rows, xs)), **_FORMULA)
+            return gpu.fingerprint(list(map(_as_rows, xs)), **FORMULA)
     return by_aten(xs)
 
 
@@ -136,13 +147,18 @@ def _fingerprint_of_rows(sums: Sequence[Tensor]) -> Tensor:
     return finish_by_kernel(sums) if may_launch(list(sums)) else _finish(sums)
 
 
+@torch.library.impl(_LIBRARY, "row_sums", "CompositeExplicitAutograd")
+def _row_sums(x: Tensor) -> Tensor:
+    return row_sums(x)
+
+
 @torch.library.impl(_LIBRARY, "examine", "CompositeExplicitAutograd")
 def _examine(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if may_launch(list(xs)):
         from compile_muon.kernels.gpu import fingerprint as gpu
 
         if len({x.dtype for x in xs}) == 1 and xs[0].dtype in gpu.NUMBERS and all(map(gpu.takes, xs)):
-            return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **_FORMULA)
+            return gpu.examine(list(map(_as_rows, xs)), xs[0].dtype, **FORMULA)
     return _fingerprint(xs), squares(xs)
 
 
@@ -156,7 +172,7 @@ def finish_by_kernel(sums: Sequence[Tensor]) -> Tensor:
     """``fingerprint_of_rows`` in Triton's kernel."""
     from compile_muon.kernels.gpu import fingerprint as gpu
 
-    return gpu.finish(sums, **_FORMULA)
+    return gpu.finish(sums, **FORMULA)
 
 
 def by_aten(xs: Sequence[Tensor]) -> Tensor:
@@ -174,6 +190,13 @@ def _(sums: Sequence[Tensor]) -> Tensor:
     return sums[0].new_empty(len(sums))
 
 
+@torch.library.register_fake("muon_zero::row_sums", lib=_LIBRARY)
+def _(x: Tensor) -> Tensor:
+    words = max(1, x.element_size() // 4)
+    shape = (*x.shape[:-1], x.shape[-1] * words)
+    return x.new_empty(-(-math.prod(shape) // _columns(shape)), dtype=torch.int64)
+
+
 @torch.library.register_fake("muon_zero::examine", lib=_LIBRARY)
 def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return xs[0].new_empty(len(xs), dtype=torch.int64), xs[0].new_empty(len(xs), dtype=torch.float32)
@@ -182,6 +205,8 @@ def _(xs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 FINGERPRINT = torch.ops.muon_zero.fingerprint.default
 #: of tensors whose :func:`row_sums` it is given
 FINGERPRINT_OF_ROWS = torch.ops.muon_zero.fingerprint_of_rows.default
+#: :func:`row_sums` as one node, until the gradients are lowered
+ROW_SUMS = torch.ops.muon_zero.row_sums.default
 #: the fingerprints of tensors and the squares of their norms, on CUDA in one pass over them
 EXAMINE = torch.ops.muon_zero.examine.default
 

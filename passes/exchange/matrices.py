@@ -45,6 +45,7 @@ class Beside:
         hyper: ``(1 - momentum, momentum)``, and the rates that its method is :attr:`~..methods.MatrixMethod.given`.
         settings: of the parameter.
         states: that this rank owns of it, ``[count, a, b]`` each, part by part.
+        norms: of the rows of its update here, ``[..., rows]`` fp32, where they are known.
     Attributes:
         made: the new ones, in the same order, once directions are.
     """
@@ -52,6 +53,7 @@ class Beside:
     hyper: Tensor
     settings: MuonSpec
     states: Sequence[Tensor] = ()
+    norms: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._method = matrix_method(self.settings.method)
@@ -68,6 +70,12 @@ class Beside:
         if part.ndim == 2:
             own = {name: state.squeeze(0) for name, state in own.items()}
         return Seen(rates, own, self.settings.phase)
+
+    def row_norms(self, matrix: Tensor) -> Tensor:
+        """``[..., rows, 1]`` fp32, of its whole update."""
+        if self.norms is None or self.norms.numel() * matrix.shape[-1] != matrix.numel():
+            return torch.linalg.vector_norm(matrix, dim=-1, keepdim=True, dtype=torch.float32)
+        return self.norms.reshape(*matrix.shape[:-1], 1)
 
     def direction(self, found: Tensor | Made, seen: Seen) -> Tensor:
         """Of a part; its new states are noted."""
@@ -92,8 +100,8 @@ def orthogonalized(
     Args:
         views: what of each is a matrix by itself.
         beside: of the parameter of each.
-        fresh: whether this graph makes the matrices where they are: a compiler then takes the norms of their rows with
-            what makes them, and Triton's kernels need not read them for it.
+        fresh: whether this graph makes the matrices where they are: what makes them then tells the norms of their rows,
+            and Triton's kernels need not read them for it.
     """
     if not matrices:
         return []
@@ -102,7 +110,7 @@ def orthogonalized(
     flat = [part for several in parts for part in several]
     norms: list[Tensor] = []
     if fresh and whole is None and all(map(_in_rows, views)) and _norms_wanted(settings, flat[0].device):
-        columns = [torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32) for x in matrices]
+        columns = [each.row_norms(x) for each, x in zip(beside, matrices, strict=True)]
         norms = [part.squeeze(-1) for several in _parts(columns, views) for part in several]
 
     def run(matrices: list[Tensor]) -> list[Tensor]:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from ..holder import FETCH
 from ..methods import matrix_method
+from ..momentum import Updated, takes, updates_of
 from ..spec import ParamSpec, decode_dtype
 from .local import local
 from .matrices import Beside, wire_dtype
@@ -55,6 +57,7 @@ def orthogonalize_group(
     specs: Sequence[ParamSpec],
     owners: Sequence[int],
     states: Sequence[Sequence[Tensor]] | None = None,
+    updated: list[Updated | None] | None = None,
 ) -> list[Tensor]:
     """Muon directions of many parameters.
 
@@ -65,6 +68,8 @@ def orthogonalize_group(
         specs: static facts, of one :func:`route`; all with ``muon`` set.
         owners: of each share, as :func:`assign_owners` gives them; read where the strategy is ``owner``.
         states: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
+        updated: filled with what else is known of each gradient, None where :func:`~..momentum.takes` refuses it. What
+            it takes may come in a narrower dtype than ``spec.dtype``.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous; behind them the new states of each parameter, like ``states``.
@@ -72,15 +77,40 @@ def orthogonalize_group(
     Raises:
         ValueError: a parameter without ``muon``.
     """
+    made = _by_operator(grads, momenta, hypers, specs)
     updates = []
-    for grad, momentum, hyper, spec in zip(grads, momenta, hypers, specs, strict=True):
+    for i, (grad, momentum, hyper, spec) in enumerate(zip(grads, momenta, hypers, specs, strict=True)):
+        if i in made:
+            updates.append(made[i].update)
+            continue
         muon = spec.muon_settings
         grad = grad.to(decode_dtype(spec.state_dtype))
         if muon.fetched:
             momentum = FETCH(momentum, grad)
         update = matrix_method(muon.method).update
         updates.append(update(grad, momentum, (hyper[0], hyper[1]), muon.nesterov, wire_dtype(muon)))
-    given = zip(hypers, specs, states or [()] * len(specs), strict=True)
-    beside = [Beside(hyper, spec.muon_settings, own) for hyper, spec, own in given]
+    if updated is not None:
+        updated += [made.get(i) for i in range(len(grads))]
+    beside = [
+        Beside(hyper, spec.muon_settings, own, made[i].norms if i in made else None)
+        for i, (hyper, spec, own) in enumerate(zip(hypers, specs, states or [()] * len(specs), strict=True))
+    ]
     directions = STRATEGIES[specs[0].muon_settings.exchange](updates, specs, owners, beside)
     return [*directions, *(new for each in beside for new in each.made)]
+
+
+def _by_operator(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], hypers: Sequence[Tensor], specs: Sequence[ParamSpec]
+) -> dict[int, Updated]:
+    """By number of the parameter, of those that one operator updates."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype, torch.dtype], list[int]] = {}
+    for i, (grad, momentum, spec) in enumerate(zip(grads, momenta, specs, strict=True)):
+        if takes(grad, momentum, spec):
+            muon = spec.muon_settings
+            kind = (grad.dtype, momentum.dtype, muon.nesterov, wire_dtype(muon), decode_dtype(spec.dtype))
+            groups.setdefault(kind, []).append(i)
+    made: dict[int, Updated] = {}
+    for (_, _, nesterov, dtype, wide), chosen in groups.items():
+        own, kept, rates = ([each[i] for i in chosen] for each in (grads, momenta, hypers))
+        made |= zip(chosen, updates_of(own, kept, rates, nesterov, dtype, wide), strict=True)
+    return made

@@ -11,12 +11,17 @@ from ..edit import inline, replace
 from ..exchange.orthogonalize import hops, orthogonalize_group
 from ..exchange.owner import assign_owners
 from ..exchange.shares import by_parameter
+from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS, row_sums
 from ..markers import Orthogonalize, OrthogonalizeWith
-from ..pipeline import PassContext
+from ..momentum import Updated, takes
+from ..pipeline import PassContext, tensor_value
 from ..work import Category, Work, work_of
 from .buckets import bucket_matrices, exchanged_bytes
 
 __all__ = ["lower_directions"]
+
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
@@ -35,6 +40,8 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
         kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]
         table = [owner for i in bucket for owner in owners[i]]
 
+        sources = [_source(marker) for marker in chosen]
+
         def directions(
             *tensors: torch.Tensor,
             chosen: Sequence[Orthogonalize | OrthogonalizeWith] = chosen,
@@ -44,9 +51,13 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             count, behind = len(chosen), iter(tensors[3 * len(chosen) :])
             grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
             states = [[next(behind) for _ in own] for own in kept]
-            return orthogonalize_group(grads, momenta, hypers, [marker.spec for marker in chosen], table, states)
+            updated: list[Updated | None] = []
+            specs = [marker.spec for marker in chosen]
+            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated)
+            return [*made, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
 
-        inputs = [node for nodes in zip(*((m.grad, m.state, m.hyper) for m in chosen), strict=True) for node in nodes]
+        states, hypers = [marker.state for marker in chosen], [marker.hyper for marker in chosen]
+        inputs = [*sources, *states, *hypers]
         inputs += [node for own in kept for node in own]
         first = chosen[0].spec
         work = Work(
@@ -67,6 +78,46 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             for node, result in zip(marker.found, [direction, *(next(behind) for _ in own)], strict=True):
                 replace(gm, node, result)
             gm.graph.erase_node(marker.node)
+        for marker, source in zip(chosen, sources, strict=True):
+            if takes(tensor_value(source), tensor_value(marker.state), marker.spec):
+                _replace_gradient(gm, marker.grad, source, wide=next(behind), sums=next(behind))
+    _sum_rows(gm)
+
+
+def _source(marker: Orthogonalize | OrthogonalizeWith) -> Node:
+    """The gradient; where only the momentum's operator and whoever is given ``.grad`` read it, what it is cast from.
+
+    The operator casts it as well, and until then the gradient has half of the memory.
+    """
+    grad, source = marker.grad, marker.grad.args[0] if marker.grad.args else None
+    if grad.target not in _CASTS or not isinstance(source, Node):
+        return grad
+    read_late = all(user.op == "output" or user is marker.node or user.target is ROW_SUMS for user in grad.users)
+    if not read_late or work_of(grad) is not None or source.op == "placeholder":
+        return grad
+    narrow, wide = tensor_value(source), tensor_value(grad)
+    narrower = narrow.dtype in _HALF and wide.dtype is torch.float32 and narrow.device == wide.device
+    return source if narrower and takes(narrow, tensor_value(marker.state), marker.spec) else grad
+
+
+def _replace_gradient(gm: GraphModule, grad: Node, source: Node, *, wide: Node, sums: Node) -> None:
+    """Let all read what the operator has made of a gradient."""
+    for user in [user for user in grad.users if user.target is ROW_SUMS]:
+        replace(gm, user, sums)
+    if source is not grad:
+        replace(gm, grad, wide)
+
+
+def _sum_rows(gm: GraphModule) -> None:
+    """Behind all gradients: the sums that no operator gives, in operations that Inductor fuses with what makes them."""
+    for node in gm.graph.find_nodes(op="call_function", target=FINGERPRINT_OF_ROWS):
+        gm.graph.output_node().prepend(node)
+        left = [source for source in node.args[0] if source.target is ROW_SUMS]
+        if not left:
+            continue
+        given = [source.args[0] for source in left]
+        for source, sums in zip(left, inline(gm, left[0], lambda *xs: [row_sums(x) for x in xs], given), strict=True):
+            replace(gm, source, sums)
 
 
 def _reductions(grad: Node) -> set[int]:

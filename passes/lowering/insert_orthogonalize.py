@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 from ..edit import append_inputs, inline, insert_outputs
 from ..errors import RequestError
-from ..fingerprint import FINGERPRINT_OF_ROWS, row_sums
+from ..fingerprint import FINGERPRINT_OF_ROWS, ROW_SUMS
 from ..markers import Orthogonalize, ReduceGrad
 from ..pipeline import GraphKind, GraphPass, PassContext, tensor_value
 from .gradients import reduced_grads
@@ -44,7 +44,7 @@ def _insert(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _fingerprints(*gradients: Tensor) -> list[Tensor]:
-    return [FINGERPRINT_OF_ROWS([row_sums(gradient) for gradient in gradients])]
+    return [FINGERPRINT_OF_ROWS([ROW_SUMS(gradient) for gradient in gradients])]
 
 
 def _sum(gm: GraphModule, reduction: ReduceGrad, carried: Node | None) -> Node:

@@ -20,7 +20,7 @@ NEW_NUMPY = tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4)
 SHORT = "(half_of_the_products and square and pointers) or what_is_not_finite"
 #: every kernel, without the tables of shapes and spectra
 SOME = {
-    "test_kernels.py": "x_times_its or half_of or normalization or apply or cubic or batch_is or opcheck",
+    "test_kernels.py": "x_times_its or half_of or normalization or apply or cubic or batch_is or opcheck or momenta",
     "test_grouped.py": "launches_do_not or spoils_no_other or small_tensors or served",
 }
 

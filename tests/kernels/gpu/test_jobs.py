@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
 from compile_muon.passes import ahead  # noqa: E402
 from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS  # noqa: E402
+from compile_muon.passes.momentum import MOMENTUM_UPDATES  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 
@@ -60,28 +60,35 @@ def test_one_kernel_serves_lists_of_any_length(tmp_path: Path) -> None:
 
 
 def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Newton-Schulz and of fingerprints, for the device's architecture; nothing is on "meta" by itself."""
+    """Of Newton-Schulz, momenta and fingerprints, for the device's architecture; nothing is on "meta" by itself."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     plan = arguments(make_plan("auto", "jordan", 5, "bfloat16", "cpu", 1e-7))
 
-    def graph(device: str, plan: Any = plan) -> GraphModule:
+    def graph(device: str, *, norms: bool = False) -> GraphModule:
         graph = Graph()
-        inputs: list[Node] = []
-        for shape in ((1024, 4096), (1024, 1024), (4096, 1024), (1024, 4096)):
-            inputs.append(graph.placeholder(f"x{len(inputs)}"))
+
+        def given(name: str, *shape: int) -> Node:
+            node = graph.placeholder(name)
             with torch._subclasses.FakeTensorMode():
-                inputs[-1].meta["val"] = torch.empty(shape, device=device)
-        made = graph.call_function(torch.ops.muon_zero.newton_schulz.default, (inputs, *plan))
-        graph.output((made, graph.call_function(FINGERPRINT_OF_ROWS, (inputs,))))
+                node.meta["val"] = torch.empty(shape, device=device)
+            return node
+
+        shapes = ((1024, 4096), (1024, 1024), (4096, 1024), (1024, 4096))
+        inputs = [given(f"x{i}", *shape) for i, shape in enumerate(shapes)]
+        rows = [given(f"norms{i}", shape[0]) for i, shape in enumerate(shapes)] if norms else []
+        hypers = [given("hyper", 2)] * len(inputs)
+        made = graph.call_function(torch.ops.muon_zero.newton_schulz.default, (inputs, *plan[:-1], rows))
+        updates = graph.call_function(MOMENTUM_UPDATES, (inputs, inputs, hypers, True, "bfloat16", "float32"))
+        graph.output((made, updates, graph.call_function(FINGERPRINT_OF_ROWS, (inputs,))))
         return GraphModule({}, graph)
 
     jobs = ahead.kernels_of(graph("cuda"))
     names = {job.name for job in jobs}
     assert {"grouped_symmetric_kernel", "grouped_product_kernel", "product_kernel", "divide_kernel"} < names
-    assert {"partial_norms_kernel", "mix_kernel"} < names
-    with_norms = [job.name for job in ahead.kernels_of(graph("cuda", (*plan[:-1], ["norms"]))) if job not in jobs]
+    assert {"partial_norms_kernel", "mix_kernel", "momentum_kernel"} < names
+    with_norms = [job.name for job in ahead.kernels_of(graph("cuda", norms=True)) if job not in jobs]
     assert with_norms == ["partial_norms_kernel"]
-    assert len(jobs) <= 16 and all(job.target == TARGET and job.cache == tmp_path for job in jobs)
+    assert len(jobs) <= 17 and all(job.target == TARGET and job.cache == tmp_path for job in jobs)
     assert not ahead.kernels_of(graph("cpu"))
     for job in jobs:
         job.file.parent.mkdir(exist_ok=True)

@@ -7,6 +7,7 @@ up to which bfloat16 has every integer: the interpreter truncates where a GPU ro
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from dataclasses import replace
 
@@ -19,14 +20,22 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from alone import on_aten, orthogonalize  # noqa: E402
 
 from compile_muon.kernels import COEFFICIENTS, Averages, muon_apply, newton_schulz_list, reference  # noqa: E402
-from compile_muon.kernels.gpu import apply, fingerprint, normalize, product, symmetric  # noqa: E402
+from compile_muon.kernels.gpu import apply, fingerprint, momentum, normalize, product, symmetric  # noqa: E402
 from compile_muon.kernels.gpu.model import Device, Tile  # noqa: E402
 from compile_muon.kernels.gpu.newton_schulz import Products, products_on  # noqa: E402
 from compile_muon.kernels.gpu.operands import empty_matrices  # noqa: E402
 from compile_muon.kernels.gpu.tiles import Table  # noqa: E402
+from compile_muon.kernels.momentum import muon_momentum  # noqa: E402
 from compile_muon.kernels.newton_schulz import make_plan  # noqa: E402
 from compile_muon.kernels.ops import arguments  # noqa: E402
-from compile_muon.passes.fingerprint import EXAMINE, FINGERPRINT, FINGERPRINT_OF_ROWS, by_aten, row_sums  # noqa: E402
+from compile_muon.passes.fingerprint import (  # noqa: E402
+    EXAMINE,
+    FINGERPRINT,
+    FINGERPRINT_OF_ROWS,
+    FORMULA,
+    by_aten,
+    row_sums,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HALVES = [torch.float16, torch.bfloat16]
@@ -386,3 +395,40 @@ def test_the_public_function_takes_the_kernel(device):
     muon_apply(params, updates, lr=torch.tensor(0.1, device=device), weight_decay=0.5, scale=2.0)
     for p, e in zip(params, expected, strict=True):
         torch.testing.assert_close(p.double(), e, **_within(torch.float32))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("given", "wide", "kept", "made"),
+    [
+        (torch.float16, torch.float32, torch.float32, torch.float16),
+        (torch.float32, torch.float32, torch.float32, torch.float32),
+        (torch.float16, torch.float16, torch.float16, torch.float16),
+    ],
+)
+def test_momenta_of_a_list(device, given, wide, kept, made, nesterov):
+    """Rows of one tile and of several, a part of one, a stack, what is not aligned, more than a launch takes; rates of
+    two groups, one beyond where lerp changes its beginning."""
+    shapes = [(5, 64), (3, 7, 600), (16, 512), (1, 1030), (4, 65), (2, 96), (9, 128), (33, 64), (70, 80)]
+    grads = [matrix(math.prod(s[:-1]), s[-1], device=device, seed=i).view(s).to(given) for i, s in enumerate(shapes)]
+    grads.append(torch.cat([grads[0].view(-1), grads[0].view(-1)])[1 : 1 + 3 * 64].view(3, 64))
+    momenta = [
+        matrix(x.numel() // x.shape[-1], x.shape[-1], device=device, seed=50).view(x.shape).to(kept) for x in grads
+    ]
+    rates = [torch.tensor(pair, device=device) for pair in ((0.05, 0.95), (0.6, 0.4))]
+    hypers = [rates[i % 2] for i in range(len(grads))]
+    how = {"nesterov": nesterov, "dtype": made, "wide": wide}
+    found = momentum.momentum_updates(grads, momenta, hypers, **how, **FORMULA)
+    for i, (grad, old, hyper) in enumerate(zip(grads, momenta, hypers, strict=True)):
+        full = grad.to(wide)
+        expected, _ = muon_momentum(full, old, beta=(hyper[0], hyper[1]), nesterov=nesterov, out_dtype=made)
+        torch.testing.assert_close(
+            found.updates[i], expected, rtol=2 * torch.finfo(made).eps, atol=torch.finfo(made).eps
+        )
+        assert torch.equal(found.wide[i], full) and (found.wide[i] is grad) is (given is wide)
+        assert torch.equal(found.sums[i], row_sums(full))
+        norms = torch.linalg.vector_norm(found.updates[i].double(), dim=-1).view(-1)
+        torch.testing.assert_close(found.norms[i].double(), norms, rtol=1e-6, atol=0)
+    again = momentum.momentum_updates(grads, momenta, hypers, **how, **FORMULA)
+    for one, other in zip((*found.updates, *found.norms), (*again.updates, *again.norms), strict=True):
+        assert torch.equal(one, other)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import compile_muon
+from compile_muon.passes import momentum
 
 ROWS, COLS = 96, 160
 
@@ -34,9 +36,11 @@ class _Reads(TorchDispatchMode):
         return result
 
 
-def test_a_muon_element_costs_30_bytes_beside_its_momentum(device, monkeypatch):
-    """The gradient once for its norm and its fingerprint, and the writes: 4 + 22. In backward, behind what the compiler
-    makes, the division of the update by a norm that is known: 4."""
+@pytest.mark.parametrize("half", [True, False])
+def test_a_muon_element_costs_36_bytes(device, monkeypatch, half):
+    """The gradient once for its norm and its fingerprint, and the writes: 4 + 22. In backward the momentum is read and
+    the update written, 6, and divided by a norm that is known, 4. What comes out of a product in half precision is cast
+    by the same kernel, 6 as for AdamW; a product in float32 is read, 4."""
     from compile_muon.kernels.gpu.launch import Launch
 
     launched: Counter[str] = Counter()
@@ -50,14 +54,17 @@ def test_a_muon_element_costs_30_bytes_beside_its_momentum(device, monkeypatch):
         run(self)
 
     monkeypatch.setattr(Launch, "run", counted)
+    monkeypatch.setattr(momentum, "kernel_on", lambda device: True)  # the interpreter's, too
     model = nn.Sequential(nn.Linear(COLS, ROWS, bias=False)).to(device)
     optimizer = compile_muon.MuonZero(model, update="backward", ns_dtype="bfloat16")
     compiled = torch.compile(model, backend="muon_zero", options={"codegen": "eager"})
     for step in range(3):
         launched.clear()
-        compiled(torch.randn(4, COLS, device=device)).square().mean().backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            compiled(torch.randn(4, COLS, device=device)).float().square().mean().backward()
         beside = {name: count for name, count in launched.items() if "product" not in name and "symmetric" not in name}
-        assert beside == {"mix_kernel": 0, "partial_norms_kernel": 0, "divide_kernel": 4}
+        made = {"momentum_kernel": 2 + 4 + 4 + 2 if half else 4 + 4 + 2}
+        assert beside == {**made, "mix_kernel": 0, "partial_norms_kernel": 0, "divide_kernel": 4}
         launched.clear()
         if step == 1:  # operators are seen, and kernels stay away
             with _Reads() as reads:

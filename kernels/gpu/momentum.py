@@ -1,0 +1,190 @@
+"""Muon's momentum of a list of gradients in few launches, with all that is told by the same read of them.
+
+    new = momentum + (1 − beta)(grad − momentum),  update = grad + beta (new − grad) where it looks ahead, else new
+
+It is the twin of ``kernels.momentum.muon_momentum`` and of ``passes.fingerprint.row_sums``. Per element it reads the
+gradient and the momentum and writes the update; of each row the norm of the update, which Newton–Schulz divides by, and
+the sum that the gradient's fingerprint is made of. A gradient that comes in half precision out of its product is also
+written as the wide one that ``.grad`` is.
+
+A program has whole rows of one tensor, so nothing is added up by atomics, and the same input gives the same bits. Up to
+``MOST`` tensors share a launch, by one compiled kernel whatever they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .apply import is_wide
+from .fingerprint import _weights
+from .launch import Launch, coded, filled
+from .model import ceildiv
+
+__all__ = ["Updates", "momentum_updates"]
+
+ROWS, WIDTH, WARPS = 4, 512, 4  # of a tile
+MOST = 8  # tensors per launch
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Of each gradient.
+
+    Args:
+        updates: like it, contiguous.
+        wide: the gradient in the dtype asked for; itself where it has that.
+        norms: of the rows of the update, 1-D fp32.
+        sums: of the rows of the wide gradient, 1-D int64.
+    """
+
+    updates: list[Tensor]
+    wide: list[Tensor]
+    norms: list[Tensor]
+    sums: list[Tensor]
+
+
+@triton.jit
+def _lerp(start, end, weight):
+    """``torch.lerp``, which begins at the nearer end."""
+    way = end - start
+    return tl.where(tl.abs(weight) < 0.5, start + weight * way, end - way * (1.0 - weight))
+
+
+@triton.jit
+def momentum_kernel(
+    gs,
+    ms,
+    us,
+    ws,
+    norms,
+    sums,
+    hypers,
+    rows,
+    columns,
+    COUNT: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    WIDEN: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    FACTOR: tl.constexpr,
+):
+    """``rows`` and ``columns`` are :func:`launch.coded`; what fills the lists up to COUNT has no row. ``WIDE``: 16
+    bytes of all tensors may be read at once."""
+    program = tl.program_id(0).to(tl.int64)
+    # Which tensor this program is of: only this is done COUNT times over.
+    first = program * 0
+    count = first
+    width = first + 1
+    g_at = gs[0].to(tl.int64)
+    m_at = ms[0].to(tl.int64)
+    u_at = us[0].to(tl.int64)
+    w_at = ws[0].to(tl.int64)
+    n_at = norms[0].to(tl.int64)
+    s_at = sums[0].to(tl.int64)
+    h_at = hypers[0].to(tl.int64)
+    begin = program * 0
+    for i in tl.static_range(COUNT):
+        here = (program * 0 + rows[i] - 3) // 2
+        programs = tl.cdiv(here, ROWS)
+        mine = (program >= begin) & (program < begin + programs)
+        first = tl.where(mine, begin, first)
+        count = tl.where(mine, here, count)
+        width = tl.where(mine, (program * 0 + columns[i] - 3) // 2, width)
+        g_at = tl.where(mine, gs[i].to(tl.int64), g_at)
+        m_at = tl.where(mine, ms[i].to(tl.int64), m_at)
+        u_at = tl.where(mine, us[i].to(tl.int64), u_at)
+        w_at = tl.where(mine, ws[i].to(tl.int64), w_at)
+        n_at = tl.where(mine, norms[i].to(tl.int64), n_at)
+        s_at = tl.where(mine, sums[i].to(tl.int64), s_at)
+        h_at = tl.where(mine, hypers[i].to(tl.int64), h_at)
+        begin += programs
+    g_at = g_at.to(gs[0].dtype)
+    m_at = m_at.to(ms[0].dtype)
+    u_at = u_at.to(us[0].dtype)
+    w_at = w_at.to(ws[0].dtype)
+    if WIDE:
+        g_at = tl.multiple_of(g_at, 16)
+        m_at = tl.multiple_of(m_at, 16)
+        u_at = tl.multiple_of(u_at, 16)
+        w_at = tl.multiple_of(w_at, 16)
+        width = tl.multiple_of(width, 16)
+    toward = h_at.to(hypers[0].dtype)
+    to_grad = tl.load(toward)
+    to_new = tl.load(toward + 1)
+    row = (program - first) * ROWS + tl.arange(0, ROWS)
+    squares = tl.zeros((ROWS,), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.int64)
+    for begin_at in range(0, width, WIDTH):
+        column = begin_at + tl.arange(0, WIDTH)
+        k = row[:, None] * width + column[None, :]
+        inside = (row < count)[:, None] & (column < width)[None, :]
+        grad = tl.load(g_at + k, mask=inside, other=0).to(ws[0].dtype.element_ty)
+        if WIDEN:
+            tl.store(w_at + k, grad, mask=inside)
+        momentum = tl.load(m_at + k, mask=inside, other=0)
+        near = grad.to(momentum.dtype).to(tl.float32)
+        new = _lerp(momentum.to(tl.float32), near, to_grad).to(momentum.dtype)
+        update = new
+        if NESTEROV:
+            update = _lerp(near, new.to(tl.float32), to_new).to(momentum.dtype)
+        update = update.to(us[0].dtype.element_ty)
+        tl.store(u_at + k, update, mask=inside)
+        squares += tl.sum(update.to(tl.float32) * update.to(tl.float32), axis=1)
+        if ws[0].dtype.element_ty == tl.float32:
+            bits = grad.to(tl.int32, bitcast=True)
+        else:
+            bits = grad.to(tl.int16, bitcast=True)
+        total += tl.sum(bits.to(tl.int64) * _weights(column, GOLDEN, FACTOR)[None, :], axis=1)
+    tl.store(n_at.to(norms[0].dtype) + row, tl.sqrt(squares), mask=row < count)
+    tl.store(s_at.to(sums[0].dtype) + row, total, mask=row < count)
+
+
+def momentum_updates(
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    hypers: Sequence[Tensor],
+    *,
+    nesterov: bool,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    golden: int,
+    factor: int,
+) -> Updates:
+    """Updates of gradients on one device.
+
+    Args:
+        grads: contiguous, of one dtype, in rows of their last dimension; none empty.
+        momenta: like them, of one dtype, not changed.
+        hypers: fp32, each beginning with ``(1 - beta, beta)``.
+        nesterov: whether updates look ahead.
+        dtype: of the updates.
+        wide: of the gradients that are returned, theirs or a wider one.
+        golden, factor: of the fingerprint's formula, below 2**64.
+    """
+    made = Updates(
+        [torch.empty(x.shape, dtype=dtype, device=x.device) for x in grads],
+        [x if x.dtype is wide else torch.empty(x.shape, dtype=wide, device=x.device) for x in grads],
+        [x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32) for x in grads],
+        [x.new_empty(x.numel() // x.shape[-1], dtype=torch.int64) for x in grads],
+    )
+    settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
+    settings |= {"NESTEROV": nesterov, "WIDEN": bool(grads) and grads[0].dtype is not wide}
+    lists = list(zip(grads, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
+    each_wide = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:4]) for tensors in lists]
+    for alike in (True, False):
+        chosen = [i for i, own in enumerate(each_wide) if own is alike]
+        for start in range(0, len(chosen), MOST):
+            chunk = [lists[i] for i in chosen[start : start + MOST]]
+            counts = [tensors[4].numel() for tensors in chunk]
+            widths = [coded(tensors[0].shape[-1]) for tensors in chunk]
+            columns: list[Sequence[object]] = [*zip(*chunk, strict=True), [coded(own) for own in counts], widths]
+            arguments = tuple(filled(column, MOST) for column in columns)
+            programs = sum(ceildiv(own, ROWS) for own in counts)
+            Launch(momentum_kernel, programs, chunk[0][0], arguments, settings | {"WIDE": alike}).run()
+    return made
