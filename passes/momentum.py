@@ -1,10 +1,12 @@
 """``muon_zero::momentum``: Muon's updates of many gradients, and what is told by the same read, as one operator.
 
-    momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, bool nesterov, str dtype, str wide) -> Tensor[]
+    momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, Tensor[] carried, bool nesterov, str dtype, str wide)
+        -> Tensor[]
 
 Results are, of each gradient, the update in ``dtype``, the gradient in the dtype ``wide`` where it has another, the
 norms of the update's rows, and the sums of the wide gradient's rows that its fingerprint is made of
-(:func:`~.fingerprint.row_sums`): updates first, then the rest list by list. Each is new memory.
+(:func:`~.fingerprint.row_sums`): updates first, then the rest list by list. Each is new memory. ``carried`` is what
+each gradient is added to, for all but the gradient that is returned, or empty.
 
 On CUDA Triton's kernel (``compile_muon.kernels.gpu.momentum``) makes them, several gradients a launch. Written in aten,
 as elsewhere, Inductor would fuse each with what makes the gradient: as many bytes, but 20 nodes a matrix, which were
@@ -31,7 +33,8 @@ __all__ = ["MOMENTUM_UPDATES", "Updated", "takes", "updates_of", "updates_by_ker
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define(
-    "momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, bool nesterov, str dtype, str wide) -> Tensor[]"
+    "momentum(Tensor[] grads, Tensor[] momenta, Tensor[] hypers, Tensor[] carried, bool nesterov, str dtype, str wide)"
+    " -> Tensor[]"
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +50,7 @@ class Updated:
         update: to be orthogonalized.
         wide: the gradient in the parameter's dtype.
         norms: of the update's rows, ``[..., rows]`` fp32.
-        sums: of the gradient's rows, 1-D int64.
+        sums: of the rows of the gradient and what it is added to, 1-D int64.
     """
 
     update: Tensor
@@ -81,6 +84,7 @@ def updates_of(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
+    carried: Sequence[Tensor],
     nesterov: bool,
     dtype: torch.dtype,
     wide: torch.dtype,
@@ -89,11 +93,12 @@ def updates_of(
 
     Args:
         hypers: fp32, each beginning with ``(1 - beta, beta)``.
+        carried: what each is added to, in dtype ``wide``, or none.
         nesterov: whether updates look ahead.
         dtype: of the updates.
         wide: of the gradients that belong to them.
     """
-    found = list(MOMENTUM_UPDATES(grads, momenta, hypers, nesterov, encode_dtype(dtype), encode_dtype(wide)))
+    found = list(MOMENTUM_UPDATES(grads, momenta, hypers, carried, nesterov, encode_dtype(dtype), encode_dtype(wide)))
     count = len(grads)
     updates, found = found[:count], found[count:]
     given = list(grads)
@@ -111,26 +116,29 @@ def _momentum(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
+    carried: Sequence[Tensor],
     nesterov: bool,
     dtype: str,
     wide: str,
 ) -> list[Tensor]:
     if may_launch([*grads, *momenta]):
-        return updates_by_kernel(grads, momenta, hypers, nesterov, dtype, wide)
+        return updates_by_kernel(grads, momenta, hypers, carried, nesterov, dtype, wide)
     given = [grad.to(decode_dtype(wide)) for grad in grads]
+    sums = [held + grad for held, grad in zip(carried, given, strict=True)] if carried else given
     updates = []
-    for grad, momentum, hyper in zip(given, momenta, hypers, strict=True):
+    for grad, momentum, hyper in zip(sums, momenta, hypers, strict=True):
         beta, out = (hyper[0], hyper[1]), decode_dtype(dtype)
         updates.append(muon_momentum(grad, momentum, beta=beta, nesterov=nesterov, out_dtype=out)[0])
     norms = [torch.linalg.vector_norm(update, dim=-1, dtype=torch.float32).view(-1) for update in updates]
     widened = given if grads[0].dtype is not decode_dtype(wide) else []
-    return [*updates, *widened, *norms, *map(row_sums, given)]
+    return [*updates, *widened, *norms, *map(row_sums, sums)]
 
 
 def updates_by_kernel(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
+    carried: Sequence[Tensor],
     nesterov: bool,
     dtype: str,
     wide: str,
@@ -139,13 +147,13 @@ def updates_by_kernel(
     from compile_muon.kernels.gpu import momentum as gpu
 
     out, full = decode_dtype(dtype), decode_dtype(wide)
-    made = gpu.momentum_updates(grads, momenta, hypers, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
+    made = gpu.momentum_updates(grads, momenta, hypers, carried, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
     widened = made.wide if grads[0].dtype is not full else []
     return [*made.updates, *widened, *made.norms, *made.sums]
 
 
 @torch.library.register_fake("muon_zero::momentum", lib=_LIBRARY)
-def _(grads, momenta, hypers, nesterov, dtype, wide):  # type: ignore[no-untyped-def]
+def _(grads, momenta, hypers, carried, nesterov, dtype, wide):  # type: ignore[no-untyped-def]
     def like(dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(grad.shape, dtype=dtype, device=grad.device) for grad in grads]
 

@@ -5,7 +5,8 @@
 It is the twin of ``kernels.momentum.muon_momentum`` and of ``passes.fingerprint.row_sums``. Per element it reads the
 gradient and the momentum and writes the update; of each row the norm of the update, which Newton–Schulz divides by, and
 the sum that the gradient's fingerprint is made of. A gradient that comes in half precision out of its product is also
-written as the wide one that ``.grad`` is.
+written as the wide one that ``.grad`` is. What ``.grad`` holds of earlier micro-batches is added for the update and the
+sums.
 
 A program has whole rows of one tensor, so nothing is added up by atomics, and the same input gives the same bits. Up to
 ``MOST`` tensors share a launch, by one compiled kernel whatever they are.
@@ -38,7 +39,7 @@ class Updates:
         updates: like it, contiguous.
         wide: the gradient in the dtype asked for; itself where it has that.
         norms: of the rows of the update, 1-D fp32.
-        sums: of the rows of the wide gradient, 1-D int64.
+        sums: of the rows of the wide gradient and what it is added to, 1-D int64.
     """
 
     updates: list[Tensor]
@@ -57,6 +58,7 @@ def _lerp(start, end, weight):
 @triton.jit
 def momentum_kernel(
     gs,
+    cs,
     ms,
     us,
     ws,
@@ -68,6 +70,7 @@ def momentum_kernel(
     COUNT: tl.constexpr,
     NESTEROV: tl.constexpr,
     WIDEN: tl.constexpr,
+    CARRIED: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -82,6 +85,7 @@ def momentum_kernel(
     count = first
     width = first + 1
     g_at = gs[0].to(tl.int64)
+    c_at = cs[0].to(tl.int64)
     m_at = ms[0].to(tl.int64)
     u_at = us[0].to(tl.int64)
     w_at = ws[0].to(tl.int64)
@@ -97,6 +101,7 @@ def momentum_kernel(
         count = tl.where(mine, here, count)
         width = tl.where(mine, (program * 0 + columns[i] - 3) // 2, width)
         g_at = tl.where(mine, gs[i].to(tl.int64), g_at)
+        c_at = tl.where(mine, cs[i].to(tl.int64), c_at)
         m_at = tl.where(mine, ms[i].to(tl.int64), m_at)
         u_at = tl.where(mine, us[i].to(tl.int64), u_at)
         w_at = tl.where(mine, ws[i].to(tl.int64), w_at)
@@ -105,11 +110,13 @@ def momentum_kernel(
         h_at = tl.where(mine, hypers[i].to(tl.int64), h_at)
         begin += programs
     g_at = g_at.to(gs[0].dtype)
+    c_at = c_at.to(cs[0].dtype)
     m_at = m_at.to(ms[0].dtype)
     u_at = u_at.to(us[0].dtype)
     w_at = w_at.to(ws[0].dtype)
     if WIDE:
         g_at = tl.multiple_of(g_at, 16)
+        c_at = tl.multiple_of(c_at, 16)
         m_at = tl.multiple_of(m_at, 16)
         u_at = tl.multiple_of(u_at, 16)
         w_at = tl.multiple_of(w_at, 16)
@@ -127,6 +134,9 @@ def momentum_kernel(
         grad = tl.load(g_at + k, mask=inside, other=0).to(ws[0].dtype.element_ty)
         if WIDEN:
             tl.store(w_at + k, grad, mask=inside)
+        if CARRIED:
+            held = tl.load(c_at + k, mask=inside, other=0)
+            grad = (held.to(tl.float32) + grad.to(tl.float32)).to(grad.dtype)
         momentum = tl.load(m_at + k, mask=inside, other=0)
         near = grad.to(momentum.dtype).to(tl.float32)
         new = _lerp(momentum.to(tl.float32), near, to_grad).to(momentum.dtype)
@@ -149,6 +159,7 @@ def momentum_updates(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
+    carried: Sequence[Tensor] = (),
     *,
     nesterov: bool,
     dtype: torch.dtype,
@@ -162,6 +173,7 @@ def momentum_updates(
         grads: contiguous, of one dtype, in rows of their last dimension; none empty.
         momenta: like them, of one dtype, not changed.
         hypers: fp32, each beginning with ``(1 - beta, beta)``.
+        carried: what each is added to, contiguous and of dtype ``wide``, or none.
         nesterov: whether updates look ahead.
         dtype: of the updates.
         wide: of the gradients that are returned, theirs or a wider one.
@@ -174,14 +186,15 @@ def momentum_updates(
         [x.new_empty(x.numel() // x.shape[-1], dtype=torch.int64) for x in grads],
     )
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
-    settings |= {"NESTEROV": nesterov, "WIDEN": bool(grads) and grads[0].dtype is not wide}
-    lists = list(zip(grads, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
-    each_wide = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:4]) for tensors in lists]
+    settings |= {"NESTEROV": nesterov, "WIDEN": bool(grads) and grads[0].dtype is not wide, "CARRIED": bool(carried)}
+    held = carried or grads
+    lists = list(zip(grads, held, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
+    each_wide = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:5]) for tensors in lists]
     for alike in (True, False):
         chosen = [i for i, own in enumerate(each_wide) if own is alike]
         for start in range(0, len(chosen), MOST):
             chunk = [lists[i] for i in chosen[start : start + MOST]]
-            counts = [tensors[4].numel() for tensors in chunk]
+            counts = [tensors[5].numel() for tensors in chunk]
             widths = [coded(tensors[0].shape[-1]) for tensors in chunk]
             columns: list[Sequence[object]] = [*zip(*chunk, strict=True), [coded(own) for own in counts], widths]
             arguments = tuple(filled(column, MOST) for column in columns)

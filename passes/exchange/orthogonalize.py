@@ -14,7 +14,8 @@ owner      2 S (W-1) / W**2 (all-to-all there and back)  each matrix once      t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ def orthogonalize_group(
     owners: Sequence[int],
     states: Sequence[Sequence[Tensor]] | None = None,
     updated: list[Updated | None] | None = None,
+    carried: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Muon directions of many parameters.
 
@@ -70,6 +72,7 @@ def orthogonalize_group(
         states: that this rank owns of each parameter, ``[count, a, b]``, in the order of :func:`~.owned.owned`.
         updated: filled with what else is known of each gradient, None where :func:`~..momentum.takes` refuses it. What
             it takes may come in a narrower dtype than ``spec.dtype``.
+        carried: what some of these, by number, are added to.
     Returns:
         One direction per gradient, ``spec.layout.local_shape``, in the dtype of Newton-Schulz (``spec.muon.dtype``),
         contiguous; behind them the new states of each parameter, like ``states``.
@@ -77,7 +80,7 @@ def orthogonalize_group(
     Raises:
         ValueError: a parameter without ``muon``.
     """
-    made = _by_operator(grads, momenta, hypers, specs)
+    made = _by_operator(grads, momenta, hypers, specs, carried)
     updates = []
     for i, (grad, momentum, hyper, spec) in enumerate(zip(grads, momenta, hypers, specs, strict=True)):
         if i in made:
@@ -100,17 +103,22 @@ def orthogonalize_group(
 
 
 def _by_operator(
-    grads: Sequence[Tensor], momenta: Sequence[Tensor], hypers: Sequence[Tensor], specs: Sequence[ParamSpec]
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    hypers: Sequence[Tensor],
+    specs: Sequence[ParamSpec],
+    carried: Mapping[int, Tensor],
 ) -> dict[int, Updated]:
     """By number of the parameter, of those that one operator updates."""
-    groups: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype, torch.dtype], list[int]] = {}
+    groups: dict[tuple[torch.dtype, torch.dtype, bool, torch.dtype, torch.dtype, bool], list[int]] = {}
     for i, (grad, momentum, spec) in enumerate(zip(grads, momenta, specs, strict=True)):
         if takes(grad, momentum, spec):
             muon = spec.muon_settings
-            kind = (grad.dtype, momentum.dtype, muon.nesterov, wire_dtype(muon), decode_dtype(spec.dtype))
+            kind = (grad.dtype, momentum.dtype, muon.nesterov, wire_dtype(muon), decode_dtype(spec.dtype), i in carried)
             groups.setdefault(kind, []).append(i)
     made: dict[int, Updated] = {}
-    for (_, _, nesterov, dtype, wide), chosen in groups.items():
+    for (_, _, nesterov, dtype, wide, _), chosen in groups.items():
         own, kept, rates = ([each[i] for i in chosen] for each in (grads, momenta, hypers))
-        made |= zip(chosen, updates_of(own, kept, rates, nesterov, dtype, wide), strict=True)
+        held = [carried[i] for i in chosen if i in carried]
+        made |= zip(chosen, updates_of(own, kept, rates, held, nesterov, dtype, wide), strict=True)
     return made

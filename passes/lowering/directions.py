@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
@@ -40,25 +41,29 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
         kept = [marker.states if isinstance(marker, OrthogonalizeWith) else () for marker in chosen]
         table = [owner for i in bucket for owner in owners[i]]
 
-        sources = [_source(marker) for marker in chosen]
+        gradients = list(map(_gradient, chosen))
+        added = [i for i, gradient in enumerate(gradients) if gradient.carried is not None]
 
         def directions(
             *tensors: torch.Tensor,
             chosen: Sequence[Orthogonalize | OrthogonalizeWith] = chosen,
             table: list[int] = table,
             kept: Sequence[Sequence[Node]] = kept,
+            added: Sequence[int] = added,
         ) -> list[torch.Tensor]:
             count, behind = len(chosen), iter(tensors[3 * len(chosen) :])
             grads, momenta, hypers = (tensors[part * count : (part + 1) * count] for part in range(3))
             states = [[next(behind) for _ in own] for own in kept]
+            carried = {i: next(behind) for i in added}
             updated: list[Updated | None] = []
             specs = [marker.spec for marker in chosen]
-            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated)
+            made = orthogonalize_group(grads, momenta, hypers, specs, table, states, updated, carried)
             return [*made, *(tensor for each in updated if each is not None for tensor in (each.wide, each.sums))]
 
         states, hypers = [marker.state for marker in chosen], [marker.hyper for marker in chosen]
-        inputs = [*sources, *states, *hypers]
+        inputs = [*(gradient.source for gradient in gradients), *states, *hypers]
         inputs += [node for own in kept for node in own]
+        inputs += [gradient.carried for gradient in gradients if gradient.carried is not None]
         first = chosen[0].spec
         work = Work(
             Category.EXCHANGE,
@@ -78,34 +83,56 @@ def lower_directions(gm: GraphModule, ctx: PassContext) -> None:
             for node, result in zip(marker.found, [direction, *(next(behind) for _ in own)], strict=True):
                 replace(gm, node, result)
             gm.graph.erase_node(marker.node)
-        for marker, source in zip(chosen, sources, strict=True):
-            if takes(tensor_value(source), tensor_value(marker.state), marker.spec):
-                _replace_gradient(gm, marker.grad, source, wide=next(behind), sums=next(behind))
+        for marker, gradient in zip(chosen, gradients, strict=True):
+            if not _taken(gradient.source, marker):
+                continue
+            wide, sums = next(behind), next(behind)
+            for user in [user for user in marker.grad.users if user.target is ROW_SUMS]:
+                replace(gm, user, sums)
+            if gradient.cast is not None:
+                gradient.cast.replace_all_uses_with(wide, delete_user_cb=lambda user: user.op == "output")
     _sum_rows(gm)
 
 
-def _source(marker: Orthogonalize | OrthogonalizeWith) -> Node:
-    """The gradient; where only the momentum's operator and whoever is given ``.grad`` read it, what it is cast from.
+@dataclass(frozen=True)
+class _Gradient:
+    """What the momentum's operator reads in place of a marker's gradient.
 
-    The operator casts it as well, and until then the gradient has half of the memory.
+    Args:
+        source: the gradient, or what it is cast from.
+        carried: what ``.grad`` holds and the gradient is added to; None for nothing.
+        cast: the node whose result the operator makes as well; None where the source is the gradient.
     """
-    grad, source = marker.grad, marker.grad.args[0] if marker.grad.args else None
-    if grad.target not in _CASTS or not isinstance(source, Node):
-        return grad
-    read_late = all(user.op == "output" or user is marker.node or user.target is ROW_SUMS for user in grad.users)
-    if not read_late or work_of(grad) is not None or source.op == "placeholder":
-        return grad
+
+    source: Node
+    carried: Node | None = None
+    cast: Node | None = None
+
+
+def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
+    """The operator adds to what ``.grad`` holds, rather than reading a sum that nobody else needs. Where only it and
+    whoever is given ``.grad`` read a gradient that is cast, it casts that as well: until then the gradient has half of
+    the memory.
+    """
+    grad, carried = marker.grad, None
+    readers = {marker.node, *(user for user in grad.users if user.target is ROW_SUMS)}
+    if grad.target is torch.ops.aten.add.Tensor and not grad.kwargs and set(grad.users) <= readers:
+        left, right = grad.args[:2]
+        if left.op == "placeholder" and tensor_value(left).is_contiguous() and _taken(right, marker):
+            grad, carried, readers = right, left, {grad}
+    source = grad.args[0] if grad.target in _CASTS else None
+    if not isinstance(source, Node) or source.op == "placeholder" or work_of(grad) is not None:
+        return _Gradient(grad, carried)
     narrow, wide = tensor_value(source), tensor_value(grad)
     narrower = narrow.dtype in _HALF and wide.dtype is torch.float32 and narrow.device == wide.device
-    return source if narrower and takes(narrow, tensor_value(marker.state), marker.spec) else grad
+    read_late = all(user.op == "output" or user in readers for user in grad.users)
+    if not (narrower and read_late and _taken(source, marker)):
+        return _Gradient(grad, carried)
+    return _Gradient(source, carried, grad)
 
 
-def _replace_gradient(gm: GraphModule, grad: Node, source: Node, *, wide: Node, sums: Node) -> None:
-    """Let all read what the operator has made of a gradient."""
-    for user in [user for user in grad.users if user.target is ROW_SUMS]:
-        replace(gm, user, sums)
-    if source is not grad:
-        replace(gm, grad, wide)
+def _taken(grad: Node, marker: Orthogonalize | OrthogonalizeWith) -> bool:
+    return takes(tensor_value(grad), tensor_value(marker.state), marker.spec)
 
 
 def _sum_rows(gm: GraphModule) -> None:

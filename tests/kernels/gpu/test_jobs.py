@@ -78,7 +78,7 @@ def test_what_a_graph_will_launch(on_h100: None, tmp_path: Path, monkeypatch: py
         rows = [given(f"norms{i}", shape[0]) for i, shape in enumerate(shapes)] if norms else []
         hypers = [given("hyper", 2)] * len(inputs)
         made = graph.call_function(torch.ops.muon_zero.newton_schulz.default, (inputs, *plan[:-1], rows))
-        updates = graph.call_function(MOMENTUM_UPDATES, (inputs, inputs, hypers, True, "bfloat16", "float32"))
+        updates = graph.call_function(MOMENTUM_UPDATES, (inputs, inputs, hypers, [], True, "bfloat16", "float32"))
         graph.output((made, updates, graph.call_function(FINGERPRINT_OF_ROWS, (inputs,))))
         return GraphModule({}, graph)
 

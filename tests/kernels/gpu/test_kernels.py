@@ -397,7 +397,7 @@ def test_the_public_function_takes_the_kernel(device):
         torch.testing.assert_close(p.double(), e, **_within(torch.float32))
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("nesterov", "adds"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
     ("given", "wide", "kept", "made"),
     [
@@ -406,7 +406,7 @@ def test_the_public_function_takes_the_kernel(device):
         (torch.float16, torch.float16, torch.float16, torch.float16),
     ],
 )
-def test_momenta_of_a_list(device, given, wide, kept, made, nesterov):
+def test_momenta_of_a_list(device, given, wide, kept, made, nesterov, adds):
     """Rows of one tile and of several, a part of one, a stack, what is not aligned, more than a launch takes; rates of
     two groups, one beyond where lerp changes its beginning."""
     shapes = [(5, 64), (3, 7, 600), (16, 512), (1, 1030), (4, 65), (2, 96), (9, 128), (33, 64), (70, 80)]
@@ -418,17 +418,19 @@ def test_momenta_of_a_list(device, given, wide, kept, made, nesterov):
     rates = [torch.tensor(pair, device=device) for pair in ((0.05, 0.95), (0.6, 0.4))]
     hypers = [rates[i % 2] for i in range(len(grads))]
     how = {"nesterov": nesterov, "dtype": made, "wide": wide}
-    found = momentum.momentum_updates(grads, momenta, hypers, **how, **FORMULA)
+    carried = [0.5 * torch.ones_like(x).to(wide) for x in grads] if adds else []
+    found = momentum.momentum_updates(grads, momenta, hypers, carried, **how, **FORMULA)
     for i, (grad, old, hyper) in enumerate(zip(grads, momenta, hypers, strict=True)):
         full = grad.to(wide)
-        expected, _ = muon_momentum(full, old, beta=(hyper[0], hyper[1]), nesterov=nesterov, out_dtype=made)
+        total = full + carried[i] if adds else full
+        expected, _ = muon_momentum(total, old, beta=(hyper[0], hyper[1]), nesterov=nesterov, out_dtype=made)
         torch.testing.assert_close(
             found.updates[i], expected, rtol=2 * torch.finfo(made).eps, atol=torch.finfo(made).eps
         )
         assert torch.equal(found.wide[i], full) and (found.wide[i] is grad) is (given is wide)
-        assert torch.equal(found.sums[i], row_sums(full))
+        assert torch.equal(found.sums[i], row_sums(total))
         norms = torch.linalg.vector_norm(found.updates[i].double(), dim=-1).view(-1)
         torch.testing.assert_close(found.norms[i].double(), norms, rtol=1e-6, atol=0)
-    again = momentum.momentum_updates(grads, momenta, hypers, **how, **FORMULA)
+    again = momentum.momentum_updates(grads, momenta, hypers, carried, **how, **FORMULA)
     for one, other in zip((*found.updates, *found.norms), (*again.updates, *again.norms), strict=True):
         assert torch.equal(one, other)
