@@ -121,7 +121,7 @@ def _gradient(marker: Orthogonalize | OrthogonalizeWith) -> _Gradient:
         if left.op == "placeholder" and tensor_value(left).is_contiguous() and _taken(right, marker):
             grad, carried, readers = right, left, {grad}
     source = grad.args[0] if grad.target in _CASTS else None
-    if not isinstance(source, Node) or source.op == "placeholder" or work_of(grad) is not None:
+    if not isinstance(source, Node) or source.op == "placeholder":
         return _Gradient(grad, carried)
     narrow, wide = tensor_value(source), tensor_value(grad)
     narrower = narrow.dtype in _HALF and wide.dtype is torch.float32 and narrow.device == wide.device
