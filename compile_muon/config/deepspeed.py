@@ -142,6 +142,11 @@ def read_all(source: str | os.PathLike | Mapping[str, Any]) -> Reading:
                 f"{', '.join(sizes)}: how large batches are is for the loop to say; as in every config of DeepSpeed, "
                 "norms, biases and other vectors decay too; write optimizer.params.adamw_decay_vectors, true or false"
             )
+        if "optimizer" not in values:
+            given.remarks.append(
+                "optimizer: this config has none, and DeepSpeed would take the one that is passed to its initialize; "
+                'here it is Muon with its default rates; write optimizer.type, "Muon" or "AdamW", and rates'
+            )
         if algorithm == "adamw" and not given.mistakes.found:
             _remark_on_defaults(given)
     zero = dict(section(given, "zero_optimization", top.get("zero_optimization", {})))
@@ -247,7 +252,8 @@ def _put_params(given: Given, params: Mapping[str, Any]) -> None:
     for key, value in params.items():
         if key not in _SHARED:
             _put(given, PARAM_ALIASES.get(key, key), value, f"optimizer.params.{key}")
-    if "lr" in params and "adamw_lr" not in given.values and not matches_adamw(params.get("adjust_lr")):
+    of_both = "lr" in params and "adamw_lr" not in given.values
+    if of_both and params["lr"] != AdamWConfig.lr and not matches_adamw(params.get("adjust_lr")):
         given.remarks.append(_one_rate("optimizer.params.lr", params["lr"], "write muon_lr and adam_lr"))
     for key in _SHARED:
         if key in params:

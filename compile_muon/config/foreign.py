@@ -23,6 +23,10 @@ def _off(value: object) -> bool:
     return not value or (isinstance(value, str) and value.lower() == "none")
 
 
+def _float32_or_off(value: object) -> bool:
+    return _off(value) or value in ("fp32", "float32", "torch.float32")
+
+
 def off_by(key: str, *also: object) -> Callable[[object], bool]:
     """Of an object, what it says under the key that DeepSpeed heeds; values that ask for nothing there, too."""
     return lambda value: _off(value.get(key)) or value.get(key) in also if isinstance(value, Mapping) else _off(value)
@@ -138,8 +142,8 @@ _REQUESTS: tuple[_Request, ...] = (
     _Request(
         {"": "data_types"},
         "is a DeepSpeed precision setting that is not honoured here",
-        "gradients are accumulated in the dtype of the parameter; param_dtype and reduce_dtype are in optimizer.params",
-        lambda value: _off(value) or (isinstance(value, Mapping) and all(map(_off, value.values()))),
+        "gradients are accumulated in the masters' dtype, master_dtype in optimizer.params",
+        lambda value: _off(value) or (isinstance(value, Mapping) and all(map(_float32_or_off, value.values()))),
     ),
     _Request(
         dict.fromkeys(("bf16", "bfloat16"), "bf16_master_weights_and_grads bf16_optimizer_states"),

@@ -236,8 +236,8 @@ class Ledger:
             warn_user(
                 f"no graph of backend='muon_zero' has produced a gradient of {muon[0].name!r} or any other Muon matrix "
                 "in three steps: the model runs eagerly, or is compiled by another backend. Training is right, but "
-                "weights are gathered one by one and directions made in step(); compile it with "
-                "torch.compile(model, backend='muon_zero'), or set update='step' to say that this is meant"
+                'weights are gathered one by one and directions made in step(); write "compile": true in '
+                "the config, or torch.compile(model, backend='muon_zero'); or set update='step', if this is meant"
             )
         for sharded in self.sharded_params:
             sharded.close()

@@ -55,7 +55,7 @@ def load_noting(source) -> tuple[Config, list[str]]:
     hints = [message for message in messages if message.startswith("no effect here: ")]
     sized = [message.partition(": ")[0] for message in messages if message.startswith("train_")]
     known = ("train_", "scheduler.params.", "no effect here: ", "optimizer.params.lr = ")
-    known += ("optimizer.params: what is left out",)
+    known += ("optimizer.params: what is left out", "optimizer: this config has none")
     assert len(hints) <= 1 and all(message.startswith(known) for message in messages), messages
     assert not caught or caught[0].filename == __file__  # at the caller's line, not in ours
     hints = [message.removeprefix("no effect here: ") for message in hints]
@@ -324,7 +324,7 @@ def test_no_key_is_both_read_and_foreign():
         ("zero_optimization.zeropp_loco_param", {"err_beta": 0.8}),
         ("amp", {"enabled": True}),
         ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
-        ("data_types", {"grad_accum_dtype": "fp32"}),
+        ("data_types", {"grad_accum_dtype": "bf16"}),
         ("gradient_allreduce_op", "sum"),
         ("tensor_parallel", {"autotp_size": 4}),
         ("tensor_parallel", {"tp": {"tp_size": 2}}),
@@ -718,10 +718,23 @@ def test_one_rate_for_both_halves_is_said_unless_it_is_meant():
     with pytest.warns(UserWarning, match=r"optimizer.params.lr = 0.02 is AdamW's rate too.* takes 0.0003 .*muon_lr"):
         assert load_config(nested("optimizer.params.lr", 0.02)).adamw.lr == 0.02
     rms = ({"adjust_lr": "match_rms_adamw"}, {"adjust_lr": 0.18})
-    for meant in ({"adam_lr": 0.02}, *rms, {"muon_lr": 0.02, "adamw_lr": 0.1}):
+    for meant in ({"adam_lr": 0.02}, *rms, {"muon_lr": 0.02, "adamw_lr": 0.1}, {"muon_lr": 0.02, "lr": 3e-4}):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load_config(nested("optimizer.params", {"lr": 0.02, **meant}))
+
+
+def test_a_config_of_deepspeed_without_an_optimizer_is_said_to_train_with_muon():
+    with pytest.warns(UserWarning, match=r"optimizer: this config has none.* Muon with its default rates"):
+        assert load_config({"train_batch_size": 8, "zero_optimization": {"stage": 2}}) == decaying_vectors(Config())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config({"zero_optimization": {"stage": 2}})
+
+
+def test_gradients_accumulate_in_float32_and_a_config_may_say_so():
+    for dtype in ("fp32", "float32"):
+        assert load_noting({"data_types": {"grad_accum_dtype": dtype}}) == (Config(), ["data_types"])
 
 
 @pytest.mark.parametrize("text", [None, "{", "[1]"])

@@ -186,7 +186,7 @@ def merged(left: Mapping, right: Mapping) -> dict:
 
 
 def test_a_batch_size_is_said_to_decay_vectors_and_is_without_effect_where_that_is_written() -> None:
-    (said,) = told({"train_batch_size": 8})
+    (said,) = told({"train_batch_size": 8, "optimizer": {}})
     assert said.startswith("train_batch_size: ") and "adamw_decay_vectors" in said
     written = nested("optimizer.params.adamw_decay_vectors", False)
     assert told({"train_batch_size": 8, **written}) == ["no effect here: train_batch_size"]
