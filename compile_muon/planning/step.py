@@ -66,10 +66,11 @@ def step_graphs(
         late = [sharded for sharded in muon if sharded.name not in ready]
         projected: dict[str, Projected] = {}
         if late:
-            with EagerGraph() as graph:
-                projected = project(late, [sharded.local_grad for sharded in late], optimizer.state)
+            grads = [sharded.local_grad for sharded in late]
+            with EagerGraph() as graph, noting_lends(optimizer, graph):
+                projected = project(optimizer.engine.step, late, grads)
             if projected:
-                found.append(_played(graph.done(), "projection"))
+                found.append(replace(_played(graph.done(), "projection"), moves=graph.moves))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))
             kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
             StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)
