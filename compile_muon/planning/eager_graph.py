@@ -44,9 +44,13 @@ class EagerGraph(TorchDispatchMode):
         self._pending: Moves = ()
         self.elsewhere = False
 
-    def done(self) -> GraphModule:
-        """The graph."""
-        self.moves[self._graph.output(())] = self._pending
+    def done(self, returned: Sequence[Tensor] = ()) -> GraphModule:
+        """The graph.
+
+        Args:
+            returned: of its tensors, those that others read afterwards.
+        """
+        self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
         return GraphModule(nn.Module(), self._graph)
 
     @contextmanager

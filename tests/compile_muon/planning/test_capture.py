@@ -203,6 +203,20 @@ def test_what_the_host_computes_is_no_work_of_the_device() -> None:
     assert host.simulated(free).seconds < device.simulated(free).seconds
 
 
+def test_projected_gradients_are_live_until_the_commit_and_masters_come_for_them() -> None:
+    away = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
+    found = step(1, method="muown", **away)
+    frames = [graph.frame for graph in found.graphs]
+    projection, directions = (found.graphs[frames.index(frame)] for frame in ("projection", "step0"))
+    matrices = sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2) // WORLD
+    (projected,) = projection.gm.graph.output_node().args
+    assert sum(node.meta["val"].nbytes for node in projected) == 4 * matrices
+    read = [node for node in directions.gm.graph.find_nodes(op="placeholder") if node.name.startswith("grad_")]
+    assert sum(node.meta["val"].nbytes for node in read) == 4 * matrices, "in the dtype of states"
+    moves = [move for each in projection.moves.values() for move, _ in each]
+    assert moves.count(Move.OPEN) == moves.count(Move.LEAVE) > 0 and set(moves) == {Move.OPEN, Move.LEAVE}
+
+
 @pytest.mark.full
 def test_gathered_weights_that_are_kept_are_live_through_backward() -> None:
     kept = step(3, options=FrameOptions(codegen="eager", reshard_after_forward=False, bucket_bytes=2**16))
