@@ -1,24 +1,26 @@
-"""Methods from the same start: the loss over the steps of each, at the best rate of one grid.
+"""Methods from the same start: the loss over the steps of each, at the best rate of its grid.
 
-    python benchmarks/methods.py                     each method at six rates, 300 steps
+    python benchmarks/methods.py                     each method at six rates or more, 300 steps
+    python benchmarks/methods.py --methods soap      one of them; the file keeps the others
     python benchmarks/methods.py --steps 40          a first look
 
 A small GPT on the bytes of Python's standard library, one process, the same batches for all. The rate of the matrices
-is tuned over the grid, AdamW's of the rest is the same for all. What is said here is said of this model.
+is tuned over a grid that grows until its best is inside, AdamW's of the rest is the same for all. Runs from two more
+seeds at the best rate say how far apart methods have to be. What is said here is said of this model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpt import GPT, PRESETS, losses_of
+from gpt import GPT, PRESETS, losses_of, muon_names
 from rich.console import Console
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -27,37 +29,89 @@ from compile_muon.passes.methods import MatrixMethod, method_names
 
 SHAPE = PRESETS["tiny"]
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08)
+MOST_RATES = 9
+REST = 3e-3  # AdamW's rate of all but the matrices
+SEEDS = 3
 LAST = 20  # steps that a run is judged by
+BLOCKS = 4  # of a matrix, for MuonBP: what four ranks would hold
+# At a constant momentum heavy_ball is Muon. AdamW for the matrices, too, is what the others are beside.
+TRAINED = (*(name for name in method_names(MatrixMethod) if name != "heavy_ball"), "adamw")
 _RESULTS = Path(__file__).parent / "results"
 
 
-def train(method: str, rate: float, steps: int) -> list[float]:
+def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
     """The loss of every step, in nats a byte."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT(SHAPE)
-    # AdaMuon's own scale is a fifth of sqrt(width), Muon's is 1: the same grid serves both by one scale.
-    # Muown's gains have the same rate as its directions, which its own scale is made for.
-    scale = None if method == "muown" else "original"
-    optimizer = compile_muon.MuonZero(
-        model, lr=rate, adamw_lr=3e-3, weight_decay=0.01, adjust_lr=scale, method=method, stage=0, update="step"
-    )
+    matrices = muon_names(model)
+    if method == "adamw":
+        groups = {name: {"method": "adamw", "lr": rate, "weight_decay": 0.01} for name in matrices}
+        config = {
+            "optimizer": {"type": "AdamW", "params": {"lr": REST}, "groups": groups},
+            "zero_optimization": {"stage": 0},
+        }
+        optimizer = compile_muon.initialize(model, config)[1]
+    else:
+        # AdaMuon's own scale is a fifth of sqrt(width), Muon's is 1: the same grid serves both by one scale.
+        # Muown's gains have the same rate as its directions, which its own scale is made for.
+        scale = None if method == "muown" else "original"
+        views = {name: {"heads": BLOCKS} for name in matrices} if method == "muonbp" else {}
+        optimizer = compile_muon.MuonZero(
+            model, lr=rate, adamw_lr=REST, weight_decay=0.01, adjust_lr=scale, method=method, muon_views=views, stage=0,
+            update="step",
+        )  # fmt: skip
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - 0.9 * step / steps))
-    return losses_of(model, SHAPE, optimizer, steps, 1, schedule)
+    return losses_of(model, SHAPE, optimizer, steps, seed + 1, schedule)
 
 
-def draw(best: dict[str, tuple[float, list[float]]], title: str, path: Path) -> None:
+def tune(method: str, steps: int, say: Any) -> dict[str, Any]:
+    """The end of each rate, the curve of the best, and its ends from all seeds."""
+    runs: dict[float, list[float]] = {}
+    rates = list(RATES)
+    while True:
+        for rate in rates:
+            if rate not in runs:
+                began = time.perf_counter()
+                runs[rate] = train(method, rate, steps)
+                seconds = time.perf_counter() - began
+                say(f"{method:12} lr {rate:<8g} {losses_end(runs[rate]):.4f} ({seconds:.0f} s)")
+        rates = sorted(runs)
+        best = min(rates, key=lambda rate: losses_end(runs[rate]))
+        if best not in (rates[0], rates[-1]) or len(rates) >= MOST_RATES:
+            break
+        rates.append(best / 2 if best == rates[0] else 2 * best)
+    seeds = [runs[best], *(train(method, best, steps, seed) for seed in range(1, SEEDS))]
+    ends = [round(losses_end(losses), 5) for losses in seeds]
+    say(f"{method:12} lr {best:<8g} from {SEEDS} seeds {ends}")
+    return {
+        "ends": {f"{rate:g}": round(losses_end(runs[rate]), 5) for rate in rates},
+        "seeds": ends,
+        "curve": [round(x, 4) for x in runs[best]],
+    }
+
+
+def best_rate(found: dict[str, Any]) -> str:
+    """The one of least loss."""
+    return min(found["ends"], key=found["ends"].__getitem__)
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
     """A curve a method, over means of 10 steps."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for method, (rate, losses) in best.items():
-        means = [statistics.fmean(losses[i : i + 10]) for i in range(0, len(losses), 10)]
-        axes.plot(range(10, 10 * len(means) + 1, 10), means, label=f"{method}, lr {rate:g}: {losses_end(losses):.3f}")
-    ends = [losses_end(losses) for _, losses in best.values()]
-    axes.set(xlabel="steps", ylabel="loss (nats a byte)", ylim=(min(ends) - 0.1, min(ends) + 1.2), title=title)
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes, last = figure.subplots(), []
+    for method, found in sorted(record["methods"].items(), key=lambda entry: statistics.fmean(entry[1]["seeds"])):
+        means = [statistics.fmean(found["curve"][i : i + 10]) for i in range(0, len(found["curve"]), 10)]
+        last.append(statistics.fmean(found["seeds"]))
+        label = f"{method}, lr {best_rate(found)}: {last[-1]:.3f}"
+        style = "k--" if method == "adamw" else "-"
+        axes.plot(range(10, 10 * len(means) + 1, 10), means, style, label=label, linewidth=1.2)
+    shape = record["shape"]
+    title = f"{shape['layers']}-layer GPT, width {shape['width']}, each at the best rate of its grid, CPU"
+    axes.set(xlabel="steps", ylabel="loss (nats a byte)", ylim=(min(last) - 0.1, min(last) + 1.2), title=title)
     axes.title.set_fontsize(9)
-    axes.legend(title=f"mean of the last {LAST} steps")
+    axes.legend(title=f"mean of the last {LAST} steps, {SEEDS} seeds", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 
@@ -67,42 +121,49 @@ def losses_end(losses: list[float]) -> float:
     return statistics.fmean(losses[-LAST:])
 
 
+def begun(path: Path, methods: list[str], facts: dict[str, Any]) -> dict[str, Any]:
+    """The record to write these methods into: that of the file, if it is to keep others.
+
+    Raises:
+        ValueError: the others are of other facts, so that they do not compare.
+    """
+    others = json.loads(path.read_text())["methods"] if path.exists() and set(methods) < set(TRAINED) else {}
+    others = {name: found for name, found in others.items() if name not in methods}
+    if others and (before := {key: json.loads(path.read_text())[key] for key in facts}) != facts:
+        raise ValueError(f"{path} has {', '.join(others)} of {before}, but this is {facts}: run all, or use --json")
+    return facts | {"methods": others}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--methods", nargs="+", choices=TRAINED, default=list(TRAINED), metavar="METHOD")
     parser.add_argument("--json", type=Path, default=_RESULTS / "methods.json")
     parser.add_argument("--png", type=Path, help="default: the JSON file's name with .png")
     options = parser.parse_args(argv)
     if options.steps < LAST:
         parser.error(f"--steps is {options.steps}, but must be at least {LAST}")
+    try:
+        record = begun(
+            options.json,
+            options.methods,
+            {"torch": torch.__version__, "shape": vars(SHAPE), "steps": options.steps},
+        )
+    except ValueError as problem:
+        parser.error(str(problem))
     png = options.png or options.json.with_suffix(".png")
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    runs: dict[str, dict[float, list[float]]] = {}
-    for method in method_names(MatrixMethod):
-        if method == "heavy_ball":  # at a constant momentum it is Muon
-            continue
-        for rate in RATES:
-            began = time.perf_counter()
-            losses = train(method, rate, options.steps)
-            runs.setdefault(method, {})[rate] = losses
-            seconds = time.perf_counter() - began
-            console.print(f"{method:12} lr {rate:<6g} {losses_end(losses):.4f} ({seconds:.0f} s)", highlight=False)
-    best = {m: min(of.items(), key=lambda entry: losses_end(entry[1])) for m, of in runs.items()}
-    title = f"{SHAPE.layers}-layer GPT, width {SHAPE.width}, rates out of {', '.join(map(str, RATES))}, CPU"
-    record = {
-        "command": shlex.join(["python", "benchmarks/methods.py", *(argv if argv is not None else sys.argv[1:])]),
-        "torch": torch.__version__,
-        "shape": vars(SHAPE),
-        "steps": options.steps,
-        "ends": {m: {str(rate): round(losses_end(losses), 5) for rate, losses in of.items()} for m, of in runs.items()},
-        "curves": {m: [round(x, 4) for x in losses] for m, (_, losses) in best.items()},
-    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n")
-    draw(best, title, png)
+    for method in options.methods:
+        found = record["methods"] | {
+            method: tune(method, options.steps, lambda text: console.print(text, highlight=False))
+        }
+        record["methods"] = {name: found[name] for name in TRAINED if name in found}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, png)
     console.print(f"losses: {options.json}\nchart:  {png}", soft_wrap=True)
     return 0
 

@@ -224,6 +224,18 @@ def _turns(name: str, title: str) -> Made:
 def methods() -> Made:
     for run in result("qk_clip")["runs"]:
         yield f"| {run['context']:,} | {{}} |", [f"{run['clipped']:.2f}"]
+    runs = result("methods")["methods"]
+    for method, run in runs.items():
+        above = [loss - muon for loss, muon in zip(run["seeds"], runs["muon"]["seeds"], strict=True)]
+        best = min(run["ends"], key=run["ends"].__getitem__)
+        numbers = [best, f"{sum(run['seeds']) / len(run['seeds']):.3f}"]
+        if method == "muon":
+            yield f'| `"{method}"` | {{}} | {{}} | |', numbers
+        else:
+            numbers += [f"{gap:+.3f}" for gap in (min(above), max(above))]
+            yield f'| `"{method}"` | {{}} | {{}} | {{}} to {{}} |', numbers
+    ends = [end for rate, end in runs["muown"]["ends"].items() if float(rate) >= 0.005]
+    yield "over a factor of 16 in `lr` its loss differs by {}", [f"{max(ends) - min(ends):.2f}"]
 
 
 def offload() -> Made:

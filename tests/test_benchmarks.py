@@ -728,6 +728,40 @@ def test_convergence(benchmark, monkeypatch, tmp_path: Path) -> None:
     assert [point[2] for point in runs[0]] == [point[2] for point in runs[1]], "a run leaves nothing to the next"
 
 
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def test_some_methods_are_run_again_beside_the_others(benchmark, monkeypatch, tmp_path: Path, capsys) -> None:
+    methods, file = benchmark("methods"), tmp_path / "methods.json"
+    best = {"muon": 0.02, "soap": 0.001, "adamw": 0.32}
+
+    def train(method: str, rate: float, steps: int, seed: int = 0) -> list[float]:
+        return [2 + seed + abs(math.log2(rate / best[method]))] * steps
+
+    monkeypatch.setattr(methods, "train", train)
+    given = ["--steps", "30", "--json", str(file)]
+    assert methods.main([*given, "--methods", "soap", "muon"]) == 0
+    first = json.loads(file.read_text())["methods"]
+    assert list(first) == ["muon", "soap"] and first["muon"]["seeds"] == [2, 3, 4]
+    assert methods.best_rate(first["soap"]) == "0.00125" and list(first["soap"]["ends"])[0] == "0.000625"
+    best["muon"] = 0.04
+    assert methods.main([*given, "--methods", "adamw", "muon"]) == 0
+    then = json.loads(file.read_text())["methods"]
+    assert list(then) == ["muon", "soap", "adamw"] and then["soap"] == first["soap"]
+    assert methods.best_rate(then["muon"]) == "0.04" and methods.best_rate(then["adamw"]) == "0.32"
+    assert file.with_suffix(".png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        methods.main(["--steps", "40", "--json", str(file), "--methods", "muon"])
+    assert "has soap, adamw of " in capsys.readouterr().err
+    assert json.loads(file.read_text())["methods"] == then
+
+
+@pytest.mark.parametrize("method", ["adamw", "muonbp", "muown"])
+def test_a_method_trains_the_hidden_matrices(benchmark, method) -> None:
+    train = benchmark("methods").train
+    assert train(method, 0.02, 2)[1] < train(method, 0.0, 2)[1]
+
+
 # --- the example's learning rates -------------------------------------------------------------------------------------
 
 

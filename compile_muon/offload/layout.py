@@ -79,7 +79,8 @@ class Chunk:
     def lent(self, what: Lent, *, moved: bool) -> list[Bucket]:
         """Which are asked for."""
         states = [self.states] if moved else [self.momentum, self.states]
-        asked = {Lent.STATES: states, Lent.MASTERS: [self.masters]}.get(what, [*states, self.masters])
+        alone = {Lent.STATES: states, Lent.MASTERS: [self.masters], Lent.MASTERS_READ: [self.masters]}
+        asked = alone.get(what, [*states, self.masters])
         return [bucket for bucket in asked if bucket is not None]
 
     def fill(self, kept: Mapping[str, OffloadedParam]) -> None:

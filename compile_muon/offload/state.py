@@ -206,7 +206,8 @@ class OffloadedStates(Lender, Extension):
             given = self._host.next() if chunk.on_host else {}
             if given is None:  # the step is skipped
                 return
-            read_only = [chunk.masters] if what is Lent.BESIDE_MASTERS and chunk.masters is not None else []
+            reads = what in (Lent.BESIDE_MASTERS, Lent.MASTERS_READ)
+            read_only = [chunk.masters] if reads and chunk.masters is not None else []
             held: dict[Slot, Tensor] = {}
             for bucket in buckets:
                 held |= self._ahead.open(bucket)
@@ -257,7 +258,7 @@ class OffloadedStates(Lender, Extension):
     def _note(self, sharded_params: Sequence[ShardedParam], what: Lent) -> None:
         """Note what a step is about to write in place, if a disk can still fail it: who is lent masters alone writes
         no states, and who is lent some to write moves parameters."""
-        if not self._buffers.on_disk:
+        if not self._buffers.on_disk or what is Lent.MASTERS_READ:
             return
         for sharded in sharded_params:
             kept = self._kept[sharded.name].slots if sharded.name in self._kept else {}

@@ -27,6 +27,8 @@ _functional = torch.ops._c10d_functional
 class EagerGraph(TorchDispatchMode):
     """Inside of it every operation runs, and becomes a node of a graph; what was there before becomes an input.
 
+    What runs while :attr:`elsewhere` is set is none of it: another device does that.
+
     Collectives of :mod:`torch.distributed` become the functional ones that passes and simulator know. One that is
     awaited at once is followed by its wait; of the others :meth:`wait` says where that is.
     """
@@ -40,10 +42,15 @@ class EagerGraph(TorchDispatchMode):
         #: of offloaded state, ahead of each node
         self.moves: dict[Node, Moves] = {}
         self._pending: Moves = ()
+        self.elsewhere = False
 
-    def done(self) -> GraphModule:
-        """The graph."""
-        self.moves[self._graph.output(())] = self._pending
+    def done(self, returned: Sequence[Tensor] = ()) -> GraphModule:
+        """The graph.
+
+        Args:
+            returned: of its tensors, those that others read afterwards.
+        """
+        self.moves[self._graph.output(tuple(self._node(tensor) for tensor in returned))] = self._pending
         return GraphModule(nn.Module(), self._graph)
 
     @contextmanager
@@ -69,6 +76,8 @@ class EagerGraph(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does to its shard comes here again
         results = func(*args, **(kwargs or {}))
+        if self.elsewhere:
+            return results
         if func.namespace == "c10d":
             self._collective(func, {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)})
         elif func.namespace != "profiler":

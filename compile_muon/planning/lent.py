@@ -99,12 +99,15 @@ class _Noted:
         for own, states in self._lender.lend(sharded_params, what, step, moved=moved):
             buckets, read_only = self._lender.lent
             computed: Moves = ()
-            if self._lender.computes(own[0]):
+            # Until the next are lent: what the host writes is looked at and sent back there, which COMPUTE has.
+            self._graph.elsewhere = self._lender.computes(own[0])
+            if self._graph.elsewhere:
                 # States of a file cross no link, and count as if they did.
                 buckets, computed = buckets if self._on_disk else [], [(Move.COMPUTE, _on_host(own))]
             self._graph.move([*((Move.OPEN, bucket) for bucket in buckets), *computed])
             yield own, states
             self._graph.move([(Move.LEAVE if each in read_only else Move.CLOSE, each) for each in buckets])
+        self._graph.elsewhere = False
 
     @contextmanager
     def writing(self, found_inf: Tensor | None) -> Iterator[None]:

@@ -66,10 +66,13 @@ def step_graphs(
         late = [sharded for sharded in muon if sharded.name not in ready]
         projected: dict[str, Projected] = {}
         if late:
-            with EagerGraph() as graph:
-                projected = project(late, [sharded.local_grad for sharded in late], optimizer.state)
+            grads = [sharded.local_grad for sharded in late]
+            with EagerGraph() as graph, noting_lends(optimizer, graph):
+                projected = project(optimizer.engine.step, late, grads)
             if projected:
-                found.append(_played(graph.done(), "projection"))
+                # The step graph and the commit read them in place of gradients.
+                gm = graph.done([each.gradient for each in projected.values()])
+                found.append(replace(_played(gm, "projection"), moves=graph.moves))
             step = Recorder(fake_mode_of([sharded.local for sharded in late]))
             kept = {i: states_at_owner(a, optimizer.state[a.param]) for i, a in enumerate(late) if a.owners}
             StepGraphs(step).orthogonalize(late, [sharded.local_grad for sharded in late], kept, options)

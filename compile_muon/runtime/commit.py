@@ -7,7 +7,7 @@ them in another, neither of which the host waits for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,21 +24,14 @@ from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.views import Part, View
 from compile_muon.runtime.directions import Directions
-from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lent
+from compile_muon.runtime.lender import GRADIENT, MASTER, ROWS, WEIGHT, Lend, Lent
 from compile_muon.runtime.owner_states import states_at_owner
-from compile_muon.runtime.projected import Projected, over_whole_rows
+from compile_muon.runtime.projected import Projected, exact_weights, over_whole_rows
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import columns_shape, local_tensor
 from compile_muon.runtime.trained import Trained
 
-__all__ = ["Lend", "Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
-
-
-#: parameters, what of them -> some of them after the other, each with its states: what is written to these is kept. The
-#: momentum is one of them, but where it was moved already.
-Lend = Callable[
-    [Sequence[ShardedParam], Lent], Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]
-]
+__all__ = ["Matrices", "Prepared", "advance", "commit", "commit_elements", "commit_states", "commit_weights"]
 
 
 def commit(
@@ -72,21 +65,20 @@ def commit(
         elif isinstance(method, ElementMethod):
             rest.append((method, own_rates, own))
     lender, ledger = trained.lender, trained.ledger
-    lending = partial(lend, trained)
     # Where the device decides whether to write, no momentum has been moved for good.
     moved = lender.moved(fetches) if found_inf is None else frozenset[ShardedParam]()
     # What a disk keeps of weights is written with the states; else one that fails has moved nothing.
     masters = any(sharded.spec.master for sharded in trained.muon)
     with lender.writing(found_inf):
         with ledger.range("step commit muon"):
-            prepared = commit_states(matrices, partial(lending, moved=moved), found_inf, beside=lender.beside)
+            prepared = commit_states(matrices, partial(trained.lend, moved=moved), found_inf, beside=lender.beside)
             if masters and trained.summed:
                 lender.confirm()
             if lender.beside or masters:
-                commit_weights(prepared, trained.summed, trained.group, found_inf, lending if masters else None)
+                commit_weights(prepared, trained.summed, trained.group, found_inf, trained.lend if masters else None)
         with ledger.range("step commit adamw"):
             for method, taken, own in rest:
-                for chosen, states in lending(own, Lent.ALL):
+                for chosen, states in trained.lend(own, Lent.ALL):
                     commit_elements(method, taken, chosen, states, found_inf)
     if not (lender.beside or masters):
         with ledger.range("step commit muon"):
@@ -97,20 +89,6 @@ def commit(
 
 def _unscaled(rows: int, cols: int) -> float:
     return 1.0
-
-
-def lend(
-    trained: Trained, sharded_params: Sequence[ShardedParam], what: Lent, *, moved: Collection[ShardedParam] = ()
-) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
-    """Their states, to be read and written; all at once where they are beside the parameters.
-
-    Args:
-        moved: whose momentum has been moved already.
-    """
-    if not trained.lender.beside:
-        yield from trained.lender.lend(sharded_params, what, trained.ledger.status.step, moved=moved)
-    elif sharded_params:
-        yield sharded_params, [trained.optimizer.state[sharded.param] for sharded in sharded_params]
 
 
 def weight_of(sharded: ShardedParam, states: Mapping[str, Tensor]) -> Tensor:
@@ -202,7 +180,7 @@ def commit_states(groups: Sequence[Matrices], lend: Lend, found_inf: Tensor | No
     ]
     everywhere: dict[ShardedParam, Mapping[str, Tensor]] = {}
     summed: dict[ShardedParam, list[tuple[_Part, Tensor | None]]] = {}
-    for part, sums in zip(parts, _row_sums(parts), strict=True):
+    for part, sums in zip(parts, _row_sums(parts, lend), strict=True):
         summed.setdefault(part.sharded, []).append((part, sums))
     for group in groups:
         if group.joint and beside:
@@ -404,10 +382,17 @@ class _Part(NamedTuple):
         )
 
 
-def _row_sums(parts: Sequence[_Part]) -> list[Tensor | None]:
+def _row_sums(parts: Sequence[_Part], lend: Lend) -> list[Tensor | None]:
     """The sums over rows that methods ask for where ranks have parts of the same rows, summed over these ranks; None
     where a rank has whole ones."""
-    sums = [part.row_sums(part.sharded.local.detach()) if part.sharded.spec.cut_in_columns else None for part in parts]
+    cut: dict[ShardedParam, list[_Part]] = {}
+    for part in parts:
+        if part.sharded.spec.cut_in_columns and part.group.method.row_sums is not None:
+            cut.setdefault(part.sharded, []).append(part)
+    found: dict[tuple[ShardedParam, int], Tensor | None] = {}
+    for sharded, weight in exact_weights(lend, list(cut)):
+        found |= {(sharded, part.place): part.row_sums(weight) for part in cut[sharded]}
+    sums = [found.get((part.sharded, part.place)) for part in parts]
     over_whole_rows([(part.sharded, own) for part, own in zip(parts, sums, strict=True)])
     return sums
 

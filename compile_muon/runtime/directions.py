@@ -60,7 +60,7 @@ def make(trained: Trained, begun: Begun, decision: Decision, norm: Tensor) -> Di
             for place, sharded in enumerate(sharded_params)
             if sharded.owners
         }
-        projected = project(sharded_params, grads, trained.optimizer.state)
+        projected = project(trained, sharded_params, grads)
         grads = [
             projected[sharded.name].gradient if sharded.name in projected else grad
             for sharded, grad in zip(sharded_params, grads, strict=True)

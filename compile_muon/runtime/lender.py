@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compile_muon.passes.spec import ParamSpec
     from compile_muon.runtime.sharded_param import ShardedParam
 
-__all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "Lender", "Lent"]
+__all__ = ["GRADIENT", "MASTER", "ROWS", "WEIGHT", "Lend", "Lender", "Lent"]
 
 #: the state that is a master weight, of parameters that are rounded copies of one
 MASTER = "master_weight"
@@ -33,13 +33,21 @@ class Lent(Enum):
         STATES: momenta and what methods keep.
         BESIDE_MASTERS: the same, and master weights to be read only.
         MASTERS: master weights, to be written.
+        MASTERS_READ: master weights, to be read only, ahead of the commit.
         ALL: states and master weights, to be written.
     """
 
     STATES = "states"
     BESIDE_MASTERS = "states beside masters"
     MASTERS = "masters"
+    MASTERS_READ = "masters to be read"
     ALL = "all"
+
+
+_Bucketwise: TypeAlias = "Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]"
+#: parameters, what of them -> some of them after the other, each with its states: what is written to these is kept. The
+#: momentum is one of them, but where it was moved already.
+Lend: TypeAlias = "Callable[[Sequence[ShardedParam], Lent], _Bucketwise]"
 
 
 class Lender:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.passes.methods import Piece, matrix_method
+from compile_muon.passes.methods import MatrixMethod, Piece, matrix_method
 from compile_muon.passes.spec import decode_dtype
 from compile_muon.passes.torch_private import group_named
+from compile_muon.runtime.lender import MASTER, Lend, Lent
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import local_tensor
+from compile_muon.runtime.trained import Trained
 
-__all__ = ["Projected", "over_whole_rows", "project"]
+__all__ = ["Projected", "exact_weights", "over_whole_rows", "project"]
 
 
 @dataclass(frozen=True)
@@ -45,39 +47,60 @@ def over_whole_rows(own: Sequence[tuple[ShardedParam, Tensor | None]]) -> None:
             x.copy_(whole.view(x.shape))
 
 
-def project(
-    sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Tensor]]
-) -> dict[str, Projected]:
-    """Of those whose methods ask for it, by name; nothing is modified. The weight is the one that gradients are of.
+def exact_weights(lend: Lend, sharded_params: Sequence[ShardedParam]) -> Iterator[tuple[ShardedParam, Tensor]]:
+    """What a step writes of each parameter, to be read until the next is asked for: the shard, or the master weight
+    that it is rounded from."""
+    yield from ((sharded, sharded.local.detach()) for sharded in sharded_params if not sharded.spec.master)
+    away = [sharded for sharded in sharded_params if sharded.spec.master]
+    for own, states in lend(away, Lent.MASTERS_READ) if away else ():
+        yield from ((sharded, local_tensor(lent[MASTER])) for sharded, lent in zip(own, states, strict=True))
+
+
+def project(trained: Trained, sharded_params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> dict[str, Projected]:
+    """Of those whose methods ask for it, by name; nothing is modified. The weight is the one that the step will write.
 
     Args:
         sharded_params: of matrices, the same on every rank.
         grads: of their shards, zeros where there is none.
-        states: the optimizer's, by parameter; those of rows are beside it.
     """
-    found: dict[str, Projected] = {}
-    pieces: list[tuple[ShardedParam, Tensor, Piece]] = []
-    for sharded, grad in zip(sharded_params, grads, strict=True):
-        method = matrix_method(sharded.spec.muon_settings.method)
-        if method.project is None:
-            continue
-        slots, dtype = states[sharded.param], decode_dtype(sharded.spec.state_dtype)
-        wide = torch.promote_types(dtype, torch.float32)
-        grad, weight = (x.to(grad.device, wide).contiguous() for x in (grad, sharded.local.detach()))
-        result = torch.empty_like(grad, dtype=dtype)
-        rows = {s.name: local_tensor(slots[s.name]).to(grad.device) for s in method.states if s.each == "row"}
-        own = []
-        for part in sharded.now.parts:
-            gradient, near = part.of(grad), part.of(weight)
-            sums = None if method.project_sums is None else method.project_sums(gradient, near)
-            kept = {name: part.of_rows(state) for name, state in rows.items()}
-            piece = Piece(gradient, near, gradient, kept, sums, {}, part.rows, part.cols)
-            pieces.append((sharded, part.of(result), piece))
-            own.append(sums)
-        found[sharded.name] = Projected(result, own)
-    over_whole_rows([(sharded, piece.sums) for sharded, _, piece in pieces])
-    for sharded, result, piece in pieces:
-        hook = matrix_method(sharded.spec.muon_settings.method).project
+    pairs = zip(sharded_params, grads, strict=True)
+    asked = {a: grad.contiguous() for a, grad in pairs if _method(a).project is not None}
+    found = {
+        a: Projected(torch.empty_like(grad, dtype=decode_dtype(a.spec.state_dtype)), []) for a, grad in asked.items()
+    }
+    cut = [sharded for sharded in asked if sharded.spec.cut_in_columns]
+
+    def write(sharded: ShardedParam, pieces: Sequence[Piece]) -> None:
+        hook, made = _method(sharded).project, found[sharded]
         assert hook is not None
-        result.copy_(hook(piece))
+        for part, piece, sums in zip(sharded.now.parts, pieces, made.sums, strict=True):
+            part.of(made.gradient).copy_(hook(replace(piece, sums=sums)))
+
+    # Masters that are away take turns in buffers: no piece outlives its own.
+    for sharded, weight in exact_weights(trained.lend, list(asked)):
+        pieces, sums_of = _pieces(trained, sharded, asked[sharded], weight), _method(sharded).project_sums
+        sums = [None if sums_of is None else sums_of(piece.grad, piece.weight) for piece in pieces]
+        found[sharded] = replace(found[sharded], sums=sums)
+        if sharded not in cut:
+            write(sharded, pieces)
+    over_whole_rows([(sharded, sums) for sharded in cut for sums in found[sharded].sums])
+    for sharded, weight in exact_weights(trained.lend, cut):
+        write(sharded, _pieces(trained, sharded, asked[sharded], weight))
+    return {sharded.name: made for sharded, made in found.items()}
+
+
+def _method(sharded: ShardedParam) -> MatrixMethod:
+    return matrix_method(sharded.spec.muon_settings.method)
+
+
+def _pieces(trained: Trained, sharded: ShardedParam, grad: Tensor, weight: Tensor) -> list[Piece]:
+    """As ``project`` sees them, without sums."""
+    slots, device = trained.optimizer.state[sharded.param], grad.device
+    wide = torch.promote_types(decode_dtype(sharded.spec.state_dtype), torch.float32)
+    grad, weight = (x.to(device, wide).contiguous() for x in (grad, weight))
+    rows = {s.name: local_tensor(slots[s.name]).to(device) for s in _method(sharded).states if s.each == "row"}
+    found = []
+    for part in sharded.now.parts:
+        gradient, kept = part.of(grad), {name: part.of_rows(state) for name, state in rows.items()}
+        found.append(Piece(gradient, part.of(weight), gradient, kept, None, {}, part.rows, part.cols))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from compile_muon.passes.methods import MatrixMethod, Method, matrix_method
 from compile_muon.passes.methods.method import STEP
 from compile_muon.runtime.gathered_copies import GatheredCopies
 from compile_muon.runtime.ledger import Ledger
-from compile_muon.runtime.lender import Lender
+from compile_muon.runtime.lender import Lender, Lent
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import like_parameter, local_tensor, new_state
@@ -66,6 +66,19 @@ class Trained:
         self._states: dict[Tensor, set[str]] = {}  # of each parameter, beside its momentum, by name
         self._further: dict[ShardedParam, dict[str, Tensor]] = {}  # of extensions
         self._know([sharded for sharded in self.ledger.sharded_params if sharded.param.requires_grad])
+
+    def lend(
+        self, sharded_params: Sequence[ShardedParam], what: Lent, *, moved: Collection[ShardedParam] = ()
+    ) -> Iterator[tuple[Sequence[ShardedParam], Sequence[MutableMapping[str, Tensor]]]]:
+        """Their states, to be read and written; all at once where they are beside the parameters.
+
+        Args:
+            moved: whose momentum has been moved already.
+        """
+        if not self.lender.beside:
+            yield from self.lender.lend(sharded_params, what, self.ledger.status.step, moved=moved)
+        elif sharded_params:
+            yield sharded_params, [self.optimizer.state[sharded.param] for sharded in sharded_params]
 
     def take_up(self, sharded_params: Sequence[ShardedParam], methods: Mapping[str, Method]) -> None:
         """Update these as well, which groups hold from now on.

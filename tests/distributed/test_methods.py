@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, matrix_method
-from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights, lend
+from compile_muon.runtime.commit import Matrices, commit_elements, commit_states, commit_weights
 from compile_muon.runtime.shards import local_tensor
 
 OWN = [m.name for m in METHODS if isinstance(m, MatrixMethod) and m.name in BOOKS and m.name != "muon"]
@@ -335,7 +334,7 @@ def test_a_step_that_the_device_withholds_writes_nothing(way: str) -> None:
         loss(model, data(0, 0, 0)).backward()
         before = {name: value.detach().clone() for name, value in everything(model, optimizer).items()}
         steps, flag = optimizer.engine.step, torch.tensor(found_inf)
-        states = commit_states(_parts(optimizer), functools.partial(lend, steps), flag, beside=True)
+        states = commit_states(_parts(optimizer), steps.lend, flag, beside=True)
         commit_weights(states, steps.summed, None, flag)
         for group in optimizer.param_groups:
             if isinstance(method := optimizer.engine.step.method(group), ElementMethod) and not method.withholds:

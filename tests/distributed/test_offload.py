@@ -177,6 +177,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "direct": (2, {"where": "direct", "stage": 3, **COMPILED, **MASTERS, "tall": True}),
     "on the host": (3, {"where": "cpu", "stage": 2, **STEP, **HOST, "clip": 0.05, "ratio": 0.2}),
     "masters, on the host": (2, {"where": "nvme", "stage": 3, **COMPILED, **MASTERS, **HOST}),
+    "muown": (2, {"where": "cpu", "stage": 3, **STEP, **MASTERS, "method": "muown"}),
     "masters, stage 2": (3, {"where": "cpu", "stage": 2, **STEP, **MASTERS, "momentum_too": False, "tall": True}),
 }
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -196,6 +197,11 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "masters, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "normuon"}),
+    "muown, replicas": (
+        4,
+        {"where": "nvme", "stage": 2, **STEP, **MASTERS, "mesh": (2, 2), "method": "muown", "shard_state_over": "all"},
+    ),
+    "muown, partly": (2, {"where": "nvme", "stage": 1, **STEP, **MASTERS, "ratio": 0.5, "method": "muown"}),
     "weights, replicas": (4, {"where": "cpu", "stage": 3, **STEP, "weights": "cpu", "mesh": (2, 2)}),
     "masters, stage 0": (2, {"where": "cpu", "stage": 0, **COMPILED, **MASTERS}),
     "masters, stage 1": (2, {"where": "nvme", "stage": 1, **COMPILED, **MASTERS}),

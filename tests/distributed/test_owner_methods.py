@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compile_muon
 from compile_muon.checkpoint.optimizer_state import full_optimizer_state, load_full_optimizer_state
+from compile_muon.passes.methods import matrix_method
 from compile_muon.runtime.shards import local_tensor
 
 SHAPES = {"wide": (6, 12), "tall": (13, 6), "square": (8, 8), "stack": (3, 6, 8), "vector": (5,)}
@@ -100,7 +101,7 @@ def train(
     model: Exact, optimizer: compile_muon.MuonZero, steps: range, *, compiled: bool = False, spoiled: bool = False,
     sharing: int = 1, **options: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The weights behind these steps.
+    """The weights behind these steps, as exact as the optimizer has them.
 
     Args:
         spoiled: with a step more on the way, whose gradients are inf on the last rank.
@@ -117,7 +118,8 @@ def train(
         run(*given(step, sharing)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: full(param).detach().clone() for name, param in model.named_parameters()}
+    masters = {name: optimizer.state[p].get("master_weight", p) for name, p in model.named_parameters()}
+    return {name: full(master).detach().clone() for name, master in masters.items()}
 
 
 def errors(way: str, compiled: bool = False, spoiled: bool = False, **settings: Any) -> dict[str, float]:
@@ -128,15 +130,28 @@ def errors(way: str, compiled: bool = False, spoiled: bool = False, **settings: 
 def everywhere(way: str, folder: str) -> dict[str, dict[str, float]]:
     found = {f"stage {stage}": errors(way, stage=stage, update="step") for stage in (0, 1, 2, 3)}
     found["compiled"] = errors(way, compiled=True, stage=3)
+    torch._dynamo.reset()
     for checks in ("in_step", "next_step"):
         found[checks] = errors(way, spoiled=True, stage=2, update="step", nonfinite="skip", checks=checks)
     found["away"] = errors(way, stage=3, update="step", offload="cpu")
     found["in a file"] = errors(way, stage=1, update="step", offload={"device": "nvme", "nvme_path": folder})
-    if world_and_rank()[0] == 4:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    world, looks = world_and_rank()[0], matrix_method(way).project is not None  # at weights, ahead of Newton-Schulz
+    if not looks and world < 4:
+        return found
+    rounded = {"update": "step", "param_dtype": torch.bfloat16}  # which every gradient here fits
+    away = {"cpu": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": folder}}
+    for stage, where in ((1, "cpu"), (3, "nvme")):
+        masters = {"offload": {**away[where], "masters": True, "buffer_bytes": 1}}
+        found[f"masters away, stage {stage}"] = errors(way, stage=stage, **rounded, **masters)
+    if world > 1:
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
         for over in ("shard", "all"):
-            found[f"replicas {over}"] = errors(way, stage=3, update="step", mesh=mesh, shard_state_over=over)
-    torch._dynamo.reset()
+            on = {"mesh": mesh, "shard_state_over": over}
+            found[f"replicas {over}"] = errors(way, stage=3, update="step", **on)
+            found[f"replicas {over}, masters away"] = errors(way, stage=2, **rounded, **masters, **on)
+            if world == 4:
+                found[f"replicas {over}, compiled"] = errors(way, compiled=True, stage=3, **on)
+                torch._dynamo.reset()
     return found
 
 
@@ -196,13 +211,14 @@ class Sliced(Exact):
 def on_slices(way: str) -> dict[str, dict[str, float]]:
     found, world = {}, world_and_rank()[0]
     sizes = (world // 2, 2)
-    for stage in (0, 3):
+    away: dict[str, Any] = {"param_dtype": torch.bfloat16, "offload": {"device": "cpu", "masters": True}}
+    for stage, where in ((0, {}), (3, {}), (3, away)):
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
         model = Sliced(mesh["tensor"])
-        _, optimizer = made(way, model, mesh=mesh, stage=stage, update="step")
+        _, optimizer = made(way, model, mesh=mesh, stage=stage, update="step", **where)
         weights = train(model, optimizer, range(STEPS), sharing=2)
-        own = by_the_book(way)
-        found[f"stage {stage}"] = {name: relative_error(weights[name], weight) for name, weight in own.items()}
+        own, case = by_the_book(way), f"stage {stage}{', masters away' if where else ''}"
+        found[case] = {name: relative_error(weights[name], weight) for name, weight in own.items()}
     return found
 
 

@@ -27,6 +27,7 @@ from compile_muon.planning.machine import load_machine
 from compile_muon.planning.simulate import simulate, simulate_together
 from compile_muon.planning.simulate.cost import workspace_bytes
 from compile_muon.planning.simulate.engine import COMPUTE
+from compile_muon.planning.simulate.lending import Move
 from compile_muon.runtime import frame
 from compile_muon.runtime import step as runtime_step
 from compile_muon.runtime.survey import Survey
@@ -187,6 +188,33 @@ def test_weights_in_host_memory_are_not_on_a_gpu_and_come_over_its_link() -> Non
     slow = there.simulated(replace(gpu, host_bandwidth=1e6))
     assert slow.exposed["offload"] > 0.9 * 2 * there.on_host / 1e6
     assert there.simulated(SLOW).peak.by_category["parameters"] == there.on_host  # the same memory
+
+
+def test_what_the_host_computes_is_no_work_of_the_device() -> None:
+    away = {"device": "cpu", "momentum": False}
+    device, host = (step(1, offload={**away, "adamw_on": place}) for place in ("device", "cpu"))
+    for found, computes in ((device, False), (host, True)):
+        commit = next(graph for graph in found.graphs if graph.frame == "commit")
+        called = [str(node.target) for node in commit.gm.graph.nodes]
+        assert any("addcdiv" in name or "adam" in name for name in called) != computes
+        assert (Move.COMPUTE in {move for moves in commit.moves.values() for move, _ in moves}) == computes
+    # With a host and a link that take no time, the device has less to do.
+    free = replace(SLOW, device="cuda", host_bandwidth=1e15, host_memory_bandwidth=1e15)
+    assert host.simulated(free).seconds < device.simulated(free).seconds
+
+
+def test_projected_gradients_are_live_until_the_commit_and_masters_come_for_them() -> None:
+    away = {"param_dtype": "bfloat16", "offload": {"device": "cpu", "masters": True}}
+    found = step(1, method="muown", **away)
+    frames = [graph.frame for graph in found.graphs]
+    projection, directions = (found.graphs[frames.index(frame)] for frame in ("projection", "step0"))
+    matrices = sum(p.numel() for block in GPT().blocks for p in block.parameters() if p.ndim == 2) // WORLD
+    (projected,) = projection.gm.graph.output_node().args
+    assert sum(node.meta["val"].nbytes for node in projected) == 4 * matrices
+    read = [node for node in directions.gm.graph.find_nodes(op="placeholder") if node.name.startswith("grad_")]
+    assert sum(node.meta["val"].nbytes for node in read) == 4 * matrices, "in the dtype of states"
+    moves = [move for each in projection.moves.values() for move, _ in each]
+    assert moves.count(Move.OPEN) == moves.count(Move.LEAVE) > 0 and set(moves) == {Move.OPEN, Move.LEAVE}
 
 
 @pytest.mark.full
