@@ -6,6 +6,7 @@ Ends with status 1 if a kernel spills registers or asks for more shared memory t
 """
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -22,17 +23,18 @@ from rich.table import Table as Picture
 from triton.backends.compiler import GPUTarget
 
 from compile_muon.kernels import Averages
-from compile_muon.kernels.gpu import apply, normalize
+from compile_muon.kernels.gpu import apply, momentum, normalize
 from compile_muon.kernels.gpu.arena import Layout
 from compile_muon.kernels.gpu.grouped_product import grouped_product
 from compile_muon.kernels.gpu.grouped_symmetric import grouped_symmetric
 from compile_muon.kernels.gpu.jobs import NoDevice
-from compile_muon.kernels.gpu.launch import Launch
+from compile_muon.kernels.gpu.launch import Launch, noting
 from compile_muon.kernels.gpu.model import Tile
 from compile_muon.kernels.gpu.operands import empty_matrices
 from compile_muon.kernels.gpu.product import product
 from compile_muon.kernels.gpu.symmetric import symmetric_product
 from compile_muon.kernels.gpu.tiles import Table, load_tables
+from compile_muon.passes.fingerprint import FORMULA
 
 __all__ = ["SHARED_PER_BLOCK", "Resources", "launches", "measure"]
 
@@ -159,6 +161,22 @@ def _elementwise() -> Iterator[tuple[str, Launch]]:
                 averages=Averages([params], [params], 0.05), found_inf=torch.empty(()),
             )  # fmt: skip
             yield f"apply {_name(dtype)}{about}", launch
+    yield from _momenta()
+
+
+def _momenta() -> Iterator[tuple[str, Launch]]:
+    """Gradients that are cast and those that are not, alone and added to what ``.grad`` holds; odd rows, too."""
+    for given, columns in itertools.product((torch.bfloat16, torch.float32), (512, 515)):
+        grads = [torch.empty(256, columns, dtype=given, device="meta")]
+        wide = [torch.empty(256, columns, device="meta")]
+        for carried in ([], wide):
+            with noting(torch.device("cuda")) as launched:
+                momentum.momentum_updates(
+                    grads, wide, [torch.empty(2, device="meta")], carried, nesterov=True, dtype=torch.bfloat16,
+                    wide=torch.float32, **FORMULA,
+                )  # fmt: skip
+            about = f"momentum {_name(given)} [256, {columns}]" + " added" * bool(carried)
+            yield about, launched[0]
 
 
 def _matrices(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:

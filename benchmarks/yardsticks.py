@@ -10,6 +10,8 @@ from orthogonalizers import Case, Check, Missing, Prepare, single, worst_block
 from torch import Tensor
 
 from compile_muon.kernels import muon_apply, muon_momentum
+from compile_muon.kernels.apply import may_launch
+from compile_muon.passes.fingerprint import FORMULA
 
 Make = Callable[[Tensor], tuple[Callable[[], object], Check]]
 
@@ -87,6 +89,22 @@ def _momentum(x: Tensor) -> tuple[Callable[[], object], Check]:
     return lambda: muon_momentum(x, momentum, beta=weights, nesterov=True, out_dtype=torch.bfloat16), check
 
 
+def _updates(x: Tensor) -> tuple[Callable[[], object], Check]:
+    """The same as a compiled step on CUDA makes them, with norms and sums of rows."""
+    if not may_launch([x]):
+        raise Missing("no Triton kernel runs on this device")
+    from compile_muon.kernels.gpu.momentum import momentum_updates
+
+    momentum, hyper = x.roll(1, 0), torch.tensor([0.05, 0.95], device=x.device)
+    ahead = 0.05 * x + 0.95 * (0.05 * x + 0.95 * momentum)
+    how = {"nesterov": True, "dtype": torch.bfloat16, "wide": torch.float32}
+
+    def check(result: Tensor) -> str | None:
+        return None if torch.allclose(result.float(), ahead, 0.01, 0.01) else "the momentum differs"
+
+    return lambda: momentum_updates([x], [momentum], [hyper], **how, **FORMULA).updates[0], check
+
+
 def _apply(x: Tensor) -> tuple[Callable[[], object], Check]:
     """In place: of the calls so far a result tells nothing exact. tests/kernels checks it."""
     update, lr = x.bfloat16(), torch.tensor(1e-3, device=x.device)
@@ -97,6 +115,7 @@ def _apply(x: Tensor) -> tuple[Callable[[], object], Check]:
 ELEMENTWISE = {
     "copy": 8,
     "muon_momentum": 14,  # two float32 read, one float32 and one bfloat16 written
+    "momentum of a list": 10,  # the new momentum is written by step()
     "muon_apply": 10,
 }
 YARDSTICKS = {
@@ -106,5 +125,6 @@ YARDSTICKS = {
     "XXᵀ of ours": Yardstick(_square("ours")),
     "copy": Yardstick(_copy),
     "muon_momentum": Yardstick(_momentum),
+    "momentum of a list": Yardstick(_updates),
     "muon_apply": Yardstick(_apply),
 }

@@ -55,7 +55,8 @@ def _trusted(module: Any) -> None:
     def trusting(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda x: (make(x)[0], lambda result: None)
 
-    for name, make in (("copy", module._copy), ("muon_momentum", module._momentum)):
+    makers = {"copy": module._copy, "muon_momentum": module._momentum, "momentum of a list": module._updates}
+    for name, make in makers.items():
         module.YARDSTICKS[name] = module.Yardstick(trusting(make))
 
 
