@@ -19,7 +19,7 @@ from compile_muon.passes.spec import ParamSpec, decode_dtype
 from compile_muon.runtime.lender import MASTER, Lent
 from compile_muon.runtime.shards import row_state_shape
 
-__all__ = ["Chunk", "Layout", "OffloadedParam", "keeps_momentum_alone"]
+__all__ = ["Chunk", "OffloadLayout", "OffloadedParam", "keeps_momentum_alone"]
 
 
 @dataclass(eq=False)
@@ -95,7 +95,7 @@ class Chunk:
         self.momentum, self.states, self.masters = bucket("momentum"), bucket("states"), bucket("masters")
 
 
-class Layout:
+class OffloadLayout:
     """The states of all parameters, in the order in which they are lent.
 
     Args:

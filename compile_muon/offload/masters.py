@@ -9,7 +9,7 @@ import torch
 from compile_muon.config import Config
 from compile_muon.errors import config_error
 from compile_muon.offload.device_buffers import DeviceBuffers
-from compile_muon.offload.layout import Layout
+from compile_muon.offload.layout import OffloadLayout
 from compile_muon.passes.spec import ParamSpec
 from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.sharded_param import ShardedParam
@@ -26,7 +26,7 @@ class Masters:
         layout, buffers: of these states.
     """
 
-    def __init__(self, sharded_params: Sequence[ShardedParam], layout: Layout, buffers: DeviceBuffers) -> None:
+    def __init__(self, sharded_params: Sequence[ShardedParam], layout: OffloadLayout, buffers: DeviceBuffers) -> None:
         self._layout, self._buffers = layout, buffers
         # Edits of the parameter when it was last rounded to its master weight; -1: as given, or filled since.
         self._rounded_at = dict.fromkeys((sharded for sharded in sharded_params if sharded.spec.master), -1)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from compile_muon.agreement.together import host_mesh
 from compile_muon.offload.device_buffers import DeviceBuffers
-from compile_muon.offload.layout import Layout
+from compile_muon.offload.layout import OffloadLayout
 from compile_muon.runtime.lender import MASTER
 from compile_muon.runtime.owner_states import states_kept
 from compile_muon.runtime.sharded_param import ShardedParam
@@ -36,7 +36,7 @@ class Shown:
         self,
         optimizer: Optimizer,
         sharded_params: Iterable[ShardedParam],
-        layout: Layout,
+        layout: OffloadLayout,
         buffers: DeviceBuffers,
         device: torch.device,
     ) -> None:

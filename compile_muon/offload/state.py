@@ -20,7 +20,7 @@ from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.host_step import HostStep
-from compile_muon.offload.layout import Chunk, Layout, OffloadedParam
+from compile_muon.offload.layout import Chunk, OffloadLayout, OffloadedParam
 from compile_muon.offload.masters import Masters, check_master
 from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
@@ -95,7 +95,7 @@ class OffloadedStates(Lender, Extension):
                 check_master(name, spec, config)
         with self._fake or nullcontext():
             self._codec = CODECS[config.muon.momentum_dtype](device)
-        layout = Layout(self._groups, specs, self.away, owners, config.zero.offload, self._codec)
+        layout = OffloadLayout(self._groups, specs, self.away, owners, config.zero.offload, self._codec)
         self._kept, self._layout = layout.kept, layout
         self._flags = NotFinite({name: kept.labels for name, kept in layout.kept.items()}, device)
         self._host = HostStep(device, real=self._real and bool(layout.on_host))
