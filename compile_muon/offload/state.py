@@ -20,7 +20,7 @@ from compile_muon.offload.codecs import CODECS, MOMENTUM
 from compile_muon.offload.device_buffers import DeviceBuffers, ReadAhead
 from compile_muon.offload.direct import on_disk
 from compile_muon.offload.host_step import HostStep
-from compile_muon.offload.layout import Chunk, OffloadLayout, OffloadedParam
+from compile_muon.offload.layout import Chunk, OffloadedParam, OffloadLayout
 from compile_muon.offload.masters import Masters, check_master
 from compile_muon.offload.not_finite import NotFinite
 from compile_muon.offload.shown import Shown
