@@ -147,6 +147,8 @@ def updates_by_kernel(
     from compile_muon.kernels.gpu import momentum as gpu
 
     out, full = decode_dtype(dtype), decode_dtype(wide)
+    # A compiler may have padded the rows of what a product wrote.
+    grads, momenta, carried = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
     made = gpu.momentum_updates(grads, momenta, hypers, carried, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
     widened = made.wide if grads[0].dtype is not full else []
     return [*made.updates, *widened, *made.norms, *made.sums]

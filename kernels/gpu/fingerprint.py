@@ -20,7 +20,7 @@ from torch import Tensor
 from .launch import Launch, coded, filled
 from .model import ceildiv
 
-__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "takes"]
+__all__ = ["NUMBERS", "examine", "fingerprint", "finish", "row_weights", "takes"]
 
 ROWS, WIDTH, WARPS = 16, 256, 8  # of a tile
 MOST = 16  # tensors per launch
@@ -39,7 +39,7 @@ def _mixed(x, k, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
+def row_weights(j, GOLDEN: tl.constexpr, FACTOR: tl.constexpr):
     """``v[j]``, int64."""
     v = (j.to(tl.uint64) ^ GOLDEN) * FACTOR
     v ^= (v.to(tl.int64, bitcast=True) >> 32).to(tl.uint64, bitcast=True)  # the sign is copied, as PyTorch does
@@ -112,7 +112,7 @@ def sums_kernel(
         column = tile % across * WIDTH + tl.arange(0, WIDTH)
         k = row[:, None] * width + column[None, :]
         x = tl.load(start + k, mask=(column < width)[None, :] & (k < size), other=0)
-        total = tl.sum(x.to(tl.int64) * _weights(column, GOLDEN, FACTOR)[None, :], axis=1)
+        total = tl.sum(x.to(tl.int64) * row_weights(column, GOLDEN, FACTOR)[None, :], axis=1)
         tl.atomic_add(found + SQUARES * MOST + row, total, mask=row < rows)
         if SQUARES:
             number = _numbers(x, BRAIN)

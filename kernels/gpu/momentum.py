@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .apply import is_wide
-from .fingerprint import _weights
+from .fingerprint import row_weights
 from .launch import Launch, coded, filled
 from .model import ceildiv
 
@@ -150,7 +150,7 @@ def momentum_kernel(
             bits = grad.to(tl.int32, bitcast=True)
         else:
             bits = grad.to(tl.int16, bitcast=True)
-        total += tl.sum(bits.to(tl.int64) * _weights(column, GOLDEN, FACTOR)[None, :], axis=1)
+        total += tl.sum(bits.to(tl.int64) * row_weights(column, GOLDEN, FACTOR)[None, :], axis=1)
     tl.store(n_at.to(norms[0].dtype) + row, tl.sqrt(squares), mask=row < count)
     tl.store(s_at.to(sums[0].dtype) + row, total, mask=row < count)
 
