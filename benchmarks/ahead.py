@@ -176,7 +176,7 @@ def _momenta() -> Iterator[tuple[str, Launch]]:
                     wide=torch.float32, **FORMULA,
                 )  # fmt: skip
             about = f"momentum {_name(given)} [256, {columns}]" + " added" * bool(carried)
-            yield about, launched[0]
+            yield about + " unaligned" * (columns % 16 > 0), launched[0]
 
 
 def _matrices(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
