@@ -10,6 +10,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from compile_muon.kernels.dispatch import orthogonalize, triton_kernels
 from compile_muon.kernels.ops import plan_of
 from compile_muon.passes.fingerprint import FINGERPRINT_OF_ROWS, finish_by_kernel
-from compile_muon.passes.momentum import MOMENTUM_UPDATES, updates_by_kernel
+from compile_muon.passes.momentum import MOMENTUM_UPDATES, make_updates
 from compile_muon.passes.torch_private import in_compile_workers, triton_cache, without_modes
 
 __all__ = ["kernels_ahead", "kernels_of"]
@@ -74,5 +75,5 @@ _OPERATORS: Mapping[Any, Callable[..., object]] = {
         xs, plan_of(arguments), arguments[-1]
     ),
     FINGERPRINT_OF_ROWS: finish_by_kernel,
-    MOMENTUM_UPDATES: updates_by_kernel,
+    MOMENTUM_UPDATES: partial(make_updates, by_kernel=True),
 }

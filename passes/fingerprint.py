@@ -38,6 +38,7 @@ __all__ = [
     "EXAMINE",
     "FINGERPRINT",
     "FORMULA",
+    "LEAST_ROW",
     "FINGERPRINT_OF_ROWS",
     "ROW_SUMS",
     "by_aten",
@@ -52,8 +53,10 @@ _LIBRARY.define("fingerprint_of_rows(Tensor[] sums) -> Tensor")
 _LIBRARY.define("row_sums(Tensor x) -> Tensor")
 _LIBRARY.define("examine(Tensor[] xs) -> (Tensor, Tensor)")
 
-#: entries that a row has at least, and those of a row of a vector
-_LEAST, _VECTOR = 64, 1024
+#: entries that a row has at least: from so many in its last dimension on, a tensor's rows are those of its fingerprint
+LEAST_ROW = 64
+#: entries of a row of a vector
+_VECTOR = 1024
 #: entries whose products are in memory at a time
 _AT_ONCE = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -82,7 +85,7 @@ def _columns(shape: Sequence[int]) -> int:
     if len(shape) < 2:
         return min(_VECTOR, max(1, math.prod(shape)))
     ends = itertools.accumulate(reversed(shape), lambda a, b: a * b)
-    return max(1, next((end for end in ends if end >= _LEAST), math.prod(shape)))
+    return max(1, next((end for end in ends if end >= LEAST_ROW), math.prod(shape)))
 
 
 def _weights(columns: int, device: torch.device) -> Tensor:

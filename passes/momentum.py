@@ -25,11 +25,11 @@ from compile_muon.kernels.apply import may_launch
 from compile_muon.kernels.dispatch import triton_kernels
 from compile_muon.kernels.momentum import muon_momentum
 
-from .fingerprint import FORMULA, row_sums
+from .fingerprint import FORMULA, LEAST_ROW, row_sums
 from .methods import matrix_method
 from .spec import ParamSpec, decode_dtype, encode_dtype
 
-__all__ = ["MOMENTUM_UPDATES", "Updated", "takes", "updates_of", "updates_by_kernel"]
+__all__ = ["MOMENTUM_UPDATES", "Updated", "make_updates", "takes", "updates_of"]
 
 _LIBRARY = torch.library.Library("muon_zero", "FRAGMENT")
 _LIBRARY.define(
@@ -38,8 +38,6 @@ _LIBRARY.define(
 )
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: entries of a row from which on the rows of a fingerprint are those of the tensor
-_ROW = 64
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def takes(grad: Tensor, momentum: Tensor, spec: ParamSpec) -> bool:
     if spec.muon_settings.backend == "aten" or not kernel_on(grad.device):
         return False
     sizes = all(isinstance(size, int) for size in grad.shape)
-    if not sizes or grad.ndim < 2 or not grad.numel() or grad.shape[-1] < _ROW or not grad.is_contiguous():
+    if not sizes or grad.ndim < 2 or not grad.numel() or grad.shape[-1] < LEAST_ROW or not grad.is_contiguous():
         return False
     alike = momentum.shape == grad.shape and momentum.is_contiguous()
     return alike and all(dtype in _DTYPES for dtype in (grad.dtype, momentum.dtype, decode_dtype(spec.dtype)))
@@ -112,7 +110,7 @@ def updates_of(
 
 
 @torch.library.impl(_LIBRARY, "momentum", "CompositeExplicitAutograd")
-def _momentum(
+def make_updates(
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
     hypers: Sequence[Tensor],
@@ -120,38 +118,29 @@ def _momentum(
     nesterov: bool,
     dtype: str,
     wide: str,
+    *,
+    by_kernel: bool = False,
 ) -> list[Tensor]:
-    if may_launch([*grads, *momenta]):
-        return updates_by_kernel(grads, momenta, hypers, carried, nesterov, dtype, wide)
-    given = [grad.to(decode_dtype(wide)) for grad in grads]
-    sums = [held + grad for held, grad in zip(carried, given, strict=True)] if carried else given
-    updates = []
-    for grad, momentum, hyper in zip(sums, momenta, hypers, strict=True):
-        beta, out = (hyper[0], hyper[1]), decode_dtype(dtype)
-        updates.append(muon_momentum(grad, momentum, beta=beta, nesterov=nesterov, out_dtype=out)[0])
-    norms = [torch.linalg.vector_norm(update, dim=-1, dtype=torch.float32).view(-1) for update in updates]
-    widened = given if grads[0].dtype is not decode_dtype(wide) else []
-    return [*updates, *widened, *norms, *map(row_sums, sums)]
-
-
-def updates_by_kernel(
-    grads: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    hypers: Sequence[Tensor],
-    carried: Sequence[Tensor],
-    nesterov: bool,
-    dtype: str,
-    wide: str,
-) -> list[Tensor]:
-    """The operator in Triton's kernel."""
-    from compile_muon.kernels.gpu import momentum as gpu
-
+    """The operator; ``by_kernel``: in Triton's kernel wherever the tensors are, as on "meta" to note its launches."""
     out, full = decode_dtype(dtype), decode_dtype(wide)
-    # A compiler may have padded the rows of what a product wrote.
-    grads, momenta, carried = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
-    made = gpu.momentum_updates(grads, momenta, hypers, carried, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
-    widened = made.wide if grads[0].dtype is not full else []
-    return [*made.updates, *widened, *made.norms, *made.sums]
+    if by_kernel or may_launch([*grads, *momenta]):
+        from compile_muon.kernels.gpu import momentum as gpu
+
+        # A compiler may have padded the rows of what a product wrote.
+        own, kept, held = ([x.contiguous() for x in xs] for xs in (grads, momenta, carried))
+        made = gpu.momentum_updates(own, kept, hypers, held, nesterov=nesterov, dtype=out, wide=full, **FORMULA)
+        updates, given, norms, sums = made.updates, made.wide, made.norms, made.sums
+    else:
+        given = [grad.to(full) for grad in grads]
+        totals = [held + grad for held, grad in zip(carried, given, strict=True)] if carried else given
+        updates = [
+            muon_momentum(grad, momentum, beta=(hyper[0], hyper[1]), nesterov=nesterov, out_dtype=out)[0]
+            for grad, momentum, hyper in zip(totals, momenta, hypers, strict=True)
+        ]
+        norms = [torch.linalg.vector_norm(update, dim=-1, dtype=torch.float32).view(-1) for update in updates]
+        sums = list(map(row_sums, totals))
+    widened = given if grads[0].dtype is not full else []
+    return [*updates, *widened, *norms, *sums]
 
 
 @torch.library.register_fake("muon_zero::momentum", lib=_LIBRARY)

@@ -186,7 +186,7 @@ def momentum_updates(
         [x.new_empty(x.numel() // x.shape[-1], dtype=torch.int64) for x in grads],
     )
     settings = {"GOLDEN": golden, "FACTOR": factor, "num_warps": WARPS, "COUNT": MOST, "ROWS": ROWS, "WIDTH": WIDTH}
-    settings |= {"NESTEROV": nesterov, "WIDEN": bool(grads) and grads[0].dtype is not wide, "CARRIED": bool(carried)}
+    settings |= {"NESTEROV": nesterov, "WIDEN": grads[0].dtype is not wide, "CARRIED": bool(carried)}
     held = carried or grads
     lists = list(zip(grads, held, momenta, made.updates, made.wide, made.norms, made.sums, hypers, strict=True))
     each_wide = [tensors[0].shape[-1] % 16 == 0 and is_wide(*tensors[:5]) for tensors in lists]
