@@ -267,7 +267,7 @@ class Recorded:
         address = self.address
         for sharded in (*step.muon, *step.rest):
             kind += (sharded.text, address(sharded.local), address(sharded.momentum))
-            kind += [sharded.now] if sharded.now is not sharded.spec else []
+            kind.append(sharded.entered)
             if (grad := sharded.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
@@ -292,7 +292,8 @@ def _must_be_launched(step: Trained) -> bool:
     for group in step.optimizer.param_groups:
         method = step.method(group)
         if isinstance(method, MatrixMethod) and method.launched and group["params"]:
-            if step.sharded_params[group["params"][0]].now.muon_settings.phase in method.launched:
+            entered = step.sharded_params[group["params"][0]].entered
+            if entered is not None and entered[0] in method.launched:
                 return True
     return False
 
