@@ -276,9 +276,8 @@ class MuonZero(Optimizer):
 
     def summary(self) -> Summary:
         """Which parameter gets which algorithm, stage and exchange strategy, and why."""
-        return summarize(
-            self.engine.params, self.engine.assignments, self.config, self.engine.mesh, self.engine.step.outside
-        )
+        engine, step = self.engine, self.engine.step
+        return summarize(engine.params, engine.assignments, self.config, engine.mesh, step.outside, step.launched)
 
     def __repr__(self) -> str:
         rates = ("algorithm", "lr", "weight_decay", "momentum", "betas")

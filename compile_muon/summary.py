@@ -63,6 +63,7 @@ class Summary:
         stage, world_size: ZeRO stage and ranks.
         axes: name and size of each, where there are several.
         outside: why ``step()`` is in no CUDA graph, with ``compile.cuda_graphs``; None if it is, or without.
+        launched: in which phases of methods it is in none, likewise, where else it is.
         update: "backward" where backward may carry the update, else "step".
     """
 
@@ -72,6 +73,7 @@ class Summary:
     update: str
     axes: tuple[tuple[str, int], ...] = ()
     outside: str | None = None
+    launched: str | None = None
 
     def _count(self, *, matrices: bool) -> int:
         trained = [row for row in self.rows if row.algorithm != "frozen"]
@@ -94,13 +96,20 @@ class Summary:
         table = Table(
             title=f"MuonZero: stage {self.stage}, world {self.world_size}{axes}, update in {self.update}; "
             f"Muon {self.muon_parameters:,}, AdamW {self.adamw_parameters:,} elements",
-            caption=None if self.outside is None else f"step() is in no CUDA graph: {self.outside}",
+            caption=self._caption(),
         )
         for column in ("parameter", "shape", "algorithm", "exchange", "bytes sent/step", "multiply-adds", "reason"):
             table.add_column(column, overflow="fold")
         for name, cells in folded((row.name, self._cells(row)) for row in self.rows):
             table.add_row(name, *cells)
         return table
+
+    def _caption(self) -> str | None:
+        if self.outside is not None:
+            return f"step() is in no CUDA graph: {self.outside}"
+        if self.launched is not None:
+            return f"step() is in no CUDA graph in phases {self.launched}, which ask libraries that wait for the host"
+        return None
 
     def _cells(self, row: Row) -> tuple[str, ...]:
         shape = "x".join(map(str, row.shape)) or "scalar"
@@ -175,11 +184,13 @@ def summarize(
     config: Config,
     mesh: Mesh | None,
     outside: str | None = None,
+    launched: str | None = None,
 ) -> Summary:
     """Collect the rows of a sharded model.
 
     Args:
         outside: why no step is recorded as a CUDA graph.
+        launched: phases of methods whose steps are not, where others are.
     """
     names = () if mesh is None or len(mesh.names) == 1 else mesh.names
     return Summary(
@@ -189,4 +200,5 @@ def summarize(
         update="step" if config.zero.update == "step" else "backward",
         axes=tuple((name, mesh.axis(name).size) for name in names if mesh is not None),
         outside=outside if config.compile.cuda_graphs else None,
+        launched=launched if config.compile.cuda_graphs else None,
     )

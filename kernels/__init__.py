@@ -7,7 +7,7 @@ place, ``compile_muon.kernels.dispatch``.
 # With a checkout's root on sys.path this folder also answers to ``kernels``, a package that transformers looks for and
 # imports to learn its version. It finds an empty one: a second copy of the operators would unregister the first.
 if __name__ == "compile_muon.kernels":
-    from .apply import Averages, muon_apply
+    from .apply import Averages, average, muon_apply
     from .coefficients import COEFFICIENTS, CoefficientSet, resolve_coefficients
     from .dispatch import check_backend, resolve_dtype
     from .momentum import muon_momentum
@@ -17,6 +17,7 @@ if __name__ == "compile_muon.kernels":
         "COEFFICIENTS",
         "Averages",
         "CoefficientSet",
+        "average",
         "check_backend",
         "muon_apply",
         "muon_momentum",

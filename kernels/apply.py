@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from .dispatch import triton_kernels
 from .renamed import warn_renamed
 
-__all__ = ["Averages", "may_launch", "muon_apply", "not_traced"]
+__all__ = ["Averages", "average", "may_launch", "muon_apply", "not_traced"]
 
 # On the CPU (torch 2.13) _foreach_mul_ rounds a number to these dtypes first, which mul_ does not: 0.998 becomes 1.
 _HALF = (torch.float16, torch.bfloat16)
@@ -95,7 +95,7 @@ def muon_apply(
     written = [*params, *(() if averages is None else averages.momenta)]
     before = None if found_inf is None else [x.clone() for x in written]
     if averages is not None:
-        _average(averages)
+        average(averages)
     if isinstance(lr, Tensor):
         _apply_tensor_lr(params, updates, lr.reshape(()), weight_decay, scales)
     else:
@@ -119,7 +119,8 @@ def not_traced(tensors: list[Tensor]) -> bool:
     return plain and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
-def _average(averages: Averages) -> None:
+def average(averages: Averages) -> None:
+    """Move momenta toward gradients, in place; a tensor gives the bits of its number."""
     if not isinstance(averages.weight, Tensor):
         torch._foreach_lerp_(list(averages.momenta), list(averages.grads), averages.weight)
         return

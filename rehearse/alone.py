@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from device import Device, Touches
 from scripted import script
+from torch import Tensor
 
 __all__ = ["Alone", "group_of"]
 
@@ -33,6 +34,7 @@ class Alone:
         self._touches: Touches | None = None
         self._survey()
         self._graphs()
+        self._decompositions()
         if alone:
             self._objects()
             self._splits()
@@ -54,6 +56,20 @@ class Alone:
         from compile_muon.runtime.survey import Survey
 
         script(Survey)
+
+    def _decompositions(self) -> None:
+        """cuSOLVER is the real one, too. What stands for it leaves results as they are, and waits as it does."""
+
+        def made(matrix: Tensor) -> Tensor:  # by columns, as that library has them
+            torch.cuda.current_stream().synchronize()
+            return matrix.new_empty(matrix.mT.shape).mT
+
+        self._kernels = torch.library.Library("aten", "IMPL")  # as long as this process
+        for name, kernel in {
+            "_linalg_eigh": lambda a, uplo="L", compute_v=True: (a.new_empty(a.shape[:-1]), made(a)),
+            "linalg_qr": lambda a, mode="reduced": (made(a), made(a)),  # of square ones
+        }.items():
+            self._kernels.impl(name, kernel, "CUDA", allow_override=True)
 
     def _objects(self) -> None:
         def objects(value: Any, group: Any) -> list[Any]:

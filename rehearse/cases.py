@@ -28,6 +28,7 @@ class Case:
         params: of the optimizer, beside rates.
         more: keys of the config beside these.
         inductor: settings of ``torch._inductor.config``.
+        method: for matrices, the type of the optimizer.
     """
 
     stage: int
@@ -37,11 +38,13 @@ class Case:
     params: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "Muon"
 
     @property
     def name(self) -> str:
         given = {**self.params, **self.more}
-        said = [f"{key} {value}" for key, value in given.items()] + list(self.inductor)
+        said = [self.method] * (self.method != "Muon")
+        said += [f"{key} {value}" for key, value in given.items()] + list(self.inductor)
         return ", ".join([f"stage {self.stage}", f"{self.world} ranks", self.dtype, *said]).translate(_PLAIN)
 
     @property
@@ -60,7 +63,7 @@ class Case:
         """As ``compile_muon.initialize`` takes it."""
         return {
             "compile": True,
-            "optimizer": {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.005, **self.params}},
+            "optimizer": {"type": self.method, "params": {"lr": 0.02, "adam_lr": 0.005, **self.params}},
             "zero_optimization": {"stage": self.stage},
             "bf16": {"enabled": self.dtype == "bf16"},
             **self.more,
@@ -100,6 +103,10 @@ CASES = (
         4,
         params={"checks": "next_step", "update": "step"},
         more={"compile": {"cuda_graphs": True}, "gradient_clipping": 1.0},
+    ),
+    *(
+        Case(3, 4, method=method, params={"checks": "next_step"}, more={"compile": {"cuda_graphs": True}})
+        for method in ("NorMuon", "SOAP")
     ),
     *(
         Case(stage, 4, params={"checks": "next_step", "offload": FEW | more})

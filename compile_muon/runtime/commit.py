@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compile_muon.kernels import Averages, muon_apply
+from compile_muon.kernels import Averages, average, muon_apply
 from compile_muon.passes.methods import After, ElementMethod, MatrixMethod, Piece, State, matrix_method
 from compile_muon.passes.methods.method import STEP
 from compile_muon.passes.spec import decode_dtype
@@ -291,7 +291,7 @@ def advance(
     if method.advance is not None:
         method.advance(momenta, grads, directions, rates)
     else:
-        torch._foreach_lerp_(list(momenta), list(grads), 1 - rates["momentum"])
+        average(Averages(momenta, grads, 1 - rates["momentum"]))
 
 
 @contextmanager
@@ -563,9 +563,10 @@ def _write(
         keep, move, _ = _factors(group, piece, own)
         keep = keep if after.keep is None else after.keep
         keep, move = (x[:, None, None] if isinstance(x, Tensor) and x.ndim == 1 else x for x in (keep, move))
+        kept = piece.weight * keep
         if group.rates.get("cautious_decay", False):
-            keep = 1 - (1 - keep) * (after.direction * piece.weight >= 0)
-        part.part.of(rows).copy_(piece.weight * keep + after.direction * move)
+            kept = torch.where(after.direction * piece.weight >= 0, kept, piece.weight)
+        part.part.of(rows).copy_(kept + after.direction * move)
 
 
 # ------------------------------------------------------------------------------------------- element by element
@@ -603,14 +604,15 @@ def commit_elements(
         {state.name: local_tensor(row[state.name]) for state in method.states} for row in slots
     ]
     written = [] if method.withholds and params[0].is_cuda else [*params, *(x for row in states for x in row.values())]
-    decays = rates.get("weight_decay", 0.0) if rates.get("cautious_decay", False) else 0.0
+    cautious = rates.get("cautious_decay", False)
     with _unless(found_inf if written else None, written):
-        before = [param.clone() for param in params] if decays else []
-        given = {**rates, "weight_decay": 0.0} if decays else rates
+        before = [param.clone() for param in params] if cautious else []
+        given = {**rates, "weight_decay": 0.0} if cautious else rates
         grads = [gradient_of(sharded, row) for sharded, row in zip(sharded_params, slots, strict=True)]
         step(params, grads, states, given, found_inf)
         for param, old in zip(params, before, strict=False):
             # Decay where the step went toward zero; a weight of zero has nothing to lose.
-            param.sub_(rates["lr"] * decays * old * ((old - param) * old >= 0))
+            lost = (rates["lr"] * rates["weight_decay"]) * old.to(torch.promote_types(old.dtype, torch.float32))
+            param.sub_(lost * ((old - param) * old >= 0))
     if not on_host:
         round_masters(sharded_params, slots)

@@ -6,8 +6,8 @@ that a step copies there, so schedules need no new graph. The first step of its 
 second is recorded, all later ones are replayed.
 
 A graph knows addresses. Loading and edits in place keep them; a state, gradient or direction that is elsewhere, other
-gradients, and rates that are no tensor of the launches (``betas``, AdamW's decay) are another kind of step, which is
-launched, and recorded when it comes again.
+gradients, another phase of a method, and rates that are no tensor of the launches (``betas``, AdamW's decay) are
+another kind of step, which is launched, and recorded when it comes again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from compile_muon.errors import warn_user
 from compile_muon.passes.collectives import Traffic
-from compile_muon.passes.methods import ElementMethod, MatrixMethod, Method
+from compile_muon.passes.methods import MatrixMethod, Method
+from compile_muon.passes.methods.method import DECAY, LR, MOMENTUM, STEP
 from compile_muon.runtime.pinned import pinned_numbers
 from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import edits_of, local_tensor
@@ -31,7 +32,7 @@ from compile_muon.runtime.trained import Trained
 
 __all__ = ["Given", "Launch", "Launched", "Recorded"]
 
-#: graphs that are kept; the oldest goes
+#: graphs that are kept; the one that was replayed longest ago goes, unless that is fewer than ``_PATIENCE`` steps
 _MOST = 8
 #: kinds of steps that are remembered before they come again, and steps in a row of which none did that are enough
 _PATIENCE = 16
@@ -93,6 +94,7 @@ class _Recording:
         resident: parameters whose resident weights it gathers.
         reads: kept, so that no other tensor comes to their places.
         release: lets go of its memory.
+        used: number of the step that it was last.
     """
 
     replay: Callable[[], None]
@@ -103,6 +105,7 @@ class _Recording:
     resident: list[ShardedParam]
     reads: list[Tensor]
     release: Callable[[], None]
+    used: int = 0
 
 
 @dataclass(eq=False)
@@ -117,6 +120,7 @@ class Recorded:
     _recordings: dict[tuple[Any, ...], _Recording] = field(default_factory=dict)
     _seen: dict[tuple[Any, ...], None] = field(default_factory=dict)
     _missed: int = 0
+    _steps: int = 0
     _pool: Any = None
 
     def __len__(self) -> int:
@@ -133,15 +137,18 @@ class Recorded:
             return "gradient_clipping must know the norm before it uses directions of backward: set update='step'"
         for group in step.optimizer.param_groups:
             method, rates = step.method(group), [group[rate.name] for rate in step.method(group).rates]
-            if isinstance(method, MatrixMethod) and not method.recorded:
+            if isinstance(method, MatrixMethod) and None in method.launched:
                 return f"method {method.name!r} asks libraries that wait for the host"
-            if not _is_plain(method):
-                return f"method {method.name!r} takes its rates from the host"
-            if group.get("cautious_decay", False):
-                return "cautious_decay takes its rates from the host"
             if any(isinstance(rate, Tensor) for rate in rates):
                 return f"rates of group {group['name']!r} are tensors"
         return self.gave_up
+
+    @staticmethod
+    def launched(step: Trained) -> str | None:
+        """Which steps of an optimizer are never recorded, where others are; None if all may be."""
+        methods = {method.name: method for group in step.optimizer.param_groups if (method := step.method(group))}
+        phases = [(n, m.launched) for n, m in methods.items() if isinstance(m, MatrixMethod) and m.launched]
+        return "; ".join(f"{', '.join(map(repr, own))} of method {name!r}" for name, own in phases) or None
 
     def run(self, step: Trained, launch: Launch, survey: Survey, used: Mapping[str, Speculation] | None) -> Launched:
         """Launch a step, or replay one that is like it; what it finds is sent to the host.
@@ -161,17 +168,18 @@ class Recorded:
                 if name in group:
                     own[name] = len(values)
                     values.append(float(group[name]))
-        kind = None if used is None else self._kind(step, used)
-        if kind is not None and kind not in self._recordings and kind in self._seen:
-            if len(self._recordings) >= _MOST:
-                self._recordings.pop(next(iter(self._recordings))).release()
+        self._steps += 1
+        kind = None if used is None or _must_be_launched(step) else self._kind(step, used)
+        if kind is not None and kind not in self._recordings and kind in self._seen and self._has_room():
             self._recordings[kind] = self._record(step, launch, self._given(step, values, len(facts), places), values)
         if kind is None or kind not in self._recordings:
             self._miss(kind)
             found = launch(self._given(step, values, len(facts), places))
         else:
             self._missed = 0
-            found = self._replay(self._recordings[kind], values, survey)
+            recording = self._recordings[kind] = self._recordings.pop(kind)  # the latest one
+            recording.used = self._steps
+            found = self._replay(recording, values, survey)
         found.survey.send()
         return found
 
@@ -187,10 +195,20 @@ class Recorded:
         numbers = pinned_numbers(values, torch.float64, step.device).to(step.device, non_blocking=True)
         return Given(numbers, facts, places)
 
+    def _has_room(self) -> bool:
+        """Whether one more graph may be kept: where more kinds of steps take turns, those that are stay."""
+        if len(self._recordings) < _MOST:
+            return True
+        oldest = next(iter(self._recordings))
+        if self._steps - self._recordings[oldest].used <= _PATIENCE:
+            return False
+        self._recordings.pop(oldest).release()
+        return True
+
     def _miss(self, kind: tuple[Any, ...] | None) -> None:
         if kind is None:
             return
-        self._seen[kind] = None
+        self._seen[kind] = self._seen.pop(kind, None)
         if len(self._seen) > _PATIENCE:
             self._seen.pop(next(iter(self._seen)))
         self._missed += 1
@@ -244,13 +262,12 @@ class Recorded:
         """What a step has to have alike with another one for one graph to do both."""
         kind: list[Any] = [step.ledger.options, tuple(used)]
         for group in step.optimizer.param_groups:
-            method, moving = step.method(group), _moving(step.method(group))
-            given = method.given if isinstance(method, MatrixMethod) else ()
-            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in (*moving, *given)]
+            method, given = step.method(group), _given(step.method(group))
+            kind += [(rate.name, group[rate.name]) for rate in method.rates if rate.name not in given]
         address = self.address
         for sharded in (*step.muon, *step.rest):
             kind += (sharded.text, address(sharded.local), address(sharded.momentum))
-            kind += [sharded.now] if sharded.now is not sharded.spec else []
+            kind.append(sharded.entered)
             if (grad := sharded.grad) is not None:
                 own = local_tensor(grad)
                 kind += (address(own), own.dtype, own.stride())
@@ -270,12 +287,26 @@ def _states(step: Trained, sharded: ShardedParam) -> list[Tensor]:
     return [local_tensor(state) for state in step.optimizer.state[sharded.param].values()]
 
 
+def _must_be_launched(step: Trained) -> bool:
+    """Whether a step is in a phase in which a method waits for the host."""
+    for group in step.optimizer.param_groups:
+        method = step.method(group)
+        if isinstance(method, MatrixMethod) and method.launched and group["params"]:
+            entered = step.sharded_params[group["params"][0]].entered
+            if entered is not None and entered[0] in method.launched:
+                return True
+    return False
+
+
 def _moving(method: Method) -> tuple[str, ...]:
-    """Rates that launches read from the device."""
-    return ("lr", "weight_decay", "momentum") if isinstance(method, MatrixMethod) else ("lr",)
+    """Rates that launches read from the device, since schedules change them."""
+    moving = (LR.name, DECAY[0].name, MOMENTUM.name)
+    return tuple(name for name in moving if method.has(name) and name not in method.constants)
 
 
-def _is_plain(method: Method) -> bool:
-    if isinstance(method, MatrixMethod):
-        return method.after is None and method.advance is None and method.finish is None
-    return isinstance(method, ElementMethod) and method.withholds
+def _given(method: Method) -> tuple[str, ...]:
+    """All rates of which a launch holds no number: these, and of those that graphs are given what no write reads."""
+    if not isinstance(method, MatrixMethod):
+        return _moving(method)
+    writes = method.after or method.advance or method.finish
+    return (*_moving(method), *(name for name in method.given if not writes or name == STEP.name))

@@ -62,6 +62,7 @@ class ShardedParam:
         refreshed_at: edits of the parameter when its resident weight was last gathered, or is being gathered.
         refresh: what is gathering the resident weight, until it is waited for.
         accumulated: where gradients of micro-batches are added up, if CUDA graphs are replayed meanwhile.
+        entered: which of these graphs it is: the phase, and whether it is one matrix whatever its view.
         tags: names of attributes that users set on the parameter, as of the latest read outside of frames: those of
             frames carry them too.
     """
@@ -86,11 +87,11 @@ class ShardedParam:
     refreshed_at: int = -1
     refresh: Refresh | None = None
     accumulated: Tensor | None = None
+    entered: tuple[Any, bool] | None = None
     tags: tuple[str, ...] = ()
     momentum_buffer: Tensor = field(init=False)
     now: ParamSpec = field(init=False)
     _watched: bool = False
-    _entered: tuple[Any, bool] | None = None
     _holders: int = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class ShardedParam:
         own: dict[str, Any] = {name: copy.deepcopy(getattr(self, name), memo) for name in names}
         own |= {"visits": Visits(), "sums": UnreducedSums(), "speculations": Speculations()}
         own["accumulated"] = None
-        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, _entered=None, **own)
+        copied = replace(self, momentum=self.momentum.detach().clone(), _watched=False, entered=None, **own)
         copied.ledger.sharded_params.append(copied)
         memo[id(self)] = copied
         return copied
@@ -145,7 +146,7 @@ class ShardedParam:
 
     def take_up(self, spec: ParamSpec, hyper: Tensor, rates: tuple[float, ...]) -> None:
         """Be trained from now on, as ``spec`` says; it was frozen. Graphs that hold the old spec are compiled anew."""
-        self.spec, self.text, self.now, self._entered = spec, spec.encode(), spec, None
+        self.spec, self.text, self.now, self.entered = spec, spec.encode(), spec, None
         self.hyper, self.rates = hyper, rates
         if spec.muon is not None:
             local = self.local.detach()
@@ -168,9 +169,9 @@ class ShardedParam:
 
     def enter(self, phase: Any, *, joined: bool) -> None:
         """The graph that the next step takes, see :class:`~compile_muon.passes.methods.MatrixMethod`."""
-        if self._entered != (phase, joined):
+        if self.entered != (phase, joined):
             self.now = self.spec.in_step(phase, joined=joined, owners=self.owners)
-            self._entered = phase, joined
+            self.entered = phase, joined
 
     def begin_refresh(self, refresh: Refresh) -> None:
         """The resident weight will be what ``refresh`` brings, and is no longer what autograd has saved of it."""

@@ -164,6 +164,11 @@ class Step(Trained):
         """Why no step is in a CUDA graph where forward and backward are; None if they are, or there is no GPU."""
         return None if self.recorded is None else self.recorded.left_out(self)
 
+    @property
+    def launched(self) -> str | None:
+        """Phases of methods in which steps are in no CUDA graph, where others are; None if there are none."""
+        return None if self.recorded is None else self.recorded.launched(self)
+
     def release(self) -> None:
         """Let go of what was recorded, and of what the latest step has found."""
         if self.recorded is not None:

@@ -10,6 +10,7 @@ optimizer of this name leaves that line out, and is another one.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ def _after(piece: Piece) -> After:
     return After(divided, {"second_moment": new}, divided.square().sum((-2, -1))[:, None])
 
 
-def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[float, Tensor]:
-    return keep, move * math.sqrt(min(piece.rows, piece.cols)) / (facts[:, 0].sqrt() + piece.rates["eps"])
+def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
+    return keep, move * (math.sqrt(min(piece.rows, piece.cols)) / (facts[:, 0].sqrt() + piece.rates["eps"]))
 
 
 ADAMUON = MatrixMethod(

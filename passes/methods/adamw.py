@@ -59,4 +59,5 @@ ADAMW = ElementMethod(
     step=_step,
     on_host=partial(_step, fused=True),
     withholds=True,
+    constants=("weight_decay",),
 )

@@ -51,7 +51,8 @@ def _advance(
     torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
     for momentum, direction in zip(momenta, directions, strict=True):
         # Of a row that was chosen no entry is zero, but where the momentum has only zeros, too.
-        momentum.mul_(torch.where(direction != 0, rates["momentum"], 1.0))
+        wide = momentum.to(torch.promote_types(momentum.dtype, torch.float32))
+        momentum.copy_(torch.where(direction != 0, wide * rates["momentum"], wide))
 
 
 DION2 = MatrixMethod(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, MOMENTUM, MatrixMethod
+from .method import DECAY, LR, MOMENTUM, MatrixMethod, multiply
 
 __all__ = ["HEAVY_BALL"]
 
@@ -30,7 +30,7 @@ def _before(
 def _advance(
     momenta: Sequence[Tensor], grads: Sequence[Tensor], directions: Sequence[Tensor], rates: Mapping[str, Any]
 ) -> None:
-    torch._foreach_mul_(list(momenta), rates["momentum"])
+    multiply(momenta, rates["momentum"])
     torch._foreach_add_(list(momenta), [grad.to(m.dtype) for grad, m in zip(grads, momenta, strict=True)])
 
 

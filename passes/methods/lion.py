@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .method import DECAY, LR, ElementMethod, Rate, State
+from .method import DECAY, LR, ElementMethod, Rate, State, multiply
 
 __all__ = ["LION"]
 
@@ -27,8 +27,8 @@ def _step(
     near, far = group["betas"]
     mixed = torch._foreach_lerp(momenta, grads, 1 - near)
     torch._foreach_sign_(mixed)
-    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_mul_(mixed, -group["lr"])
+    multiply(params, 1 - group["lr"] * group["weight_decay"])
+    multiply(mixed, -group["lr"])
     torch._foreach_add_(params, mixed)
     torch._foreach_lerp_(momenta, grads, 1 - far)
 

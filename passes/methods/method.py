@@ -33,6 +33,7 @@ __all__ = [
     "State",
     "averaged",
     "largest",
+    "multiply",
 ]
 
 
@@ -130,12 +131,15 @@ class Method:
         source: of the formula.
         rates: what its groups hold, in their order. A default of None is that of the configuration.
         states: beside the momentum.
+        constants: rates that must be numbers, of those that CUDA graphs have on the device: learning rate, decay and
+            momentum. A graph holds them, and other values are another graph.
     """
 
     name: str
     source: str
     rates: tuple[Rate, ...]
     states: tuple[State, ...] = ()
+    constants: tuple[str, ...] = field(default=(), kw_only=True)
 
     def has(self, rate: str) -> bool:
         """Whether its groups hold a rate of this name."""
@@ -159,7 +163,8 @@ class Piece:
         maxima: in ``finish``, ``[n, k]``: :attr:`After.maxima` of whole matrices.
         projected: in ``after``, ``[n, r, k]``: what :attr:`MatrixMethod.project_sums` gave, over whole rows.
         scale: of the learning rate, by the shape of a matrix.
-        rates: of the group; ``step`` is a tensor, 0-dim fp32.
+        rates: of the group; ``step`` is a tensor, 0-dim fp32. Learning rate, decay and momentum are 0-dim fp64 tensors
+            on the device where a CUDA graph holds the step, else numbers.
         rows, cols: of a whole matrix.
     """
 
@@ -203,6 +208,19 @@ def largest(entries: Tensor) -> Tensor:
     none."""
     flat = entries.flatten(1)
     return torch.cat([flat, flat.new_full((len(flat), 1), -math.inf)], dim=1).amax(1, keepdim=True)
+
+
+def multiply(tensors: Sequence[Tensor], factor: Any) -> None:
+    """Multiply tensors, in place, by a number or a 0-dim tensor that says the same: with the same bits.
+
+    A half is multiplied in fp32, since 0.9998 in half precision is 1.
+    """
+    half = [x for x in tensors if x.dtype.itemsize < 4]
+    rest = [x for x in tensors if x.dtype.itemsize >= 4]
+    for x in half:
+        x.copy_(x.float() * factor)
+    if rest:
+        torch._foreach_mul_(rest, factor)
 
 
 @dataclass(frozen=True)
@@ -264,22 +282,23 @@ class MatrixMethod(Method):
         project_sums: ``(grad, weight) -> [n, r, k]``, sums over the columns of a piece, which ``project`` finds summed
             over whole rows.
         advance: ``(momenta, grads, directions, rates)``: what a step makes of the momenta, in place; None for the
-            moving average. Directions are those of ``whole``.
+            moving average. Directions are those of ``whole``, rates as in :class:`Piece`.
         whole: ``(matrices, newton_schulz, seen) -> directions`` at the rank that has the matrices whole, ``[rows,
             cols]`` or ``[batch, rows, cols]``, traced and pure; ``seen`` has a :class:`Seen` for each, and each
             direction is a tensor or a :class:`Made`. None for Newton-Schulz alone.
         phase: ``rates -> text or number``: which graph a step takes, of a few; asked on the host ahead of each step,
             with plain numbers. A choice that ``rates`` of :class:`Seen` make on the device costs both branches.
         joined: ``rates -> bool``, likewise: whether a step sees each parameter as one matrix, whatever its view.
-        recorded: whether a CUDA graph may hold ``whole``: not where it asks a library that waits for the host.
+        launched: phases whose steps no CUDA graph holds, because ``whole`` asks a library that waits for the host; None
+            among them is that of a method without phases.
         row_sums: ``(direction, weight) -> [n, r, k]``, sums over the columns of a piece, which ``after`` finds summed
             over whole rows.
         after: what a step makes of a direction, by pieces; pure.
         facts, columns, maxima: how many facts of a matrix, and of a column, and how many maxima ``after`` gives.
         finish: ``(facts, keep, move, piece) -> (keep, move)`` or ``(keep, move, states)``: the factors, each ``[n]`` or
             ``[n, 1, c]``, once facts are those of whole matrices, ``[n, k]`` in fp32 (None without); ``keep`` and
-            ``move`` are those above. States are new ones that are everywhere: of what is the same on every rank, so not
-            of the piece's elements, which may be those of no row.
+            ``move`` are those above, numbers or 0-dim fp64 tensors. States are new ones that are everywhere: of what is
+            the same on every rank, so not of the piece's elements, which may be those of no row.
     """
 
     adjust_lr: str | None = "original"
@@ -290,7 +309,7 @@ class MatrixMethod(Method):
     whole: Callable[[list[Tensor], NewtonSchulz, list[Seen]], Sequence[Tensor | Made]] | None = None
     phase: Callable[[Mapping[str, Any]], Any] | None = None
     joined: Callable[[Mapping[str, Any]], Any] | None = None
-    recorded: bool = True
+    launched: tuple[Any, ...] = ()
     row_sums: Callable[[Tensor, Tensor], Tensor] | None = None
     after: Callable[[Piece], After] | None = None
     facts: int = 0
@@ -351,7 +370,8 @@ class ElementMethod(Method):
     """A method for everything that is no matrix, element by element of a shard.
 
     Args:
-        step: ``(params, grads, states, group, found_inf)`` in place: shards, states of each by name, the group's rates.
+        step: ``(params, grads, states, group, found_inf)`` in place: shards, states of each by name, the group's rates,
+            of which learning rate and decay are 0-dim fp64 tensors on the device where a CUDA graph holds the step.
         on_host: the same for contiguous tensors in host memory, in one pass over them; ``found_inf`` is None, and rates
             are no tensors. None for a method that is not computed there.
         withholds: whether it writes nothing by itself on CUDA where ``found_inf`` (fp32, one element) is 1; else the

@@ -25,7 +25,8 @@ def _joined(rates: Mapping[str, Any]) -> Any:
 
 
 def _finish(facts: Tensor | None, keep: Any, move: Any, piece: Piece) -> tuple[Any, Any]:
-    return keep, move * torch.where(_joined(piece.rates), 1.0, piece.rates["block_lr_factor"])
+    # Doubles, as rates are on the device: a number and a tensor of it give the same bits.
+    return keep, move * torch.where(_joined(piece.rates), 1.0, piece.rates["block_lr_factor"]).double()
 
 
 MUONBP = MatrixMethod(

@@ -8,6 +8,8 @@ No weight decay; the scale by the shape cancels. A weight of zeros never moves. 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def _after(piece: Piece) -> After:
     return After(direction, facts=torch.stack(facts, dim=-1))
 
 
-def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[Tensor, Tensor]:
+def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Tensor, Tensor]:
     eps = piece.rates["eps"]
     weight, direction, both = facts.unbind(-1)
     radius = weight.sqrt()

@@ -68,7 +68,7 @@ def _after(piece: Piece) -> After:
     step = unbiased / ((square / (1 - far ** rates["step"])).sqrt() + rates["eps"])
     new = (1 - lr * rates["weight_decay"]) * (gain - lr * step)
     ratio, move = _norm(gain, piece) / gain, -(lr * piece.scale)  # V is W times the one, and moves by the other
-    norm = (squares * ratio.square() + 2 * ratio * move * along + length * move**2).clamp(min=_LEAST**2).sqrt()
+    norm = (squares * ratio.square() + 2 * ratio * move * along + length * (move * move)).clamp(min=_LEAST**2).sqrt()
     kept = {"gain": new, "direction_norm": norm, "gain_first_moment": mean, "gain_second_moment": square}
     return After(piece.direction * (new / norm), kept, keep=ratio * new / norm)
 

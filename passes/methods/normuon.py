@@ -9,6 +9,8 @@ nanochat and Megatron take columns where a matrix is wide.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def _after(piece: Piece) -> After:
     return After(divided, {"row_second_moment": new}, facts)
 
 
-def _finish(facts: Tensor, keep: float, move: float, piece: Piece) -> tuple[float, Tensor]:
+def _finish(facts: Tensor, keep: Any, move: Any, piece: Piece) -> tuple[Any, Tensor]:
     norm, divided = facts.sqrt().unbind(-1)
     return keep, move * norm / (divided + piece.rates["eps"])
 

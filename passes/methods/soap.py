@@ -116,5 +116,5 @@ SOAP = MatrixMethod(
     adjust_lr=None,
     whole=_whole,
     phase=_phase,
-    recorded=False,
+    launched=(_FIRST, _TURN),
 )

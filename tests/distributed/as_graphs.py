@@ -13,8 +13,10 @@ from compile_muon.runtime.recorded import Recorded
 
 
 class AsGraphs(Recorded):
-    """A replay runs the launches on what the recording was given, and writes what it found to where that one did."""
+    """A replay runs the launches on what the recording was given, and writes what it found to where that one did. They
+    find groups as they were when it was recorded: numbers that a graph would have kept."""
 
+    recordings = 0
     replays = 0
 
     def address(self, tensor: torch.Tensor) -> int:
@@ -25,6 +27,9 @@ class AsGraphs(Recorded):
         return super().run(step, launch, survey, used)
 
     def _record(self, step: Any, launch: Any, given: Any, values: Any) -> Any:
+        self.recordings += 1
+        groups = step.optimizer.param_groups
+        held = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         launched, recorded = launch(given), [True]
 
         def replay() -> None:
@@ -32,7 +37,12 @@ class AsGraphs(Recorded):
             if recorded:  # a graph does nothing while it is recorded
                 recorded.clear()
                 return
+            now = [{**group} for group in groups]
+            for group, kept in zip(groups, held, strict=True):
+                group.update(kept)
             found = self.launch(given)
+            for group, own in zip(groups, now, strict=True):
+                group.update(own)
             launched.norm.copy_(found.norm)
             for (_, vector), (_, own) in zip(launched.survey._reduced, found.survey._reduced, strict=True):
                 vector.copy_(own)

@@ -12,12 +12,15 @@ from reference import full, world_and_rank
 from zoo import Uneven
 
 import compile_muon
+from compile_muon.passes.methods import MatrixMethod, matrix_method, method_names
 
 
-def trained(stage: int, graphs: AsGraphs | None) -> bytes:
+def trained(stage: int, method: str, graphs: AsGraphs | None) -> bytes:
     torch.manual_seed(0)
     model = Uneven()
-    settings = {"adamw_lr": 0.01, "ns_dtype": "float32", "update": "backward", "checks": "next_step"}
+    settings = {"adamw_lr": 0.01, "ns_dtype": "float32", "checks": "next_step"}
+    settings |= {"method": method, "update": "step" if matrix_method(method).in_step else "backward"}
+    settings |= {"rates": {"basis_every": 4}} if method == "soap" else {}
     optimizer = compile_muon.MuonZero(model, stage=stage, gradient_accumulation_steps=2, **settings)
     optimizer.engine.step.recorded = graphs
     options = {"codegen": "eager", "cuda_graphs": True}
@@ -25,6 +28,8 @@ def trained(stage: int, graphs: AsGraphs | None) -> bytes:
     for step in range(4):
         for group in optimizer.param_groups:
             group["lr"] = 0.02 / (step + 1)
+            if "momentum" in group:
+                group["momentum"] = 0.9 + 0.01 * step
         for part in range(2):
             seed = 100 * step + 10 * part + world_and_rank()[1]
             run(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
@@ -37,18 +42,32 @@ def trained(stage: int, graphs: AsGraphs | None) -> bytes:
     )
 
 
-def both(stages: tuple[int, ...]) -> list[tuple[int, bool, int]]:
-    """By stage, whether graphs write the same bits and send as much, and how often one was replayed."""
+def both(cases: tuple[tuple[int, str], ...]) -> list[tuple[int, str, bool, int]]:
+    """By stage and method, whether graphs write the same bits and send as much, and how often one was replayed."""
     found = []
-    for stage in stages:
-        graphs, without = AsGraphs(), trained(stage, None)
+    for stage, method in cases:
+        graphs, without = AsGraphs(), trained(stage, method, None)
         with pytest.MonkeyPatch.context() as patch:
             outputs_in_place(patch)
-            found.append((stage, trained(stage, graphs) == without, graphs.replays))
+            found.append((stage, method, trained(stage, method, graphs) == without, graphs.replays))
     return found
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.full)])
-def test_replays_are_the_steps_of_all_ranks(ranks: Callable[[int], Ranks], stages: tuple[int, ...]) -> None:
-    for found in ranks(2).run(both, stages=stages):
-        assert found == [(stage, True, 3) for stage in stages]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ((1, "muon"), (3, "muon"), (3, "normuon"), (2, "soap")),
+        pytest.param(
+            (
+                *((0, "muon"), (2, "muon"), (0, "soap"), (1, "muown")),
+                *((3, name) for name in method_names(MatrixMethod)),
+            ),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_replays_are_the_steps_of_all_ranks(ranks: Callable[[int], Ranks], cases: tuple[tuple[int, str], ...]) -> None:
+    for found in ranks(2).run(both, cases=cases):
+        # The first step of a kind is launched, and SOAP's first besides; MuonBP's is of its own kind.
+        replays = [2 if method in ("soap", "muonbp") else 3 for _, method in cases]
+        assert found == [(*case, True, times) for case, times in zip(cases, replays, strict=True)]

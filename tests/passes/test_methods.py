@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod, Method, Piece, Seen, State
@@ -137,6 +138,37 @@ def piece_of(method: MatrixMethod, shape: tuple[int, int, int]) -> Piece:
     return replace(found, projected=projected)
 
 
+class NoNumbers(TorchDispatchMode):
+    """No tensor becomes a number: a host would wait for it, and a CUDA graph would keep it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a number is asked for")
+        return func(*args, **(kwargs or {}))
+
+
+def of_tensors(what: str, method: Method, function: Callable[[Mapping[str, Any]], Any]) -> Iterator[str]:
+    """The bits are the same where rates are on the device, as CUDA graphs have them.
+
+    Args:
+        function: of the group's rates.
+    """
+    odd = {"lr": 0.0137, "weight_decay": 0.073, "momentum": 0.937}
+    rates = numbers(method, 3) | {name: value for name, value in odd.items() if method.has(name)}
+    if method.has(STEP.name):
+        rates["step"] = torch.tensor(3.0)
+    moving = [name for name in odd if name in rates and name not in method.constants]
+    expected = tree_flatten(_plain(function(rates)))[0]
+    try:
+        with NoNumbers():
+            found = function(rates | {name: torch.tensor(rates[name], dtype=torch.float64) for name in moving})
+    except RuntimeError as error:
+        yield f"{what}: does not take tensors ({error})"
+        return
+    if not _equal(expected, tree_flatten(_plain(found))[0]):
+        yield f"{what}: gives something else of tensors"
+
+
 def problems(method: Method) -> list[str]:
     """Why a method is not pure."""
     found = [f"{name}: {what}" for name, function in functions_of(method).items() for what in held(function, set())]
@@ -149,7 +181,17 @@ def problems(method: Method) -> list[str]:
             method.step(own[0], grads, own[1], numbers(method, 3), None)
             return own
 
-        return found + list(twice("step", step, [random(4)], [random(4)], states))
+        found += twice("step", step, [random(4)], [random(4)], states)
+        for dtype in () if method.withholds else (torch.float32, torch.bfloat16):  # a kernel, which has no twin here
+
+            def of(rates: Mapping[str, Any], dtype: torch.dtype = dtype) -> Any:
+                assert isinstance(method, ElementMethod)
+                own = tree_map(lambda x: x.to(dtype, copy=True), ([random(64)], [{s: random(64) for s in states[0]}]))
+                method.step(own[0], [random(65)[:64].to(dtype)], own[1], rates, None)
+                return own
+
+            found += of_tensors("step", method, of)
+        return found
     assert isinstance(method, MatrixMethod)
     momentum = random(6, 4) if method.keeps_momentum else torch.empty(0)
     beta = torch.tensor(0.1), torch.tensor(0.9)
@@ -174,12 +216,23 @@ def problems(method: Method) -> list[str]:
             piece = piece_of(method, shape)
             found += twice("project", method.project, replace(piece, sums=piece.projected))
     if method.after is not None:
-        found += [p for shape in SHAPES for p in twice("after", method.after, piece_of(method, shape))]
+        after = method.after
+        found += [p for shape in SHAPES for p in twice("after", after, piece_of(method, shape))]
+        found += of_tensors("after", method, lambda rates: after(replace(piece_of(method, SHAPES[0]), rates=rates)))
     if method.finish is not None:
         for n, r, c in SHAPES:
             piece = replace(piece_of(method, (n, r, c)), columns=random(n, method.columns, c).abs())
             facts = random(n, method.facts).abs() if method.facts else None
             found += twice("finish", method.finish, facts, 0.99, -0.01, piece)
+
+            def finish(rates: Mapping[str, Any], facts: Tensor | None = facts, piece: Piece = piece) -> Any:
+                assert isinstance(method, MatrixMethod) and method.finish is not None
+                own, lr = replace(piece, rates=rates), rates["lr"]
+                keep, move, *states = method.finish(facts, 1 - lr * rates.get("weight_decay", 0.0), -lr, own)
+                keep, move = (x[:, None, None] if getattr(x, "ndim", 0) == 1 else x for x in (keep, move))
+                return own.weight * keep, own.direction * move, states
+
+            found += of_tensors("finish", method, finish)
     if method.advance is not None:
 
         def advance(momenta: list[Tensor], grads: list[Tensor], directions: list[Tensor]) -> Any:
@@ -189,6 +242,15 @@ def problems(method: Method) -> list[str]:
             return own
 
         found += twice("advance", advance, [random(6, 4)], [random(6, 4)], [random(6, 4)])
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def advanced(rates: Mapping[str, Any], dtype: torch.dtype = dtype) -> Any:
+                assert isinstance(method, MatrixMethod) and method.advance is not None
+                own = [random(64, 4).to(dtype)]
+                method.advance(own, [random(64, 5)[:, :4].to(dtype)], [random(64, 4)], rates)
+                return own
+
+            found += of_tensors("advance", method, advanced)
     return found
 
 
@@ -241,6 +303,30 @@ _COUNT = Counting()
 def test_what_burns_a_number_into_a_graph_is_found(whole: Callable[..., Any], said: str) -> None:
     found = problems(replace(MUON, whole=whole, rates=(LR, MOMENTUM, STEP)))
     assert any(said in problem for problem in found), found
+
+
+def asked(momenta: Any, grads: Any, directions: Any, rates: Mapping[str, Any]) -> None:
+    for momentum in momenta:
+        momentum.mul_(float(rates["momentum"]))
+
+
+def lerped(momenta: Any, grads: Any, directions: Any, rates: Mapping[str, Any]) -> None:
+    torch._foreach_lerp_(momenta, grads, 1 - rates["momentum"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"advance": asked}, "does not take tensors"),
+        ({"advance": lerped}, "does not take tensors"),
+        (
+            {"finish": lambda facts, keep, move, piece: (keep, move / piece.weight[:, 0, 0])},
+            "something else of tensors",
+        ),
+    ],
+)
+def test_what_is_no_launch_of_a_cuda_graph_is_found(wrong: Mapping[str, Any], said: str) -> None:
+    assert any(said in problem for problem in problems(replace(MUON, **wrong)))
 
 
 def test_kinds_of_states_are_known() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from compile_muon import Extension, LedgerError, MuonZero
 from compile_muon.config import CompileConfig
+from compile_muon.passes.methods import METHODS, ElementMethod, MatrixMethod
 
 pytestmark = pytest.mark.filterwarnings("ignore:cuda_graphs = True. there are none on a CPU")
 
@@ -185,9 +186,6 @@ def test_a_gradient_that_somebody_keeps_is_not_written_again(monkeypatch):
         ({"checks": "in_step"}, "checks='in_step'"),
         ({"gradient_clipping": 1.0}, "set update='step'"),
         ({"momentum_dtype": "bfloat16"}, "states are not beside"),
-        ({"method": "normuon"}, "method 'normuon'"),
-        ({"auxiliary": "lion"}, "method 'lion'"),
-        ({"rates": {"cautious_decay": True}}, "cautious_decay"),
         ({"lr": torch.tensor(0.02)}, "are tensors"),
     ],
 )
@@ -197,6 +195,92 @@ def test_what_is_no_graph_says_why(settings, why):
     assert optimizer.summary().outside is None  # of a configuration without graphs
     optimizer.config = dataclasses.replace(optimizer.config, compile=CompileConfig(cuda_graphs=True))
     assert "in no CUDA graph" in str(optimizer.summary())
+
+
+#: settings of methods, and how many graphs their steps are
+METHODS_HERE = {
+    **{method.name: ({"method": method.name}, 1) for method in METHODS if isinstance(method, MatrixMethod)},
+    **{method.name: ({"auxiliary": method.name}, 1) for method in METHODS if isinstance(method, ElementMethod)},
+    "cautious": ({"rates": {"cautious_decay": True}}, 1),
+    "cautious, lion": ({"auxiliary": "lion", "rates": {"cautious_decay": True}}, 1),
+    "muonbp": (
+        {
+            "method": "muonbp",
+            "muon_views": {"hidden.weight": {"heads": 2}},
+            "rates": {"period": 3, "block_lr_factor": 0.7},
+        },
+        2,
+    ),
+    "soap": ({"method": "soap", "rates": {"basis_every": 4}}, 1),
+}
+
+
+@pytest.mark.parametrize("name", METHODS_HERE)
+def test_schedules_of_every_method_need_no_other_graph(name):
+    """A graph holds no rate that changes in each step, nor the step's number: replays write the bits of launches."""
+    settings, kinds = METHODS_HERE[name]
+    runs = [Run(recorded, **settings) for recorded in (None, AsGraphs())]
+    batches = torch.randn(15, 5, 8, generator=torch.Generator().manual_seed(1))
+    batches[6] = torch.nan
+    for number, x in enumerate(batches):
+        for run in runs:
+            for group in run.optimizer.param_groups:
+                group["lr"] = 0.02 / (number + 1)
+                if "momentum" in group:
+                    group["momentum"] = 0.9 + 0.005 * number
+                if "weight_decay" in group and group["algorithm"] != "adamw":
+                    group["weight_decay"] = 0.1 + 0.01 * number
+            run.step(x)
+        for one, other in zip(*(run.held() for run in runs), strict=True):
+            assert torch.equal(one, other), number
+    assert [run.optimizer.totals()["skipped_steps"] for run in runs] == [1, 1]
+    graphs = runs[1].optimizer.engine.step.recorded
+    assert (graphs.recordings, len(graphs)) == (kinds, kinds)
+    # The first of a kind is launched, and what waits for the host: the first step, and one in four with basis_every=4.
+    assert graphs.replays == len(batches) - kinds - (4 if name == "soap" else 0)
+    launched = runs[1].optimizer.engine.step.launched
+    assert launched == ("'first', 'turn' of method 'soap'" if name == "soap" else None)
+
+
+def test_a_constant_of_a_method_is_another_graph():
+    graphs = AsGraphs()
+    runs = [Run(recorded, method="normuon") for recorded in (None, graphs)]
+    for number, x in enumerate(torch.randn(8, 5, 8)):
+        for run in runs:
+            if number == 4:
+                run.optimizer.param_groups[0]["beta2"] = 0.5
+            run.step(x)
+    for one, other in zip(*(run.held() for run in runs), strict=True):
+        assert torch.equal(one, other)
+    assert (graphs.recordings, graphs.replays) == (2, 6)
+
+
+def test_kinds_of_steps_that_take_turns_do_not_drive_each_other_out():
+    """More of them than graphs that are kept: those that are stay, and the others are launched."""
+
+    class Turns(AsGraphs):
+        turn = 0
+
+        def address(self, tensor):
+            return self.turn
+
+    graphs = Turns()
+    run = Run(graphs)
+    for number in range(36):
+        graphs.turn = number % 12
+        run.step(torch.randn(5, 8))
+    assert (graphs.recordings, len(graphs), graphs.replays) == (8, 8, 16)
+    for number in range(24):  # what does not come any more makes room
+        graphs.turn = 12 + number // 2
+        run.step(torch.randn(5, 8))
+    assert graphs.recordings > 8 and len(graphs) == 8 and graphs.gave_up is None
+
+
+def test_the_summary_names_phases_that_are_launched():
+    optimizer = Run(AsGraphs(), method="soap").optimizer
+    assert optimizer.engine.step.outside is None and optimizer.summary().launched is None
+    optimizer.config = dataclasses.replace(optimizer.config, compile=CompileConfig(cuda_graphs=True))
+    assert "in no CUDA graph in phases 'first', 'turn' of method 'soap'" in str(optimizer.summary())
 
 
 def test_a_step_that_is_never_alike_is_given_up():
