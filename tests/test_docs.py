@@ -715,7 +715,7 @@ NOT_LISTED = {
     "backend.muon_zero", "checkpoint.checkpointer._load", "checkpoint.values.read", "model.param_spec.muon_spec",
     "model.full_parameters.full_parameters", "offload.direct._called", "passes.methods.matrix_method",
     "passes.methods.method_of", "passes.views.shape_of",
-    "storage.boxes._opened", "storage.boxes._our_errors",
+    "files.tensors._opened", "files.tensors._our_errors",
 }  # fmt: skip
 
 

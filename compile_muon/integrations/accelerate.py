@@ -30,10 +30,10 @@ from compile_muon.checkpoint import Checkpointer
 from compile_muon.checkpoint.manifest import describe_file
 from compile_muon.config import MeshConfig
 from compile_muon.errors import CheckpointError, ConfigError, config_error, listed, raise_all
+from compile_muon.files.disk import open_plain, write_bytes
 from compile_muon.integrations.common import is_sharded, refused_tensor
 from compile_muon.integrations.same_batches import give_same_batches
 from compile_muon.optimizer import MuonZero
-from compile_muon.storage.disk import open_plain, write_bytes
 from compile_muon.summary import Summary
 from compile_muon.weights import full_state_dict, save_pretrained
 from compile_muon.weights.adapters import has_adapters

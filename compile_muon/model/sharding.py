@@ -37,7 +37,7 @@ from compile_muon.runtime.sharded_param import ShardedParam
 from compile_muon.runtime.shards import contiguous_stride, has_memory, local_tensor, user_attributes
 
 if TYPE_CHECKING:
-    from compile_muon.model.moe import ExpertPlan
+    from compile_muon.experts.plan import ExpertPlan
 
 __all__ = ["shard_model"]
 

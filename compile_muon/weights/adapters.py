@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from compile_muon.agreement.together import Ranks
 from compile_muon.errors import CheckpointError, UnsupportedModelError, listed
+from compile_muon.files.disk import new_mode, open_plain, sync_folder
 from compile_muon.model.full_parameters import full_parameters
-from compile_muon.storage.disk import new_mode, open_plain, sync_folder
 from compile_muon.weights.full import gather, load_full_state_dict
 from compile_muon.weights.named_tensors import Weights
 
